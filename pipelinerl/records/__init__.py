@@ -1,0 +1,34 @@
+"""Every contract between processes. Imports numpy and msgspec only.
+
+A record is a frozen, keyword-only ``msgspec.Struct``; array fields are numpy arrays and travel as raw bytes.
+``rollouts`` is what the actor publishes, ``batches`` what the preprocessor publishes, ``messages`` what roles tell
+each other, ``topics`` the names of the topics, and ``check`` the one place that refuses a bad record.
+"""
+
+from pipelinerl.records.batches import MicroBatch
+from pipelinerl.records.messages import (
+    EvaluationDone,
+    EvaluationStarted,
+    PreprocessorProgress,
+    SamplesProcessed,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.records.rollouts import ActorRecord, GroupDropped, Rollout, RolloutGroup, TrainingSequence
+
+__all__ = [
+    "ActorRecord",
+    "EvaluationDone",
+    "EvaluationStarted",
+    "GroupDropped",
+    "MicroBatch",
+    "PreprocessorProgress",
+    "Rollout",
+    "RolloutGroup",
+    "SamplesProcessed",
+    "TrainerMessage",
+    "TrainingDone",
+    "TrainingSequence",
+    "WeightUpdateSuccess",
+]

@@ -1,0 +1,48 @@
+"""What the preprocessor publishes: packed micro-batches, addressed to one trainer rank and one optimizer step.
+
+Shapes: T tokens, S segments (documents that must not attend to each other), R spans, N samples.
+"""
+
+import msgspec
+import numpy as np
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward-backward pass of one rank.
+
+    ``step`` is the optimizer step that trains it, counted from 0, and also the version of the weights it is trained
+    on, so the lag of a token is ``step - version`` and is known when the batch is packed.
+    The loss of the optimizer batch is the sum over all its micro-batches and ranks of
+    ``segment_weights[segment(t)] * loss_t`` over trained tokens: packing cannot change the gradient (ALGORITHMS §4).
+    """
+
+    step: int
+    index: int
+    """0 … count − 1: place within this rank's micro-batches of the step. Every rank has the same count."""
+    count: int
+    token_ids: np.ndarray
+    """int32 [T]"""
+    segment_lengths: np.ndarray
+    """int32 [S], sum = T. Position ids restart at each segment."""
+    segment_weights: np.ndarray
+    """float32 [S]: weight of each trained token of the segment in the optimizer batch's loss."""
+    spans: np.ndarray
+    """int32 [R, 3]: (start, end exclusive, weight version) of trained tokens, in positions of this micro-batch."""
+    logprobs: np.ndarray
+    """float32 [T]: the sampler's log-probabilities; 0 where no span covers the token."""
+    advantages: np.ndarray
+    """float32 [T]: advantage of trained tokens; 0 elsewhere. Rewards when the advantage is `value`."""
+    ref_logprobs: np.ndarray | None
+    """float32 [T]: the reference model's log-probabilities; None without a KL term."""
+    num_samples: int
+    """Rollouts of the whole optimizer batch, over all ranks."""
+    num_tokens: int
+    """Trained tokens of the whole optimizer batch, over all ranks."""
+    sample_ids: tuple[str, ...]
+    """[S]: `<group_id>/<attempt>/<sequence>` of each segment, for the ledger and error messages."""
+    rewards: np.ndarray
+    """float32 [S]: reward of each segment's rollout (metrics)."""
+    next_source: tuple[int, int]
+    """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
+    sentinel: bool = False
+    """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""

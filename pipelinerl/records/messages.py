@@ -1,0 +1,74 @@
+"""What roles tell each other besides data."""
+
+import msgspec
+
+
+class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
+    """The named servers hold this version; a server that is not named must not be used."""
+
+    version: int
+    """Optimizer steps behind these weights."""
+    servers: tuple[str, ...]
+    """Job names of the admitted servers, e.g. `actor_llm_0`."""
+    pause_ms: tuple[float, ...] = ()
+    """Stall of decoding on each server, measured there."""
+    transfer_ms: float = 0.0
+    """Sender's wall time for the whole update."""
+    timestamp: float = 0.0
+
+
+class SamplesProcessed(msgspec.Struct, frozen=True, kw_only=True, tag="samples_processed"):
+    """Running totals after an optimizer step."""
+
+    samples_processed: int
+    """Rollouts trained since the start of the run (survives restarts)."""
+    step: int
+    """Optimizer steps completed = version now in the trainer."""
+    metrics: dict[str, float] = {}
+    timestamp: float = 0.0
+
+
+class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done"):
+    """The trainer reached `max_train_steps`, saved, and its last weights are live."""
+
+    step: int
+    timestamp: float = 0.0
+
+
+TrainerMessage = WeightUpdateSuccess | SamplesProcessed | TrainingDone
+
+
+class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):
+    """Running totals of the preprocessor; the actor subtracts what was dropped from what is outstanding."""
+
+    samples_packed: int
+    samples_dropped: int
+    """Rollouts that reached the preprocessor and will not be trained (filters, lag, invalid)."""
+    dropped_by_reason: dict[str, int]
+    step: int
+    """Next optimizer step to be packed."""
+    dropped_sample_ids: tuple[tuple[str, str], ...] = ()
+    """(sample id, reason) of the drops since the last record, for the ledger."""
+
+
+class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):
+    """From here until `EvaluationDone` or the deadline no server's weights may change."""
+
+    version: int
+    deadline: float
+    """Unix time after which the trainer goes on by itself."""
+
+
+class EvaluationDone(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_done"):
+    """Results of one evaluation, all attempts sampled by one version."""
+
+    version: int
+    success: float
+    reward: float
+    num_rollouts: int
+    metrics: dict[str, float]
+    """Per dataset: `<dataset>/success`, `<dataset>/reward`, …"""
+    timestamp: float = 0.0
+
+
+EvaluationMessage = EvaluationStarted | EvaluationDone

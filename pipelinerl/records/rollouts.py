@@ -1,0 +1,91 @@
+"""What the actor publishes: one whole group per record, or the reason why a group will never come.
+
+Shapes: T tokens of a sequence, K ≤ T of them trained (sampled by the policy), R spans.
+"""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+
+class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that one rollout trains on: a prompt, completions, and whatever came between them.
+
+    ``spans`` says everything about training: a token is trained exactly if a span covers it, and the span's
+    version is the weight version that sampled it.
+    """
+
+    token_ids: np.ndarray
+    """int32 [T], as the server saw and sampled them."""
+    logprobs: np.ndarray
+    """float32 [K], natural log, after temperature; one per trained token, in order."""
+    spans: np.ndarray
+    """int32 [R, 3]: (start, end exclusive, weight version); ascending, disjoint, non-empty."""
+    finish_reason: str
+    """The server's word for the last completion: "stop", "length", "tool_calls", …"""
+    turn: int = 0
+    """Index of the first LLM call of the rollout that this sequence contains."""
+    reward: float | None = None
+    """Reward of this sequence's step where a domain gives per-step rewards; None = the rollout's reward."""
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at one problem: ONE member of its group, however many sequences it has."""
+
+    attempt: int
+    """0 … attempts − 1 within the group."""
+    reward: float
+    sequences: tuple[TrainingSequence, ...]
+    metrics: dict[str, float]
+    """Numeric fields of the domain's metrics: reward, success, no_error, no_answer and its own."""
+    latency_s: float
+    num_llm_calls: int
+    num_unmerged_turns: int = 0
+    """Turns whose tokens did not extend the previous turn's and therefore started another sequence."""
+
+
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
+    """All rollouts of one problem, published whole."""
+
+    group_id: str
+    """`<epoch>-<position>` for training, `test-<version>-<dataset>-<index>` for evaluation: unique in the run."""
+    epoch: int
+    position: int
+    """Position in the seeded permutation of the epoch; (epoch, position) is the problem's place in the run."""
+    problem_index: int
+    """Index of the problem in the loader's list."""
+    actor: int
+    """Actor replica that made it."""
+    domain: str
+    dataset: str
+    attempts: int
+    """How many rollouts the group should have; ``len(rollouts)`` is lower when members failed within the budget."""
+    rollouts: tuple[Rollout, ...]
+    dispatched_version: int
+    """Weight version live when the group was dispatched."""
+    settled_before: int
+    """Every dispatch number of this actor below this one is published or dropped (for restart)."""
+    dispatch_index: int
+    """Running number of the dispatch on this actor, across epochs."""
+
+
+class GroupDropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+    """A dispatched problem that yields no group: the reason, so that nothing is lost without one."""
+
+    group_id: str
+    epoch: int
+    position: int
+    problem_index: int
+    actor: int
+    domain: str
+    dataset: str
+    attempts: int
+    reason: str
+    """"transport", "timeout", "domain_error", "verifier", "too_long", "poisonous", …"""
+    detail: str
+    settled_before: int
+    dispatch_index: int
+
+
+ActorRecord = Annotated[RolloutGroup | GroupDropped, msgspec.Meta(title="ActorRecord")]
