@@ -48,7 +48,9 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     step: int
     """Next optimizer step to be packed."""
     dropped_sample_ids: tuple[tuple[str, str], ...] = ()
-    """(sample id, reason) of the drops since the last record, for the ledger."""
+    """(`<group_id>/<attempt>`, reason) of the drops since the last record, for the ledger."""
+    packed_sample_ids: tuple[str, ...] = ()
+    """`<group_id>/<attempt>` of the rollouts packed for step ``step - 1``, for the ledger."""
 
 
 class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):
