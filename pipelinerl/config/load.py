@@ -1,0 +1,146 @@
+"""From Hydra's composed `DictConfig` or a run folder to the frozen, typed `Config`.
+
+Every refusal is a `ConfigError` that names key, value, constraint and fix; nothing is repaired silently.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+RUN_CONFIG = Path("conf") / "config.yaml"
+
+
+def validate(cfg: DictConfig) -> Config:
+    """Check types, bounds, unknown keys and the rules across sections."""
+    from pipelinerl.config import rules
+
+    config = parse(cfg)
+    rules.check(config)
+    return config
+
+
+def parse(cfg: DictConfig) -> Config:
+    """Types, bounds and unknown keys only."""
+    return parse_container(to_container(cfg))
+
+
+def to_container(cfg: DictConfig) -> dict[str, Any]:
+    """Plain nested dictionaries with every interpolation resolved; `hydra` is not part of a run."""
+    missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
+    if missing:
+        keys = ", ".join(f"`{key}`" for key in missing)
+        raise ConfigError(f"{keys} must be given: set {missing[0]}=... on the command line or in the experiment's YAML")
+    try:
+        container = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"`{error.full_key}` cannot be resolved: {str(error).splitlines()[0]}") from error
+    assert isinstance(container, dict)
+    container.pop("hydra", None)
+    return {str(key): value for key, value in container.items()}
+
+
+def parse_container(container: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(container)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"`{key}` is not a configuration key{suggestion(key)}"
+    if item["type"] == "missing":
+        return f"`{key}` is missing: start the experiment's YAML with `defaults: [base, _self_]` or set it"
+    constraint = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return f"`{key}` is {item['input']!r}: it {constraint}"
+
+
+def config_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the typed configuration."""
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys.extend(config_keys(field.annotation, f"{prefix}{name}."))
+    return keys
+
+
+def nearest_key(key: str, known: Iterable[str] | None = None) -> str | None:
+    """The known key that the unknown one most likely means: same last part elsewhere, else the nearest spelling."""
+    candidates = list(known if known is not None else config_keys())
+    last = key.rpartition(".")[2]
+    same_name = [candidate for candidate in candidates if candidate.rpartition(".")[2] == last]
+    if same_name:
+        return max(same_name, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
+    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7)
+    if close:
+        return close[0]
+    by_last = {candidate.rpartition(".")[2]: candidate for candidate in candidates}
+    close = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
+    return by_last[close[0]] if close else None
+
+
+def suggestion(key: str) -> str:
+    nearest = nearest_key(key)
+    return f"; did you mean `{nearest}`?" if nearest else "; `--cfg job` prints all keys"
+
+
+def load_run_dictconfig(run_dir: Path | str) -> DictConfig:
+    """The resolved configuration of a run folder, as the domain's rollout function receives it."""
+    path = Path(run_dir) / RUN_CONFIG
+    if not path.is_file():
+        raise ConfigError(f"`{run_dir}` is not a run folder: {RUN_CONFIG} is missing; start it with pipelinerl.launch")
+    cfg = OmegaConf.load(path)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def load_run(run_dir: Path | str) -> Config:
+    """The typed configuration of a run folder."""
+    return parse(load_run_dictconfig(run_dir))
+
+
+def compose(config_name: str = "base", overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
+    """Compose as the command line does; for tools and tests. `config_dir` is searched after `conf/`."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+        return hydra_compose(config_name, overrides=[*extra, *overrides])
+
+
+def resolve_function(dotted: str) -> Callable[..., Any]:
+    """Import `package.module.function`; anything on the way may also be a class."""
+    parts = dotted.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name, attributes = ".".join(parts[:split]), parts[split:]
+        try:
+            target: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and not f"{module_name}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"`{dotted}` cannot be imported: {module_name} needs module {error.name!r}"
+                ) from error
+            continue
+        for attribute in attributes:
+            if not hasattr(target, attribute):
+                raise ConfigError(f"`{dotted}` does not exist: {target.__name__} has no {attribute!r}")
+            target = getattr(target, attribute)
+        if not callable(target):
+            raise ConfigError(f"`{dotted}` is not a function but {type(target).__name__}")
+        return target
+    raise ConfigError(
+        f"`{dotted}` cannot be imported: no module {parts[0]!r} on sys.path; write package.module.function"
+    )

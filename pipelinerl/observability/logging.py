@@ -1,0 +1,54 @@
+"""One event per line on stderr, which the launcher redirects to `<job>/log.txt`.
+
+    2026-01-31 12:00:00.123 INFO actor_0 actor.loop: published group=0-17 rollouts=8
+
+Secrets of the run are replaced before a line is written, wherever they come from. A traceback follows its event on
+indented lines, so every line that starts in column 0 is an event.
+"""
+
+import logging
+import os
+import sys
+import time
+
+SECRET_VARIABLES = ("PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD", "WANDB_API_KEY", "HF_TOKEN")
+CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")
+
+
+class EventFormatter(logging.Formatter):
+    """`time LEVEL job logger: message`, secrets removed, one line per event."""
+
+    def __init__(self, job_name: str, secrets: tuple[str, ...] = ()):
+        super().__init__()
+        self.job_name = job_name
+        self.secrets = tuple(secret for secret in secrets if len(secret) >= 8)
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        logger = record.name.removeprefix("pipelinerl.")
+        message = record.getMessage().replace("\n", "\\n")
+        line = f"{stamp}.{int(record.msecs):03d} {record.levelname} {self.job_name} {logger}: {message}"
+        if record.exc_info:
+            line += "\n" + _indent(self.formatException(record.exc_info))
+        if record.stack_info:
+            line += "\n" + _indent(self.formatStack(record.stack_info))
+        for secret in self.secrets:
+            line = line.replace(secret, "***")
+        return line
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
+    """Send every logger of this process to stderr in the run's format."""
+    secrets = tuple(os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EventFormatter(job_name, secrets))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,106 @@
+"""Numbers of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same in wandb.
+
+The file is the truth and is written at once. wandb lives in a thread of its own behind a bounded queue: a slow, missing
+or failing wandb costs points of a curve, never a step of the run.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.sections import Config, WandbSection
+from pipelinerl.observability import wandb as wandb_run
+
+log = logging.getLogger(__name__)
+
+QUEUE_POINTS = 10_000
+FINISH_TIMEOUT_S = 5.0
+
+
+class MetricsLogger:
+    """Logs numbers of one job; `kind` names the file and the wandb run (e.g. `actor`, `finetune`).
+
+    >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
+    >>> metrics.log({"loss": 0.1}, step=3)
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path | str, kind: str):
+        path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._file = open(os.open(path, flags, 0o600), "w", buffering=1)  # noqa: SIM115
+        self._lock = threading.Lock()
+        self._wandb = _WandbThread(cfg.wandb, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Append one point. NaN and infinities are written as null."""
+        point = {name: _number(value) for name, value in values.items()}
+        line = json.dumps({"step": step, "time": time.time(), **point})
+        with self._lock:
+            self._file.write(line + "\n")
+        if self._wandb:
+            self._wandb.put(point, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def read_metrics(run_dir: Path | str, kind: str) -> list[dict[str, Any]]:
+    """All points of a kind in order; a torn last line is left out."""
+    points = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (Path(run_dir) / "metrics" / f"{kind}.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                points.append(json.loads(line))
+    return points
+
+
+def _number(value: Any) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+class _WandbThread:
+    """Owns the wandb run. Ends at `close`, or at wandb's first error."""
+
+    def __init__(self, section: WandbSection, run_dir: Path, kind: str):
+        self._points: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_POINTS)
+        self._thread = threading.Thread(target=self._run, args=(section, run_dir, kind), name="wandb", daemon=True)
+        self._thread.start()
+        self._dropped = 0
+
+    def put(self, point: dict[str, Any], step: int) -> None:
+        try:
+            self._points.put_nowait((point, step))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._points.put_nowait(None)
+        self._thread.join(timeout=FINISH_TIMEOUT_S)
+        if self._thread.is_alive() or self._dropped:
+            log.warning("wandb did not take everything dropped=%d; metrics/*.jsonl is complete", self._dropped)
+
+    def _run(self, section: WandbSection, run_dir: Path, kind: str) -> None:
+        try:
+            run = wandb_run.start(section, run_dir, kind)
+            while (item := self._points.get()) is not None:
+                point, step = item
+                run.log(
+                    {f"{kind}/{name}": value for name, value in point.items() if value is not None}
+                    | {f"{kind}/step": step}
+                )
+            run.finish()
+        except Exception:  # a foreign library at the edge of the process: it may fail, the role may not
+            log.exception("wandb failed; metrics go on in metrics/%s.jsonl", kind)

@@ -1,0 +1,95 @@
+"""The common entry of every role: `python -m pipelinerl.<folder> --run-dir R --job J`.
+
+Reads the run folder, sets up log, heartbeat and streams, runs the role, and turns its end into an exit code:
+0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, whose last log line says why.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.config.load import load_run
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.observability.logging import setup_role_logging
+from pipelinerl.observability.status import RoleStatus
+
+if TYPE_CHECKING:
+    from pipelinerl.world import Job, WorldMap
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleContext:
+    """What every role gets. `stop` is set by SIGTERM and SIGINT: end cleanly and return."""
+
+    run_dir: Path
+    job: "Job"
+    cfg: Config
+    world: "WorldMap"
+    status: RoleStatus
+    stop: threading.Event
+
+
+def run_role(main: Callable[[RoleContext], None]) -> None:
+    """Run a role's main function in its context and leave the process with its exit code."""
+    parser = argparse.ArgumentParser(description="A role of a PipelineRL run; started by pipelinerl.launch.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder that the launcher wrote")
+    parser.add_argument("--job", required=True, help="job name of the world map, e.g. actor_0")
+    args = parser.parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    die_with_parent()
+    setup_role_logging(status_name(args.job))
+    sys.exit(_run(main, args.run_dir, args.job, stop))
+
+
+def _run(main: Callable[[RoleContext], None], run_dir: Path, job_name: str, stop: threading.Event) -> int:
+    status = RoleStatus(run_dir, status_name(job_name))
+    try:
+        main(_context(run_dir, job_name, status, stop))
+    except Exception as error:  # the process boundary: the error ends the role
+        if not isinstance(error, PipelineRLError):
+            log.exception("unexpected error")
+        log.error("role failed: %s: %s", type(error).__name__, error)
+        status.close("failed")
+        return 1
+    status.close("done")
+    log.info("role ended")
+    return 0
+
+
+def _context(run_dir: Path, job_name: str, status: RoleStatus, stop: threading.Event) -> RoleContext:
+    from pipelinerl.streams import backend_from_config
+    from pipelinerl.world import WorldMap
+
+    cfg = load_run(run_dir)
+    world = WorldMap.load(run_dir)
+    backend_from_config(cfg, run_dir)
+    return RoleContext(run_dir=run_dir, job=world.job(job_name), cfg=cfg, world=world, status=status, stop=stop)
+
+
+def status_name(job_name: str) -> str:
+    """Ranks above 0 of a distributed job report beside it: `finetune_0.rank1`."""
+    rank = int(os.environ.get("RANK", "0"))
+    return f"{job_name}.rank{rank}" if rank else job_name
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when the parent dies, however it dies."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

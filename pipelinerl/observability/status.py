@@ -1,0 +1,167 @@
+"""A role's heartbeat: what it last did, what it waits for and since when, in `status/<job>.json`.
+
+The role calls `progress()` whenever something moved and wraps every wait in `waiting()`. A helper thread publishes
+the state at most twice a second and otherwise every `HEARTBEAT_S` seconds, so three things can be told apart:
+a process that moves, a live process that waits for somebody, and one that is frozen (no heartbeat at all).
+SIGUSR1 writes the Python stacks of all threads to `<job>/stacks.txt`.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEARTBEAT_S = 2.0
+MIN_WRITE_INTERVAL_S = 0.5
+STATUS_DIR = "status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    what: str
+    on: str | None
+    """Job (or kind) that ends the wait; None = nobody in particular."""
+    since: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusRecord:
+    """One status file. `state` is running, done or failed."""
+
+    job: str
+    state: str
+    pid: int
+    hostname: str
+    started: float
+    heartbeat: float
+    progress_at: float
+    progress_count: int
+    waits: tuple[Wait, ...]
+    """Current waits, oldest first; empty while the role works."""
+    fields: dict[str, Any]
+    """Latest values given to `progress`."""
+
+
+class RoleStatus:
+    """Publishes this role's status file until `close`.
+
+    >>> status = RoleStatus(run_dir, "actor_0")
+    >>> status.progress(groups=3)
+    >>> with status.waiting("weights of version 4", on="finetune_0"): ...
+    >>> status.close()
+    """
+
+    def __init__(self, run_dir: Path | str, job_name: str):
+        self.job_name = job_name
+        self._path = Path(run_dir) / STATUS_DIR / f"{job_name}.json"
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fields: dict[str, Any] = {}
+        self._waits: dict[int, Wait] = {}
+        self._wait_ids = itertools.count()
+        self._started = self._progress_at = time.time()
+        self._progress_count = 0
+        self._state = "running"
+        self._dirty = threading.Event()
+        self._closed = threading.Event()
+        self._stacks = _register_stacks(Path(run_dir), job_name)
+        self._write()
+        self._thread = threading.Thread(target=self._publish, name="status", daemon=True)
+        self._thread.start()
+
+    def progress(self, **fields: Any) -> None:
+        """Something moved. Costs a few assignments; the file is written by the helper thread."""
+        if fields:
+            self._fields = self._fields | fields
+        self._progress_at = time.time()
+        self._progress_count += 1
+        self._dirty.set()
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, on: str | None = None) -> Iterator[None]:
+        """Name a wait: on whom (job or kind) and for what."""
+        key = next(self._wait_ids)
+        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.time())}
+        self._dirty.set()
+        try:
+            yield
+        finally:
+            self._waits = {other: wait for other, wait in self._waits.items() if other != key}
+            self._dirty.set()
+
+    def close(self, state: str = "done") -> None:
+        """Publish the last state and stop the helper thread."""
+        if self._closed.is_set():
+            return
+        self._state = state
+        self._closed.set()
+        self._dirty.set()
+        self._thread.join(timeout=5)
+        self._write()
+
+    def record(self) -> StatusRecord:
+        return StatusRecord(
+            job=self.job_name,
+            state=self._state,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            started=self._started,
+            heartbeat=time.time(),
+            progress_at=self._progress_at,
+            progress_count=self._progress_count,
+            waits=tuple(sorted(self._waits.values(), key=lambda wait: wait.since)),
+            fields=self._fields,
+        )
+
+    def _publish(self) -> None:
+        """Consumes the dirty flag; ends when the status is closed."""
+        while not self._closed.is_set():
+            self._dirty.wait(timeout=HEARTBEAT_S)
+            self._dirty.clear()
+            if self._closed.is_set():
+                return
+            self._write()
+            self._closed.wait(timeout=MIN_WRITE_INTERVAL_S)
+
+    def _write(self) -> None:
+        """A status that cannot be written (disk full) is no reason to stop the role."""
+        with contextlib.suppress(OSError):
+            write_status(self._path, self.record())
+
+
+def write_status(path: Path, record: StatusRecord) -> None:
+    document = vars(record) | {"waits": [vars(wait) for wait in record.waits]}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+        json.dump(document, stream, default=str)
+    os.replace(temporary, path)
+
+
+def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
+    """Every role's newest status, by job name. Files that are not there or not whole are left out."""
+    statuses = {}
+    for path in sorted((Path(run_dir) / STATUS_DIR).glob("[!.]*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            document = json.loads(path.read_text())
+            waits = tuple(Wait(**wait) for wait in document.pop("waits"))
+            statuses[path.stem] = StatusRecord(**document, waits=waits)
+    return statuses
+
+
+def _register_stacks(run_dir: Path, job_name: str) -> Any:
+    """SIGUSR1 appends all threads' stacks to `<job>/stacks.txt`; the file stays open for the handler."""
+    job, _, rank = job_name.partition(".")
+    path = run_dir / job / (f"stacks.{rank}.txt" if rank else "stacks.txt")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stream = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    return stream
