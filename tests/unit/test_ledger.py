@@ -1,0 +1,71 @@
+"""The ledger, by hand: two published groups, one drop, one packed step ahead of the trainer."""
+
+import numpy as np
+
+from pipelinerl.ledger import LedgerEntry, build
+from pipelinerl.records import GroupDropped, PreprocessorProgress, Rollout, RolloutGroup, TrainingSequence
+
+SEQUENCE = TrainingSequence(
+    token_ids=np.array([1, 2], np.int32),
+    logprobs=np.array([-0.5], np.float32),
+    spans=np.array([[1, 2, 0]], np.int32),
+    finish_reason="stop",
+)
+PLACE = {"epoch": 0, "problem_index": 0, "actor": 0, "domain": "d", "dataset": "train", "settled_before": 0}
+
+
+def group(position: int) -> RolloutGroup:
+    rollouts = tuple(
+        Rollout(attempt=a, reward=1.0, sequences=(SEQUENCE,), metrics={}, latency_s=0.1, num_llm_calls=1)
+        for a in range(2)
+    )
+    return RolloutGroup(
+        **PLACE,
+        group_id=f"0-{position}",
+        position=position,
+        dispatch_index=position,
+        attempts=2,
+        rollouts=rollouts,
+        dispatched_version=0,
+    )
+
+
+def progress(step: int, packed: tuple[str, ...], dropped: tuple[tuple[str, str], ...] = ()) -> PreprocessorProgress:
+    return PreprocessorProgress(
+        samples_packed=0,
+        samples_dropped=0,
+        dropped_by_reason={},
+        step=step,
+        packed_sample_ids=packed,
+        dropped_sample_ids=dropped,
+    )
+
+
+def test_build_every_outcome_is_named_once():
+    lost = GroupDropped(
+        **PLACE, group_id="0-2", position=2, dispatch_index=2, attempts=2, reason="timeout", detail="late"
+    )
+    ledger = build(
+        [group(0), group(1), lost, group(3)],
+        [progress(1, ("0-0/0", "0-0/1")), progress(2, ("0-1/0",), (("0-1/1", "lag"),))],
+        steps_trained=1,
+    )
+    assert ledger.violations == ()
+    assert ledger.counts() == {"trained": 2, "packed": 1, "dropped/lag": 1, "dropped/timeout": 1, "queued": 2}
+    assert LedgerEntry(sample_id="0-1/0", outcome="packed", step=1) in ledger.entries
+
+
+def test_build_sample_in_two_steps_is_a_violation():
+    ledger = build([group(0)], [progress(1, ("0-0/0",)), progress(2, ("0-0/0",))], steps_trained=2)
+    assert ledger.violations == ("0-0/0 was trained in step 0 and trained in step 1",)
+
+
+def test_build_republished_progress_after_a_restart_is_no_violation():
+    ledger = build([group(0)], [progress(1, ("0-0/0",)), progress(1, ("0-0/0",))], steps_trained=1)
+    assert ledger.violations == ()
+
+
+def test_build_sample_from_nowhere_is_a_violation():
+    assert build([], [progress(1, ("9-9/0",))], steps_trained=1).violations == (
+        "9-9/0 was trained in step 0 but never published",
+    )
