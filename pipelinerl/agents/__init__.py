@@ -1,0 +1,11 @@
+"""Train an agent that exists: it talks to an OpenAI-compatible endpoint, and every call becomes training tokens.
+
+``record_agent`` opens an endpoint for one rollout; ``run_agent`` does the same around a function or a subprocess;
+``play_text_environment`` plays Gymnasium environments whose observations are text.
+"""
+
+from pipelinerl.agents.endpoint import RecordedAgent, record_agent
+from pipelinerl.agents.environment import play_text_environment
+from pipelinerl.agents.run import run_agent, run_agent_process
+
+__all__ = ["RecordedAgent", "play_text_environment", "record_agent", "run_agent", "run_agent_process"]

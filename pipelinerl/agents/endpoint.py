@@ -1,0 +1,236 @@
+"""An OpenAI-compatible endpoint on loopback that lives as long as one rollout and records every call made to it.
+
+Owns the listening socket and the recorded calls. Each call is sampled by ``llm_async_generate``, so its tokens,
+log-probabilities and weight versions are those of the server; the agent only sees text. The run's sampling parameters
+hold: an agent that asks for another temperature is told so, because its ratio to the trained policy would be wrong.
+A call that failed for infrastructure reasons ends the rollout with that error, whatever the agent made of it.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.errors import DomainError, PipelineRLError
+from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+MAX_BODY_BYTES = 16 * 2**20
+PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed", "min_tokens")
+FIXED_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+NEUTRAL = {"top_p": 1, "top_k": (-1, 0), "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+
+
+class RecordedAgent:
+    """One rollout's endpoint: give ``base_url`` and ``api_key`` to an OpenAI client.
+
+    ``calls`` are the LLM calls in the order in which they were answered.
+    """
+
+    def __init__(self, llm: TrainableLLM, session: aiohttp.ClientSession):
+        self.llm = llm
+        self.api_key = secrets.token_urlsafe(24)
+        self.base_url = ""
+        self.model = "policy"
+        self.calls: list[LLMCall] = []
+        self.failure: PipelineRLError | None = None
+        self._session = session
+        self._started = time.monotonic()
+
+    def result(
+        self, *, reward: float, success: bool, dataset_name: str | None = None, no_answer: bool = False
+    ) -> RolloutResult:
+        """Everything the agent said, with one reward for the whole rollout.
+
+        Raises: the error of a call that failed for infrastructure reasons; ``DomainError`` when no call was made.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if not self.calls:
+            raise DomainError(
+                "the agent made no call to llm.base_url, so there is nothing to train: check its base_url"
+            )
+        texts = [make_training_text(self.llm, call) for call in self.calls]
+        for text in texts:
+            text.reward = reward
+        metrics = BaseMetrics(reward=reward, success=success, no_error=True, no_answer=no_answer)
+        latency = time.monotonic() - self._started
+        return RolloutResult(training_texts=texts, metrics=metrics, latency=latency, dataset_name=dataset_name)
+
+    async def complete(self, body: dict[str, Any]) -> LLMCall:
+        """Sample one completion for an OpenAI request body, and record it."""
+        parameters = sampling_parameters(body, self.llm.parameters)
+        prompt = Prompt(messages=body["messages"], tools=body.get("tools") or None)
+        call = await llm_async_generate(self.llm.model_copy(update={"parameters": parameters}), prompt, self._session)
+        self.calls.append(call)
+        return call
+
+
+def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The run's sampling parameters with what an agent may choose: length and stop strings.
+
+    Raises ``ValueError`` for a request that would sample from another distribution than the one that is trained.
+    """
+    for name in FIXED_PARAMETERS:
+        wanted = body.get(name)
+        ours = parameters.get(name, 1.0 if name == "temperature" else NEUTRAL.get(name))
+        accepted = ours if isinstance(ours, tuple) else (ours,)
+        if wanted is not None and wanted not in accepted:
+            raise ValueError(
+                f"{name} is {wanted!r} but this run samples with {ours!r}: leave it out of the request, "
+                f"or set llm.parameters.{name} for the whole run"
+            )
+    if body.get("n") not in (None, 1):
+        raise ValueError(f"n is {body['n']!r}: one completion per request; the run's attempts are separate rollouts")
+    chosen = {name: body[name] for name in PASSED_PARAMETERS if body.get(name) is not None}
+    if "max_completion_tokens" in chosen:
+        chosen["max_tokens"] = chosen.pop("max_completion_tokens")
+    return parameters | chosen
+
+
+def check_body(body: Any) -> dict[str, Any]:
+    """The request body, or ``ValueError`` saying what is wrong with it."""
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a non-empty list")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("every message must be an object with a role")
+    if not isinstance(body.get("tools"), list | None):
+        raise ValueError("tools must be a list")
+    return body
+
+
+def response_message(call: LLMCall) -> dict[str, Any]:
+    """The assistant message of a call in the OpenAI format."""
+    message: dict[str, Any] = {"role": "assistant", "content": call.output.content}
+    if call.output.tool_calls:
+        message["tool_calls"] = [_plain(tool_call) for tool_call in call.output.tool_calls]
+    return message
+
+
+def finish_reason(call: LLMCall) -> str:
+    return "tool_calls" if call.output.tool_calls else str(call.llm_info.get("finish_reason") or "stop")
+
+
+def completion(call: LLMCall, model: str) -> dict[str, Any]:
+    """A `chat.completion` object."""
+    choice = {"index": 0, "message": response_message(call), "finish_reason": finish_reason(call), "logprobs": None}
+    return _envelope("chat.completion", model) | {"choices": [choice], "usage": _usage(call)}
+
+
+def chunks(call: LLMCall, model: str, include_usage: bool) -> list[dict[str, Any]]:
+    """The `chat.completion.chunk` objects of a streamed answer: role, content, tool calls, end, usage."""
+    envelope = _envelope("chat.completion.chunk", model)
+    message = response_message(call)
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    deltas += [
+        {"tool_calls": [{"index": index} | tool_call]} for index, tool_call in enumerate(message.get("tool_calls", []))
+    ]
+    parts = [envelope | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    parts.append(envelope | {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason(call)}]})
+    if include_usage:
+        parts.append(envelope | {"choices": [], "usage": _usage(call)})
+    return parts
+
+
+@asynccontextmanager
+async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> AsyncIterator[RecordedAgent]:
+    """Open the endpoint of one rollout.
+
+    Example::
+
+        async with record_agent(llm, session) as agent:
+            client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key)
+            answer = await my_agent(client, problem)
+            return agent.result(reward=score(answer), success=score(answer) == 1)
+    """
+    agent = RecordedAgent(llm, session)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_post("/v1/chat/completions", _handler(agent))
+    app.router.add_get("/v1/models", _models(agent))
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+    await site.start()
+    try:
+        agent.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield agent
+    finally:
+        await runner.cleanup()
+
+
+def _handler(agent: RecordedAgent) -> Any:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if not _authorised(request, agent.api_key):
+            return _error(401, "wrong api key: use the api_key of this rollout", "authentication_error")
+        try:
+            body = check_body(json.loads(await request.read()))
+            sampling_parameters(body, agent.llm.parameters)
+        except ValueError as error:
+            return _error(400, str(error), "invalid_request_error")
+        try:
+            call = await agent.complete(body)
+        except DomainError as error:
+            return _error(400, str(error), "invalid_request_error")
+        except PipelineRLError as error:
+            agent.failure = error
+            return _error(502, str(error), "server_error")
+        if not body.get("stream"):
+            return web.json_response(completion(call, agent.model))
+        include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        return await _stream(request, chunks(call, agent.model, include_usage))
+
+    return handle
+
+
+def _models(agent: RecordedAgent) -> Any:
+    async def handle(request: web.Request) -> web.Response:
+        if not _authorised(request, agent.api_key):
+            return _error(401, "wrong api key: use the api_key of this rollout", "authentication_error")
+        model = {"id": agent.model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    return handle
+
+
+async def _stream(request: web.Request, parts: list[dict[str, Any]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for part in parts:
+        await response.write(f"data: {json.dumps(part)}\n\n".encode())
+        await asyncio.sleep(0)
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _authorised(request: web.Request, api_key: str) -> bool:
+    return secrets.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {api_key}".encode())
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "code": None, "param": None}}, status=status)
+
+
+def _envelope(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(call: LLMCall) -> dict[str, int]:
+    prompt, output = call.prompt_length_tokens, call.output_length_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else value

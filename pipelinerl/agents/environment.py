@@ -1,0 +1,57 @@
+"""Play a Gymnasium environment whose observations and actions are text."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import aiohttp
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+
+class TextEnvironment(Protocol):
+    """The part of ``gymnasium.Env`` that is used: observations are shown as text, actions come from text."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]: ...
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]: ...
+
+
+async def play_text_environment(
+    llm: TrainableLLM,
+    session: aiohttp.ClientSession,
+    environment: TextEnvironment,
+    *,
+    max_turns: int,
+    seed: int | None = None,
+    system: str | None = None,
+    parse_action: Callable[[str], Any] = str.strip,
+    dataset_name: str | None = None,
+) -> RolloutResult:
+    """One episode: observations are user messages, actions are answers; the reward is the sum over the episode.
+
+    The conversation only grows, so all turns become one training sequence. Success is ``info["success"]`` of the
+    last step where the environment gives it, else a positive return.
+    """
+    observation, info = environment.reset(seed=seed)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": str(observation)})
+    started, texts, total = time.monotonic(), [], 0.0
+    for _ in range(max_turns):
+        call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
+        texts.append(make_training_text(llm, call))
+        content = call.output.content or ""
+        observation, reward, terminated, truncated, info = environment.step(parse_action(content))
+        total += float(reward)
+        if terminated or truncated:
+            break
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": str(observation)}]
+    for text in texts:
+        text.reward = total
+    success = bool(info.get("success", total > 0))
+    metrics = BaseMetrics(reward=total, success=success, no_error=True, no_answer=False)
+    return RolloutResult(
+        training_texts=texts, metrics=metrics, latency=time.monotonic() - started, dataset_name=dataset_name
+    )
