@@ -28,7 +28,7 @@ async def run_agent(
 ) -> RolloutResult:
     """Run ``agent(base_url, api_key)`` and reward what it returns.
 
-    A coroutine function runs on this loop; a plain function runs in a thread, so that a synchronous OpenAI client works.
+    A coroutine function runs on this loop; a plain function runs in a thread, so a synchronous client works too.
     """
     async with record_agent(llm, session) as recorded:
         if inspect.iscoroutinefunction(agent):
