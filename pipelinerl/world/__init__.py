@@ -1,0 +1,16 @@
+"""Environment → cluster → jobs on devices. Pure except for counting GPUs and cores and checking ports; no torch."""
+
+from pipelinerl.world.cluster import Cluster, Node, read_cluster, visible_devices
+from pipelinerl.world.map import Job, WorldMap, build_world, check_local_devices, map_world
+
+__all__ = [
+    "Cluster",
+    "Job",
+    "Node",
+    "WorldMap",
+    "build_world",
+    "check_local_devices",
+    "map_world",
+    "read_cluster",
+    "visible_devices",
+]

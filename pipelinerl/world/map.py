@@ -1,0 +1,226 @@
+"""The world map: every job of a run with its node, devices, port and URL. Written once by the launcher, then frozen.
+
+Every launcher of a run builds the same map (only cores are each node's own), and roles find each other through it and
+through nothing else.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import WorldError
+from pipelinerl.world.cluster import LOOPBACK, Cluster, Node, count_visible_gpus, read_cluster
+from pipelinerl.world.placement import Placement, idle_devices, place, request_from_config
+from pipelinerl.world.ports import check_ports, derive_port_base, find_port_block
+
+WORLD_FILE = Path("conf") / "world.json"
+ANY_ADDRESS = "0.0.0.0"
+LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier")
+WEIGHT_PORTS_PER_SERVER = 2
+"""A server that comes back gets a fresh transfer group, whose store must not wait for the old one's port."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One process tree that the launcher of its node starts."""
+
+    name: str
+    """``<kind>_<replica_idx>``; also the name of its folder in the run folder."""
+    kind: str
+    replica_idx: int = 0
+    node_rank: int = 0
+    hostname: str = LOOPBACK
+    port: int | None = None
+    gpus: tuple[int, ...] = ()
+    """CUDA: GPU numbers within what the node's launcher can use."""
+    cores: tuple[int, ...] = ()
+    """CPU: cores that the job is pinned to."""
+    url: str = ""
+    num_ranks: int = 1
+    """finetune: trainer processes of this job; servers: tensor × pipeline parallel size."""
+    first_rank: int = 0
+    """finetune: global rank of its first process."""
+    serves: int = 0
+    """Servers: the replica of the actor (preprocessor) that sends requests to it."""
+
+
+class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
+    """All jobs of a run."""
+
+    accelerator: Literal["cpu", "cuda"]
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    master_port: int
+    """Rendezvous of the trainer ranks, on ``master_addr``."""
+    weight_port: int
+    """First of ``weight_ports`` consecutive ports of the weight-transfer stores, on the node of trainer rank 0."""
+    weight_ports: int
+    share_devices: bool = False
+    idle_devices: int = 0
+
+    def job(self, name: str) -> Job:
+        for job in self.jobs:
+            if job.name == name:
+                return job
+        raise WorldError(f"no job {name!r} in this world; its jobs are {[job.name for job in self.jobs]}")
+
+    def get(self, kind: str) -> tuple[Job, ...]:
+        return tuple(job for job in self.jobs if job.kind == kind)
+
+    def on_node(self, node_rank: int) -> tuple[Job, ...]:
+        return tuple(job for job in self.jobs if job.node_rank == node_rank)
+
+    def servers_of(self, job: Job) -> tuple[Job, ...]:
+        """The inference servers that this actor (policy) or preprocessor (reference) uses."""
+        return tuple(server for server in self.get(f"{job.kind}_llm") if server.serves == job.replica_idx)
+
+    @property
+    def master_addr(self) -> str:
+        return self.get("finetune")[0].hostname
+
+    @property
+    def trainer_world_size(self) -> int:
+        return sum(job.num_ranks for job in self.get("finetune"))
+
+    @property
+    def bind_host(self) -> str:
+        """Address to listen on: nothing listens beyond its node unless the world has several."""
+        return LOOPBACK if len(self.nodes) == 1 else ANY_ADDRESS
+
+    @property
+    def weight_backend(self) -> Literal["nccl", "ipc", "gloo"]:
+        """What ``weights.backend=auto`` means here."""
+        if self.accelerator == "cpu":
+            return "gloo"
+        return "ipc" if self.share_devices else "nccl"
+
+    def get_actor_urls(self) -> list[str]:
+        return [job.url for job in self.get("actor_llm")]
+
+    def get_preprocessor_urls(self) -> list[str]:
+        return [job.url for job in self.get("preprocessor_llm")]
+
+    def get_all_jobs(self) -> list[Job]:
+        return list(self.jobs)
+
+    @property
+    def total_finetune_gpus(self) -> int:
+        return self.trainer_world_size
+
+    def job_dicts(self) -> list[dict[str, Any]]:
+        """``cfg.jobs`` as domains read it: ``Job(**job)`` rebuilds each; verifiers also appear as "environment"."""
+        jobs = [msgspec.to_builtins(job) for job in self.jobs]
+        return jobs + [{**job, "kind": "environment"} for job in jobs if job["kind"] == "verifier"]
+
+    def digest(self) -> str:
+        """Equal on all launchers of a run that agree about the world (a node's cores are its own affair)."""
+        jobs = tuple(msgspec.structs.replace(job, cores=()) for job in self.jobs)
+        nodes = tuple(msgspec.structs.replace(node, cores=()) for node in self.nodes)
+        shared = msgspec.structs.replace(self, jobs=jobs, nodes=nodes)
+        return hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:16]
+
+    def save(self, run_dir: str | Path) -> Path:
+        path = Path(run_dir) / WORLD_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        temporary.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, run_dir: str | Path) -> "WorldMap":
+        path = Path(run_dir) / WORLD_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            raise WorldError(f"{path} does not exist: the launcher writes it before it starts a role") from None
+        except msgspec.DecodeError as error:
+            raise WorldError(f"{path} is not a world map: {error}") from error
+
+
+def build_world(cfg: Config, env: Mapping[str, str]) -> WorldMap:
+    """Read the cluster, place every job, choose and check the ports of this node."""
+    return map_world(cfg, read_cluster(cfg.world, env, dry_run=cfg.dry_run))
+
+
+def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
+    """Place every job of a known cluster; ``check=False`` leaves the ports unchecked (simulated clusters)."""
+    placements = place(request_from_config(cfg), cluster)
+    listening = [p for p in placements if p.kind in LISTENING_KINDS]
+    weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
+    count = len(listening) + 1 + weight_ports
+    base = _port_base(cfg, cluster, count)
+    ports = {p.name: base + 1 + i for i, p in enumerate(listening)}
+    if cfg.streams.port is not None and "redis_0" in ports:
+        ports["redis_0"] = cfg.streams.port
+    weight_port = base + 1 + len(listening)
+    trainer_node = next(p.node_rank for p in placements if p.kind == "finetune")
+    if check:
+        node_of = {p.name: p.node_rank for p in placements}
+        local = [(name, port) for name, port in ports.items() if node_of[name] == cluster.rank]
+        if trainer_node == cluster.rank:
+            local.append(("the trainer's rendezvous", base))
+            local.extend(("weight transfer", weight_port + i) for i in range(weight_ports))
+        _check_local_ports(cfg, cluster, local)
+    return WorldMap(
+        accelerator=cluster.accelerator,
+        nodes=cluster.nodes,
+        jobs=tuple(_job(p, cluster, ports.get(p.name)) for p in placements),
+        master_port=base,
+        weight_port=weight_port,
+        weight_ports=weight_ports,
+        share_devices=cfg.world.share_devices,
+        idle_devices=idle_devices(placements, cluster),
+    )
+
+
+def _port_base(cfg: Config, cluster: Cluster, count: int) -> int:
+    if cfg.world.port_base is not None:
+        return cfg.world.port_base
+    if cluster.identity is not None:
+        return derive_port_base(cluster.identity, count)
+    return find_port_block(LOOPBACK, count)
+
+
+def _check_local_ports(cfg: Config, cluster: Cluster, ports: list[tuple[str, int]]) -> None:
+    host = LOOPBACK if len(cluster.nodes) == 1 else ANY_ADDRESS
+    key = f"world.port_base={cfg.world.port_base}"
+    if cfg.world.port_base is None and cluster.identity is not None:
+        key = f"world.port_base=null (ports derived from world.run_id, here {cluster.identity!r})"
+    redis = [(owner, port) for owner, port in ports if owner == "redis_0" and port == cfg.streams.port]
+    check_ports(host, redis, key=f"streams.port={cfg.streams.port}")
+    check_ports(host, [pair for pair in ports if pair not in redis], key=key)
+
+
+def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
+    node = cluster.nodes[placement.node_rank]
+    host = f"[{node.hostname}]" if ":" in node.hostname else node.hostname
+    scheme = "redis" if placement.kind == "redis" else "http"
+    return Job(
+        name=placement.name,
+        kind=placement.kind,
+        replica_idx=placement.replica_idx,
+        node_rank=placement.node_rank,
+        hostname=node.hostname,
+        port=port,
+        gpus=placement.devices if cluster.accelerator == "cuda" else (),
+        cores=placement.cores,
+        url="" if port is None else f"{scheme}://{host}:{port}",
+        num_ranks=max(len(placement.devices), 1),
+        first_rank=placement.first_rank,
+        serves=placement.serves,
+    )
+
+
+def check_local_devices(world: WorldMap, node_rank: int, env: Mapping[str, str]) -> None:
+    """Refuse to start jobs on GPUs that this node does not have (a configured, not detected, world)."""
+    needed = 1 + max((gpu for job in world.on_node(node_rank) for gpu in job.gpus), default=-1)
+    present = count_visible_gpus(env) if needed else 0
+    if present < needed:
+        raise WorldError(
+            f"node {node_rank} ({world.nodes[node_rank].hostname}) should have {needed} GPU(s) by world.gpus_per_node, "
+            f"but NVML and CUDA_VISIBLE_DEVICES show {present}"
+        )

@@ -1,0 +1,218 @@
+"""Which job runs on which devices: a pure function of the ``world`` section and the cluster.
+
+Inference servers fill the nodes from node 0, each inside one node; the trainer takes what is left on every node, in
+whole sequence-parallel groups; roles without a device sit beside the trainer. Every device is used at most once, except
+with ``world.share_devices``, where servers and trainer each use all of them. A world that cannot be placed is a
+``WorldError`` with the numbers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config.sections import Config, WorldSection
+from pipelinerl.errors import WorldError
+from pipelinerl.world.cluster import Cluster, Node
+
+SERVER_KINDS = ("actor_llm", "preprocessor_llm")
+CPU_KINDS = ("redis", "actor", "preprocessor", "verifier")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration asks of a cluster."""
+
+    world: WorldSection
+    gpus_per_llm: int = 1
+    seq_parallel: int = 1
+    redis: bool = False
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """How many servers of each kind; the trainer gets the remaining devices."""
+
+    actor_llms: int
+    preprocessor_llms: int
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """One job on its devices, without a port."""
+
+    kind: str
+    replica_idx: int
+    node_rank: int
+    devices: tuple[int, ...] = ()
+    """Local device numbers: GPUs or CPU slots."""
+    cores: tuple[int, ...] = ()
+    serves: int = 0
+    """Servers: the replica of the actor (preprocessor) that uses it."""
+    first_rank: int = 0
+    """Trainer: global rank of its first process."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.replica_idx}"
+
+
+def request_from_config(cfg: Config) -> Request:
+    return Request(
+        world=cfg.world,
+        gpus_per_llm=devices_per_llm(cfg.vllm_config.vllm_kwargs),
+        seq_parallel=cfg.finetune.seq_parallel,
+        redis=cfg.streams.backend == "redis" and not cfg.streams.external,
+    )
+
+
+def devices_per_llm(vllm_kwargs: Mapping[str, Any]) -> int:
+    """Tensor-parallel × pipeline-parallel size of one server; keys may have dashes or underscores."""
+    kwargs = {key.replace("_", "-"): value for key, value in vllm_kwargs.items()}
+    sizes = [int(kwargs.get(key) or 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
+    if min(sizes) < 1:
+        raise WorldError(f"vllm_config.vllm_kwargs: tensor × pipeline parallel sizes are {sizes}, expected at least 1")
+    return sizes[0] * sizes[1]
+
+
+def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:
+    """All jobs of the world, servers first, then the trainer, then the roles without a device."""
+    free = {node.rank: list(range(node.devices)) for node in cluster.nodes}
+    split = split_devices(request, cluster)
+    servers = _place_servers(request, cluster, split, free)
+    if request.world.share_devices:
+        free = {node.rank: list(range(node.devices)) for node in cluster.nodes}
+    trainers = _place_trainers(request, cluster, free)
+    if not trainers:
+        raise WorldError(
+            f"{_size(cluster)} and {len(servers)} server(s) of {request.gpus_per_llm} leave no group of "
+            f"finetune.seq_parallel={request.seq_parallel} devices for the trainer: raise world.finetune_fraction, "
+            "lower the parallel sizes, or set world.share_devices=true"
+        )
+    return (*servers, *trainers, *_place_cpu_roles(request, cluster, trainers))
+
+
+def idle_devices(placements: tuple[Placement, ...], cluster: Cluster) -> int:
+    """Devices that no job uses (remainders of parallel groups)."""
+    used = {(p.node_rank, device) for p in placements for device in p.devices}
+    return cluster.total_devices - len(used)
+
+
+def split_devices(request: Request, cluster: Cluster) -> Split:
+    """Numbers of servers by the fractions: shares rounded down to whole servers, at least one where asked for."""
+    world, size = request.world, request.gpus_per_llm
+    if world.actor_fraction == 0 or (world.finetune_fraction == 0 and not world.share_devices):
+        raise WorldError(
+            f"world.actor_fraction={world.actor_fraction} and world.finetune_fraction={world.finetune_fraction}: "
+            "both must be positive, a run needs a server and a trainer"
+        )
+    trainer_share = 0 if world.share_devices else world.finetune_fraction
+    parts = world.actor_fraction + world.preprocessor_fraction + trainer_share
+    total = cluster.total_devices
+    capacity = sum(node.devices // size for node in cluster.nodes)
+    actors = max(total * world.actor_fraction // (parts * size), 1)
+    references = max(total * world.preprocessor_fraction // (parts * size), 1) if world.preprocessor_fraction else 0
+    if actors + references > capacity:
+        references = references and max(capacity * references // (actors + references), 1)
+        actors = capacity - references
+    _check_servers(request, cluster, actors, references)
+    return Split(actor_llms=actors, preprocessor_llms=references)
+
+
+def _check_servers(request: Request, cluster: Cluster, actors: int, references: int) -> None:
+    world, size = request.world, request.gpus_per_llm
+    numbers = f"{_size(cluster)}, {size} device(s) per server (tensor × pipeline parallel)"
+    if actors < 1:
+        raise WorldError(
+            f"{numbers}: no room for a policy server"
+            + (f" beside {references} reference server(s)" if references else "")
+            + ". Lower tensor-parallel-size or pipeline-parallel-size, or use larger nodes"
+        )
+    for key, servers in (("actor", actors), ("preprocessor", references)):
+        if 0 < servers < world.replicas:
+            raise WorldError(
+                f"{numbers}: world.replicas={world.replicas} need at least as many {key}_llm servers, but "
+                f"world.{key}_fraction={getattr(world, f'{key}_fraction')} gives {servers}: lower the first or raise "
+                "the second"
+            )
+
+
+def _place_servers(
+    request: Request, cluster: Cluster, split: Split, free: dict[int, list[int]]
+) -> tuple[Placement, ...]:
+    placements: list[Placement] = []
+    slots = [node for node in cluster.nodes for _ in range(node.devices // request.gpus_per_llm)]
+    for kind, count in zip(SERVER_KINDS, (split.actor_llms, split.preprocessor_llms), strict=True):
+        for index in range(count):
+            node = slots[len(placements)]
+            devices = tuple(free[node.rank][: request.gpus_per_llm])
+            del free[node.rank][: request.gpus_per_llm]
+            placements.append(
+                Placement(
+                    kind=kind,
+                    replica_idx=index,
+                    node_rank=node.rank,
+                    devices=devices,
+                    cores=device_cores(node, devices),
+                    serves=index * request.world.replicas // count,
+                )
+            )
+    return tuple(placements)
+
+
+def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int]]) -> tuple[Placement, ...]:
+    """One trainer job per node that has a whole sequence-parallel group left."""
+    placements: list[Placement] = []
+    first_rank = 0
+    for node in cluster.nodes:
+        usable = len(free[node.rank]) // request.seq_parallel * request.seq_parallel
+        if usable == 0:
+            continue
+        devices = tuple(free[node.rank][:usable])
+        placements.append(
+            Placement(
+                kind="finetune",
+                replica_idx=len(placements),
+                node_rank=node.rank,
+                devices=devices,
+                cores=device_cores(node, devices),
+                first_rank=first_rank,
+            )
+        )
+        first_rank += usable
+    return tuple(placements)
+
+
+def _place_cpu_roles(request: Request, cluster: Cluster, trainers: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Replica i of each role on the i-th node, trainer nodes first; redis on the leading node."""
+    beside = {trainer.node_rank: trainer.cores for trainer in trainers}
+    nodes = sorted(cluster.nodes, key=lambda node: (node.rank not in beside, node.rank))
+    counts = {
+        "redis": int(request.redis),
+        "actor": request.world.replicas,
+        "preprocessor": request.world.replicas,
+        "verifier": request.world.verifier_replicas,
+    }
+    placements: list[Placement] = []
+    for kind in CPU_KINDS:
+        for index in range(counts[kind]):
+            node = cluster.nodes[0] if kind == "redis" else nodes[index % len(nodes)]
+            cores = beside.get(node.rank, node.cores)
+            placements.append(Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=cores))
+    return tuple(placements)
+
+
+def device_cores(node: Node, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Cores of the given CPU slots: the node's cores in ``devices`` equal pieces, shared when there are fewer."""
+    if not node.cores:
+        return ()
+    count = len(node.cores)
+    cores: set[int] = set()
+    for slot in slots:
+        start, end = slot * count // node.devices, (slot + 1) * count // node.devices
+        cores.update(node.cores[start : max(end, start + 1)])
+    return tuple(sorted(cores))
+
+
+def _size(cluster: Cluster) -> str:
+    unit = "GPU(s)" if cluster.accelerator == "cuda" else "CPU slot(s)"
+    counts = sorted({node.devices for node in cluster.nodes})
+    per_node = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{len(cluster.nodes)} node(s) with {per_node} {unit} each ({cluster.total_devices} in total)"

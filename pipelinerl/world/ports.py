@@ -1,0 +1,74 @@
+"""Ports of a run: one contiguous block, free on this node.
+
+In a world of one node the block is searched; in a world of several nodes every launcher must come to the same numbers
+without talking, so the block starts at ``world.port_base`` or at a number derived from the run's identity, and each
+launcher checks the ports of its own node.
+"""
+
+import random
+import socket
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipelinerl.errors import WorldError
+
+LOWEST_PORT = 15000
+DEFAULT_EPHEMERAL_START = 32768
+SEARCH_ATTEMPTS = 500
+LARGEST_PORT = 65535
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether a server could listen on this address now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def ephemeral_start() -> int:
+    """First port that the kernel hands to outgoing connections; ports below it stay free between check and use."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return DEFAULT_EPHEMERAL_START
+
+
+def _search_range(count: int) -> range:
+    end = ephemeral_start()
+    if end - LOWEST_PORT <= 2 * count:
+        end = LARGEST_PORT
+    return range(LOWEST_PORT, max(end - count, LOWEST_PORT + 1))
+
+
+def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool] = is_port_free) -> int:
+    """First port of ``count`` consecutive free ones, at a random place so that runs started together differ."""
+    bases = _search_range(count)
+    for _ in range(SEARCH_ATTEMPTS):
+        base = random.choice(bases)
+        if all(is_free(host, port) for port in range(base, base + count)):
+            return base
+    raise WorldError(
+        f"no {count} consecutive free ports on {host} in {bases.start}–{bases.stop + count}: set world.port_base"
+    )
+
+
+def derive_port_base(identity: str, count: int) -> int:
+    """The same block on every node: a hash of the run's identity."""
+    bases = range(LOWEST_PORT, max(DEFAULT_EPHEMERAL_START - count, LOWEST_PORT + 1))
+    return bases[zlib.crc32(identity.encode()) % len(bases)]
+
+
+def check_ports(
+    host: str, ports: Iterable[tuple[str, int]], *, key: str, is_free: Callable[[str, int], bool] = is_port_free
+) -> None:
+    """Refuse (owner, port) pairs that are out of range or in use on this node; ``key`` names the setting to change."""
+    for owner, port in ports:
+        if port > LARGEST_PORT:
+            raise WorldError(f"{key}: {owner} would need port {port}, beyond {LARGEST_PORT}: choose a lower base")
+        if not is_free(host, port):
+            raise WorldError(f"{key}: port {port} of {owner} is in use on this node: choose another value, or null")
