@@ -1,0 +1,215 @@
+"""A domain's ``RolloutResult`` becomes a ``Rollout`` record: exact tokens, spans, log-probabilities. Pure.
+
+Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Lists that the
+domain replaced or edited (labels masked with -100, rewards per text) win over what the server sent; what contradicts
+itself is refused with the place it came from. Shapes: T tokens, K trained tokens, R spans.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl.errors import RecordError
+from pipelinerl.records import Rollout, TrainingSequence
+from pipelinerl.rollouts import MASKED_TOKEN_ID, RolloutResult, TrainingText
+
+
+class SequenceTooLong(RecordError):
+    """A training sequence exceeds ``finetune.seq_length``."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A text as arrays; ``end`` is the position after its last trained token."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    """int64 [K]: trained positions, ascending."""
+    logprobs: np.ndarray
+    """float32 [K]"""
+    versions: np.ndarray
+    """int32 [K]"""
+    finish_reason: str
+    reward: float
+    turn: int
+
+
+def to_rollout(
+    result: RolloutResult,
+    *,
+    attempt: int,
+    latency_s: float,
+    num_llm_calls: int,
+    fallback_version: int,
+    seq_length: int,
+) -> Rollout:
+    """The record of one attempt.
+
+    Args:
+        result: what the domain's function returned.
+        fallback_version: version of tokens that carry none (texts a domain built by itself): the oldest possible.
+        seq_length: ``finetune.seq_length``.
+
+    Raises:
+        RecordError: a text contradicts itself or a reward is not finite.
+        SequenceTooLong: a sequence cannot be trained.
+    """
+    metrics = numeric_metrics(result)
+    rewards = [text.reward if "reward" in text.model_fields_set else metrics["reward"] for text in result.training_texts]
+    for i, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise RecordError(f"training_texts[{i}].reward is {reward}: rewards must be finite numbers")
+    pieces = [
+        _to_piece(text, turn=i, reward=float(reward), fallback_version=fallback_version)
+        for i, (text, reward) in enumerate(zip(result.training_texts, rewards, strict=True))
+    ]
+    merged = _merge([piece for piece in pieces if len(piece.positions)])
+    for piece in merged:
+        if len(piece.token_ids) > seq_length:
+            raise SequenceTooLong(
+                f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
+                "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
+            )
+    uniform = len({piece.reward for piece in merged}) <= 1
+    return Rollout(
+        attempt=attempt,
+        reward=merged[0].reward if merged and uniform else metrics["reward"],
+        sequences=tuple(_to_sequence(piece, None if uniform else piece.reward) for piece in merged),
+        metrics=metrics,
+        latency_s=latency_s,
+        num_llm_calls=num_llm_calls,
+        num_unmerged_turns=max(0, len(merged) - 1),
+    )
+
+
+def numeric_metrics(result: RolloutResult) -> dict[str, float]:
+    """The numeric fields of the domain's metrics, finite or refused."""
+    metrics = {}
+    for name, value in result.metrics.model_dump().items():
+        if isinstance(value, (bool, int, float, np.number)):
+            if not math.isfinite(value):
+                raise RecordError(f"metrics.{name} is {value}: metrics must be finite numbers")
+            metrics[name] = float(value)
+    return metrics
+
+
+def _to_piece(text: TrainingText, *, turn: int, reward: float, fallback_version: int) -> _Piece:
+    tokens = text._tokens
+    if tokens is not None and text._is_lazy("input_ids") and text._is_lazy("labels") and text._is_lazy("logprobs"):
+        count = len(tokens.completion_ids)
+        first = len(tokens.prompt_ids)
+        token_ids, positions = tokens.token_ids, np.arange(first, first + count)
+        logprobs = tokens.logprobs if tokens.logprobs is not None else np.empty(0, np.float32)
+    else:
+        token_ids, positions, logprobs = _edited(text, turn)
+    if text.visual_features is not None:
+        raise RecordError(f"training_texts[{turn}].visual_features is set: images cannot be trained")
+    return _Piece(
+        token_ids=token_ids,
+        positions=positions,
+        logprobs=logprobs,
+        versions=_versions(text, positions, fallback_version),
+        finish_reason=_finish_reason(text),
+        reward=reward,
+        turn=turn,
+    )
+
+
+def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, trained positions and their log-probabilities of a text whose lists were read or changed."""
+    token_ids = np.asarray(text.input_ids, dtype=np.int32)
+    labels = np.asarray(text.labels, dtype=np.int64)
+    logprobs = np.asarray(text.logprobs, dtype=np.float32)
+    if len(labels) != len(token_ids):
+        raise RecordError(f"training_texts[{turn}] has {len(token_ids)} input_ids but {len(labels)} labels")
+    positions = np.flatnonzero(labels != MASKED_TOKEN_ID)
+    if (labels[positions] != token_ids[positions]).any():
+        raise RecordError(f"training_texts[{turn}].labels differ from input_ids where they are not {MASKED_TOKEN_ID}")
+    if len(logprobs) == len(positions):
+        return token_ids, positions, logprobs
+    tokens = text._tokens
+    if tokens is not None and len(tokens.completion_ids) == len(logprobs):
+        sampled_from = len(tokens.prompt_ids)
+    else:
+        sampled_from = len(token_ids) - len(logprobs)
+    indices = positions - sampled_from
+    if len(indices) and (indices[0] < 0 or indices[-1] >= len(logprobs)):
+        raise RecordError(
+            f"training_texts[{turn}] trains {len(positions)} tokens but has {len(logprobs)} logprobs for the last ones"
+        )
+    return token_ids, positions, logprobs[indices]
+
+
+def _versions(text: TrainingText, positions: np.ndarray, fallback_version: int) -> np.ndarray:
+    tokens = text._tokens
+    if tokens is None or not len(tokens.version_spans):
+        return np.full(len(positions), fallback_version, dtype=np.int32)
+    spans = tokens.version_spans
+    sampled = np.repeat(spans[:, 2], spans[:, 1] - spans[:, 0])
+    indices = positions - len(tokens.prompt_ids)
+    if len(indices) and (indices[0] < 0 or indices[-1] >= len(sampled)):
+        return np.full(len(positions), min(fallback_version, int(sampled.min())), dtype=np.int32)
+    return sampled[indices]
+
+
+def _finish_reason(text: TrainingText) -> str:
+    if text._tokens is not None:
+        return text._tokens.finish_reason
+    return "length" if "finished" in text.model_fields_set and not text.finished else "stop"
+
+
+def _merge(pieces: list[_Piece]) -> list[_Piece]:
+    """Joins each piece to the newest sequence that it extends, else starts a new one."""
+    sequences: list[_Piece] = []
+    for piece in pieces:
+        for i in range(len(sequences) - 1, -1, -1):
+            if _extends(piece, sequences[i]):
+                sequences[i] = _joined(sequences[i], piece)
+                break
+        else:
+            sequences.append(piece)
+    return sequences
+
+
+def _extends(piece: _Piece, earlier: _Piece) -> bool:
+    length = len(earlier.token_ids)
+    return (
+        piece.reward == earlier.reward
+        and len(piece.token_ids) >= length
+        and int(piece.positions[0]) >= length
+        and bool((piece.token_ids[:length] == earlier.token_ids).all())
+    )
+
+
+def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
+    return _Piece(
+        token_ids=piece.token_ids,
+        positions=np.concatenate((earlier.positions, piece.positions)),
+        logprobs=np.concatenate((earlier.logprobs, piece.logprobs)),
+        versions=np.concatenate((earlier.versions, piece.versions)),
+        finish_reason=piece.finish_reason,
+        reward=earlier.reward,
+        turn=earlier.turn,
+    )
+
+
+def _to_sequence(piece: _Piece, reward: float | None) -> TrainingSequence:
+    return TrainingSequence(
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs,
+        spans=spans_of(piece.positions, piece.versions),
+        finish_reason=piece.finish_reason,
+        turn=piece.turn,
+        reward=reward,
+    )
+
+
+def spans_of(positions: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """int32 [R, 3]: maximal runs of adjacent positions with one version, as (start, end exclusive, version)."""
+    if not len(positions):
+        return np.empty((0, 3), dtype=np.int32)
+    breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(versions) != 0)) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(positions)])) - 1
+    return np.stack((positions[starts], positions[ends] + 1, versions[starts]), axis=1).astype(np.int32)

@@ -1,0 +1,305 @@
+"""Asks a server for a completion and turns the answer into training data. Public: the two functions at the top.
+
+The prompt is rendered once, here, and travels as token ids; the answer is the sampled ids with log-probabilities and
+the weight version of each token (vLLM's ``/inference/v1/generate``). Nothing is ever re-tokenised. A completion without
+a finite log-probability for every token is a server failure, never a shorter or padded list.
+"""
+
+import asyncio
+import random
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+import numpy as np
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from pipelinerl.chat import ChatRenderer, Turn, extend, parse_output, renderer_of
+from pipelinerl.errors import DomainError, PipelineRLError, ServerError, TransportError
+from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
+from pipelinerl.rollouts import CallTokens, TrainingText
+
+GENERATE_ROUTE = "/inference/v1/generate"
+MISSING_LOGPROB = -9999.0
+"""vLLM's floor: what it sends for a token that has no log-probability."""
+MAX_BACKOFF_S = 10.0
+UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
+
+
+async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp.ClientSession) -> LLMCall:
+    """Samples one completion.
+
+    Args:
+        llm: the server and its sampling parameters.
+        prompt: messages (and tools) in OpenAI format.
+        session: HTTP session of the rollout.
+
+    Returns:
+        The call: ``output.content``, ``output.tool_calls``, ``logprobs`` (one per sampled token), token counts and
+        ``llm_info["finish_reason"]`` ("stop", "length", …).
+
+    Raises:
+        TransportError: no server answered within the retries.
+        ServerError: the server refused the request (its message is in the error).
+    """
+    llm.load_tokenizer()
+    renderer = renderer_of(llm.tokenizer)
+    text, prompt_ids = _prompt_tokens(renderer, llm, prompt)
+    request = GenerateRequest(
+        token_ids=prompt_ids,
+        body_key=_sampling_params(llm),
+        model=llm.model_name,
+        retries=llm.max_retries,
+        base_delay_s=llm.base_delay,
+    )
+    transport = llm._transport or _DIRECT
+    index = llm._num_calls
+    llm._num_calls += 1
+    try:
+        tokens = await transport.generate(llm, request, session)
+    except PipelineRLError as error:
+        llm._failure = error
+        raise
+    return _to_call(renderer, llm, prompt, text, tokens, index)
+
+
+def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
+    """The call as training data: prompt tokens masked, sampled tokens trained. Set ``reward`` on what it returns."""
+    tokens = llm_call._tokens
+    if tokens is None or tokens.logprobs is None:
+        raise ValueError("llm_call has no log-probabilities: create the TrainableLLM with collect_logprobs=True")
+    text = TrainingText.model_construct(
+        _fields_set={"text", "n_predicted"},
+        text=llm_call._prompt_text + llm_call._output_text,
+        n_predicted=len(llm_call._output_text),
+        finished=tokens.finish_reason != "length",
+        prompt_tokens=len(tokens.prompt_ids),
+        output_tokens=len(tokens.completion_ids),
+    )
+    text._attach(tokens)
+    return text
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One completion to sample; requests with equal ``key`` may share an HTTP request with ``n`` > 1."""
+
+    token_ids: np.ndarray
+    """int32 [P]"""
+    body_key: bytes
+    """JSON of the sampling parameters."""
+    model: str
+    retries: int
+    base_delay_s: float
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        return self.token_ids.tobytes(), self.body_key
+
+    def body(self, n: int) -> bytes:
+        """The HTTP body for ``n`` samples."""
+        params = msgspec.json.decode(self.body_key)
+        if n > 1:
+            params["n"] = n
+        return msgspec.json.encode({"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params})
+
+
+class Transport(Protocol):
+    """How a request reaches a model."""
+
+    async def generate(
+        self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession
+    ) -> CallTokens: ...
+
+
+class DirectTransport:
+    """Posts to ``llm.base_url``, repeating what failed in transport; what users have outside the actor."""
+
+    async def generate(
+        self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession
+    ) -> CallTokens:
+        for repetition in range(request.retries + 1):
+            try:
+                return (await post_generate(session, llm.base_url, request, n=1, token=llm.api_token))[0]
+            except TransportError as error:
+                if repetition == request.retries or not is_retryable(error):
+                    raise
+            await asyncio.sleep(backoff_s(repetition, request.base_delay_s))
+        raise AssertionError("the loop returns or raises")
+
+
+_DIRECT = DirectTransport()
+
+
+def is_retryable(error: TransportError) -> bool:
+    """Whether another try can help: not when the server understood the request and refused it."""
+    return not isinstance(error, ServerError) or error.status >= 500 or error.status in (408, 429)
+
+
+def backoff_s(repetition: int, base_s: float) -> float:
+    """Seconds before repetition 0, 1, …: doubling from ``base_s`` up to a cap, with jitter against convoys."""
+    return min(MAX_BACKOFF_S, base_s * 2.0**repetition) * random.uniform(0.5, 1.0)
+
+
+async def post_generate(
+    session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str
+) -> list[CallTokens]:
+    """One HTTP request for ``n`` completions of one prompt."""
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    url = base_url.rstrip("/") + GENERATE_ROUTE
+    try:
+        async with session.post(url, data=request.body(n), headers=headers) as response:
+            payload = await response.read()
+            status = response.status
+    except (aiohttp.ClientError, OSError) as error:
+        raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
+    if status != 200:
+        raise ServerError(f"{url} answered {status}: {payload[:500].decode(errors='replace')}", status)
+    return parse_response(payload, request, n)
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str = "stop"
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Response(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_decode_response = msgspec.json.Decoder(_Response).decode
+
+
+def parse_response(payload: bytes, request: GenerateRequest, n: int) -> list[CallTokens]:
+    """The completions of vLLM's answer, checked; anything that does not fit is a server failure."""
+    try:
+        choices = _decode_response(payload).choices
+    except msgspec.MsgspecError as error:
+        raise ServerError(f"the server's answer cannot be read: {error}", 502) from error
+    if len(choices) != n:
+        raise ServerError(f"the server answered {len(choices)} completions instead of {n}", 502)
+    with_logprobs = b'"logprobs"' in request.body_key
+    return [_choice_tokens(choice, request.token_ids, with_logprobs) for choice in choices]
+
+
+def _choice_tokens(choice: _Choice, prompt_ids: np.ndarray, with_logprobs: bool) -> CallTokens:
+    if choice.finish_reason in ("abort", "error"):
+        raise ServerError(f"the server ended a completion with {choice.finish_reason!r}", 503)
+    count = len(choice.token_ids)
+    logprobs = None
+    if with_logprobs:
+        content = (choice.logprobs and choice.logprobs.content) or []
+        logprobs = np.fromiter((entry.logprob for entry in content), dtype=np.float32, count=len(content))
+        if len(logprobs) != count or (count and (not np.isfinite(logprobs).all() or logprobs.min() <= MISSING_LOGPROB)):
+            raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
+    return CallTokens(
+        prompt_ids=prompt_ids,
+        completion_ids=np.array(choice.token_ids, dtype=np.int32),
+        logprobs=logprobs,
+        version_spans=_version_spans(choice.weight_versions or [], count),
+        finish_reason=choice.finish_reason,
+    )
+
+
+def _version_spans(spans: list[_Span], count: int) -> np.ndarray:
+    """int32 [R, 3]; empty when the server labels its weights with something else than an optimizer step."""
+    if not spans or not all(span.version.isdecimal() for span in spans):
+        return np.empty((0, 3), dtype=np.int32)
+    table = np.array([(span.start, span.end, int(span.version)) for span in spans if span.end > span.start], np.int32)
+    table = table.reshape(-1, 3)
+    covered = int((table[:, 1] - table[:, 0]).sum())
+    if covered != count or (count and (table[0, 0] != 0 or (table[1:, 0] != table[:-1, 1]).any())):
+        raise ServerError(f"the server's weight versions cover {covered} of {count} sampled tokens", 502)
+    return table
+
+
+def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[str, np.ndarray]:
+    if prompt.token_ids:
+        return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32)
+    if not prompt.messages:
+        raise DomainError("the prompt has neither messages nor token_ids")
+    if llm._turns:
+        extended = extend(renderer, llm._turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
+        if extended is not None:
+            return renderer.decode(extended.tolist()), extended
+    rendered = renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs)
+    return rendered.text, rendered.token_ids
+
+
+def _sampling_params(llm: TrainableLLM) -> bytes:
+    params = _plain(llm.parameters)
+    refused = [name for name in UNSUPPORTED_PARAMETERS if name in params]
+    if refused:
+        raise DomainError(f"llm.parameters holds {refused[0]!r}, which the token interface does not take: remove it")
+    if "max_completion_tokens" in params:
+        params["max_tokens"] = params.pop("max_completion_tokens")
+    if llm.collect_logprobs:
+        params["logprobs"] = 0
+    params["detokenize"] = bool(params.get("stop"))
+    return msgspec.json.encode(params)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (DictConfig, ListConfig)):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _to_call(
+    renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, prompt_text: str, tokens: CallTokens, index: int
+) -> LLMCall:
+    sampled_text, end_text = _split_end(renderer, tokens)
+    output = parse_output(sampled_text, with_tools=bool(prompt.tools), call_prefix=f"call-{index}")
+    if llm._turns is not None:
+        llm._turns.append(_turn(prompt, tokens, sampled_text, end_text, output))
+    spans = tokens.version_spans
+    call = LLMCall.model_construct(
+        prompt=prompt,
+        output=output,
+        prompt_length_tokens=len(tokens.prompt_ids),
+        output_length_tokens=len(tokens.completion_ids),
+        model_version=int(spans[:, 2].min()) if len(spans) else None,
+        llm_info={
+            "model_name": llm.model_name,
+            "parameters": llm.parameters,
+            "context_size": llm.context_size,
+            "finish_reason": tokens.finish_reason,
+        },
+    )
+    call._attach(tokens)
+    call._prompt_text, call._output_text = prompt_text, sampled_text + end_text
+    return call
+
+
+def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
+    """(sampled text, text of the token that ended it, empty when none did)."""
+    token_ids = tokens.completion_ids.tolist()
+    if token_ids and tokens.finish_reason == "stop" and renderer.is_end_token(token_ids[-1]):
+        return renderer.decode(token_ids[:-1]), renderer.token_text(token_ids[-1])
+    return renderer.decode(token_ids), ""
+
+
+def _turn(prompt: Prompt, tokens: CallTokens, sampled_text: str, end_text: str, output: LLMOutput) -> Turn:
+    return Turn(prompt.messages, prompt.tools, tokens.prompt_ids, tokens.completion_ids, sampled_text, end_text, output)

@@ -1,0 +1,247 @@
+"""Messages to tokens and back, so that every token that is trained is one that the server saw.
+
+Owns: rendering a conversation once (cached), finding the tokens of a follow-up turn that EXTEND the tokens already
+sampled, and reading tool calls out of sampled text. Pure but for the tokenizer; never talks to a server.
+
+Prefix extension: when the new messages continue an earlier call of the same rollout with its own answer, the new
+prompt is ``earlier prompt ids + sampled ids + ids of what the template adds after the answer``. What it adds is found
+by rendering with and without the rest; if the template rewrote anything before that point, the turn is rendered
+afresh and starts another training sequence.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import FunctionCall, LLMOutput, ToolCall
+
+CACHED_PROMPTS = 4096
+TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """A conversation as text and as tokens."""
+
+    text: str
+    token_ids: np.ndarray
+    """int32 [P]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """An earlier call of the rollout, as far as a later prompt can continue it."""
+
+    messages: list[dict]
+    tools: list[dict] | None
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    sampled_text: str
+    """The completion decoded, without the token that ended it."""
+    end_text: str
+    """Text of the token that ended it; empty when the completion was cut."""
+    output: LLMOutput
+
+
+class ChatRenderer:
+    """Renders with one tokenizer's chat template; the newest ``CACHED_PROMPTS`` conversations are kept."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 ids of a text that already holds its special tokens."""
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special tokens included."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def is_end_token(self, token_id: int) -> bool:
+        """Whether a token ends a message rather than being part of it."""
+        return token_id in self._tokenizer.all_special_ids
+
+    def render(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
+        """The prompt that asks for the assistant's next message."""
+        key = _cache_key(messages, tools, kwargs)
+        cached = self._prompts.get(key)
+        if cached is not None:
+            self._prompts.move_to_end(key)
+            return cached
+        text = self.render_text(messages, tools, kwargs, ask=True)
+        rendered = Rendered(text, self.encode(text))
+        self._prompts[key] = rendered
+        if len(self._prompts) > CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return rendered
+
+    def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
+        """The template's text; ``ask`` adds the opening of the assistant's next message."""
+        return self._tokenizer.apply_chat_template(
+            [plain_message(message) for message in messages],
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=ask,
+            **kwargs,
+        )
+
+
+def renderer_of(tokenizer: Any) -> ChatRenderer:
+    """The tokenizer's renderer, one per tokenizer."""
+    renderer = getattr(tokenizer, "_pipelinerl_renderer", None)
+    if renderer is None:
+        renderer = tokenizer._pipelinerl_renderer = ChatRenderer(tokenizer)
+    return renderer
+
+
+def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode((messages, tools, kwargs))
+    except (TypeError, OverflowError) as error:
+        raise DomainError(f"a prompt's messages and tools must be plain JSON values: {error}") from error
+
+
+def plain_message(message: dict) -> dict:
+    """The message as chat templates expect it: text content as one string, tool arguments as objects."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(_part_text(part) for part in content)
+    elif content is None:
+        plain["content"] = ""
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise DomainError(f"a message has a content part of type {kind!r}; only parts of type 'text' are supported")
+
+
+def _plain_tool_call(call: dict) -> dict:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except ValueError:
+            pass  # what the model wrote is not JSON: the template gets it as it is
+    return {**call, "function": function}
+
+
+def parse_output(text: str, *, with_tools: bool, call_prefix: str) -> LLMOutput:
+    """Splits sampled text into content and Hermes-style tool calls (``<tool_call>{"name", "arguments"}</tool_call>``).
+
+    Text whose calls are not valid JSON stays content: the domain sees what the model wrote.
+    """
+    if not with_tools or TOOL_OPEN not in text:
+        return LLMOutput.model_construct(content=text)
+    calls = _tool_calls(text)
+    if not calls:
+        return LLMOutput(content=text)
+    content = text[: text.index(TOOL_OPEN)].strip()
+    tool_calls = [
+        ToolCall(id=f"{call_prefix}-{i}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    return LLMOutput(content=content or None, tool_calls=tool_calls)
+
+
+def _tool_calls(text: str) -> list[tuple[str, Any]]:
+    """(name, arguments) of every call in the text; empty when one of them cannot be read."""
+    calls = []
+    for piece in text.split(TOOL_OPEN)[1:]:
+        try:
+            call = json.loads(piece.split(TOOL_CLOSE)[0])
+            calls.append((call["name"], call.get("arguments", {})))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return []
+    return calls
+
+
+def extend(
+    renderer: ChatRenderer,
+    turns: list[Turn],
+    messages: list[dict],
+    tools: list[dict] | None,
+    kwargs: dict[str, Any],
+) -> np.ndarray | None:
+    """Prompt ids that continue an earlier turn's tokens exactly, or None when no turn is continued."""
+    for turn in reversed(turns):
+        if _continues(turn, messages, tools):
+            suffix = _suffix_after_answer(renderer, turn, messages, kwargs)
+            if suffix is not None:
+                return np.concatenate((turn.prompt_ids, turn.completion_ids, renderer.encode(suffix)))
+    return None
+
+
+def _continues(turn: Turn, messages: list[dict], tools: list[dict] | None) -> bool:
+    count = len(turn.messages)
+    return (
+        len(messages) > count
+        and turn.tools == tools
+        and messages[:count] == turn.messages
+        and _is_answer(messages[count], turn)
+    )
+
+
+def _is_answer(message: dict, turn: Turn) -> bool:
+    """Whether the message is what this turn sampled: the same text, or the same content and tool calls."""
+    if message.get("role") != "assistant":
+        return False
+    plain = plain_message(message)
+    content, calls = plain["content"], plain.get("tool_calls", [])
+    if not calls:
+        return content.removesuffix(turn.end_text) == turn.sampled_text if turn.end_text else content == turn.sampled_text
+    named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
+    return named == _tool_calls(turn.sampled_text) and content.strip() == (turn.output.content or "").strip()
+
+
+def _suffix_after_answer(
+    renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]
+) -> str | None:
+    """What the template writes after the sampled tokens, or None when it rewrote what came before."""
+    count = len(turn.messages)
+    answer = messages[count]
+    if turn.end_text and isinstance(answer.get("content"), str):
+        answer = {**answer, "content": answer["content"].removesuffix(turn.end_text)}
+    conversation = [*turn.messages, answer, *messages[count + 1 :]]
+    asked = renderer.render_text(turn.messages, turn.tools, kwargs, ask=True)
+    answered = renderer.render_text(conversation[: count + 1], turn.tools, kwargs, ask=False)
+    whole = renderer.render_text(conversation, turn.tools, kwargs, ask=True)
+    if not (answered.startswith(asked) and whole.startswith(answered)):
+        return None
+    closing = _closing(answered[len(asked) :], turn)
+    if closing is None:
+        return None
+    return closing + whole[len(answered) :]
+
+
+def _closing(answer_text: str, turn: Turn) -> str | None:
+    """The part of the rendered answer that follows what was sampled (end marker, newline), or None if they differ."""
+    if answer_text.startswith(turn.sampled_text + turn.end_text):
+        return answer_text[len(turn.sampled_text) + len(turn.end_text) :]
+    if not turn.end_text or turn.end_text not in answer_text:
+        return None
+    written, _, closing = answer_text.rpartition(turn.end_text)
+    calls = _tool_calls(turn.sampled_text)
+    same_calls = bool(calls) and calls == _tool_calls(written)
+    same_content = written.split(TOOL_OPEN)[0].strip() == turn.sampled_text.split(TOOL_OPEN)[0].strip()
+    return closing if same_calls and same_content else None

@@ -1,0 +1,171 @@
+"""The language model as a domain sees it: prompts, calls, and where to send them. Public; field names are frozen.
+
+``TrainableLLM`` holds no connection: how a request travels is its transport (``async_llm``), which the actor and the
+test kit replace.
+"""
+
+import datetime
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from pipelinerl.rollouts import CallTokens, LazyModel
+
+if TYPE_CHECKING:
+    from pipelinerl.async_llm import Transport
+    from pipelinerl.chat import Turn
+
+TOKEN_VARIABLE = "PIPELINERL_LLM_TOKEN"
+"""Environment variable with the bearer token of the inference servers' OpenAI routes."""
+
+
+class Prompt(BaseModel):
+    """Messages (and tools) in OpenAI format; ``token_ids``, where given, are sent instead of the rendered messages."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(default_factory=lambda: str(uuid4()))
+    tools: list[dict] | None = None
+    messages: list[dict] = Field(default_factory=list)
+    token_ids: list[int] = Field(default_factory=list)
+
+    @staticmethod
+    def from_user_message(content: str) -> "Prompt":
+        """A prompt of one user message."""
+        return Prompt(messages=[{"role": "user", "content": content}])
+
+    def __bool__(self) -> bool:
+        return bool(self.messages)
+
+
+class TokenLogprob(BaseModel):
+    """One sampled token."""
+
+    logprob: float
+    token_id: int
+
+
+class FunctionCall(BaseModel):
+    """Name and JSON-encoded arguments of a tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One tool call of the model, in OpenAI format."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class LLMOutput(BaseModel):
+    """The assistant's message: sampled text without the token that ended it, and the tool calls found in it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    def to_message(self) -> dict[str, Any]:
+        """The message to append to a conversation."""
+        return self.model_dump(exclude_none=True)
+
+
+class LLMCall(LazyModel):
+    """One call: what was asked, what came back, and the exact tokens with their log-probabilities."""
+
+    timestamp: str = Field(default_factory=lambda: datetime.datetime.now().isoformat())
+    prompt: Prompt
+    output: LLMOutput
+    prompt_length_tokens: int = -1
+    output_length_tokens: int = -1
+    cached: bool = False
+    model_version: int | None = None
+    """Oldest weight version that sampled a token of the call; None when the server names none."""
+    llm_info: dict = Field(default_factory=dict)
+    cost: float = 0
+    logprobs: list[TokenLogprob] = Field(default_factory=list, exclude=True)
+
+    _prompt_text: str = PrivateAttr(default="")
+    _output_text: str = PrivateAttr(default="")
+
+    @classmethod
+    def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
+        return _CALL_FIELDS
+
+
+def _token_logprobs(tokens: CallTokens) -> list[TokenLogprob]:
+    if tokens.logprobs is None:
+        return []
+    pairs = zip(tokens.logprobs.tolist(), tokens.completion_ids.tolist(), strict=True)
+    return [TokenLogprob.model_construct(logprob=logprob, token_id=token_id) for logprob, token_id in pairs]
+
+
+_CALL_FIELDS: dict[str, Callable[[CallTokens], list]] = {"logprobs": _token_logprobs}
+
+_TOKENIZERS: dict[str, Any] = {}
+
+
+def load_tokenizer(name: str) -> Any:
+    """The Hugging Face tokenizer of a name or folder, loaded once per process and without importing torch."""
+    tokenizer = _TOKENIZERS.get(name)
+    if tokenizer is None:
+        from transformers import PreTrainedTokenizerFast
+
+        path = Path(name)
+        if path.is_dir() and not (path / "tokenizer.json").exists():
+            raise FileNotFoundError(f"tokenizer {name!r} has no tokenizer.json: save it as a fast tokenizer first")
+        tokenizer = _TOKENIZERS[name] = PreTrainedTokenizerFast.from_pretrained(name)
+    return tokenizer
+
+
+class TrainableLLM(BaseModel):
+    """An inference server and how to sample from it.
+
+    Example:
+        >>> llm = TrainableLLM(base_url="http://127.0.0.1:8000", model_name="policy", tokenizer_name="Qwen/Qwen2.5-7B",
+        ...                    parameters={"max_tokens": 512, "temperature": 1.0}, collect_logprobs=True)
+    """
+
+    base_url: str = ""
+    model_name: str
+    tokenizer_name: str = ""
+    """Name or folder of the tokenizer; empty = ``model_name``."""
+    tokenizer: Any = None
+    parameters: dict = Field(default_factory=dict)
+    """Sampling parameters of the request (``max_tokens``, ``temperature``, ``stop``, …)."""
+    context_size: int = 32000
+    """Longest prompt + completion that the server takes, in tokens."""
+    collect_logprobs: bool = False
+    """Training texts need log-probabilities."""
+    chat_template_kwargs: dict = Field(default_factory=dict)
+    api_token: str = Field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), exclude=True)
+    max_retries: int = 5
+    """Repetitions of a request that failed in transport."""
+    base_delay: float = 0.5
+    """Seconds before the first repetition; doubled for each further one."""
+
+    _transport: "Transport | None" = PrivateAttr(default=None)
+    _turns: "list[Turn] | None" = PrivateAttr(default=None)
+    _num_calls: int = PrivateAttr(default=0)
+    _failure: BaseException | None = PrivateAttr(default=None)
+
+    def load_tokenizer(self) -> None:
+        """Loads ``tokenizer`` once; later calls cost nothing."""
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.tokenizer_name or self.model_name)
+
+    def count_tokens(self, messages: list[dict] | str) -> int:
+        """Tokens of a text, or of messages rendered with the chat template."""
+        from pipelinerl.chat import renderer_of
+
+        self.load_tokenizer()
+        renderer = renderer_of(self.tokenizer)
+        if isinstance(messages, str):
+            return len(renderer.encode(messages))
+        return len(renderer.render(messages, None, self.chat_template_kwargs).token_ids)

@@ -1,0 +1,139 @@
+"""What a domain's rollout function returns: training texts with rewards, and metrics. Public; field names are frozen.
+
+Token lists are built only when somebody looks at them: a text made by ``make_training_text`` carries numpy arrays, and
+a list that a domain reads, replaces or edits in place becomes the truth from then on (see ``actor/sequences.py``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
+
+MASKED_TOKEN_ID = -100
+"""Label of a token that is not trained."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallTokens:
+    """The tokens of one LLM call, exactly as sent and sampled (P prompt tokens, C completion tokens, R spans)."""
+
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    completion_ids: np.ndarray
+    """int32 [C]"""
+    logprobs: np.ndarray | None
+    """float32 [C]; None when they were not asked for."""
+    version_spans: np.ndarray
+    """int32 [R, 3]: (start, end exclusive, weight version) over the completion; empty when the server names none."""
+    finish_reason: str
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [P + C]"""
+        return np.concatenate((self.prompt_ids, self.completion_ids))
+
+
+class LazyModel(BaseModel):
+    """A model some of whose fields are computed at first access, from the arrays in ``_tokens``."""
+
+    _tokens: CallTokens | None = PrivateAttr(default=None)
+
+    @classmethod
+    def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
+        return {}
+
+    def _attach(self, tokens: CallTokens) -> None:
+        self._tokens = tokens
+        for name in self._lazy_fields():
+            self.__dict__.pop(name, None)
+
+    def _is_lazy(self, name: str) -> bool:
+        return name not in self.__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        build = type(self)._lazy_fields().get(name)
+        if build is None:
+            return super().__getattr__(name)  # type: ignore[misc]
+        tokens = self._tokens
+        value = build(tokens) if tokens is not None else []
+        self.__dict__[name] = value
+        return value
+
+    @model_serializer(mode="wrap")
+    def _materialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        for name in self._lazy_fields():
+            getattr(self, name)
+        return handler(self)
+
+
+class BaseMetrics(BaseModel):
+    """Metrics of one rollout; subclass it to add numeric fields of your own."""
+
+    reward: float
+    success: bool
+    no_error: bool
+    no_answer: bool
+
+
+class TrainingText(LazyModel):
+    """One LLM call as training data.
+
+    ``labels`` equals ``input_ids`` where a token is trained and -100 elsewhere; ``logprobs`` has one entry per sampled
+    token. Setting more labels to -100 removes those tokens from training. ``reward`` left unset = the metrics' reward.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    text: str
+    n_predicted: int
+    reward: float = 0.0
+    logprobs: list[float] = Field(default_factory=list)
+    ref_logprobs: list[float] = Field(default_factory=list)
+    input_ids: list[int] = Field(default_factory=list)
+    labels: list[int] = Field(default_factory=list)
+    group_id: str | None = None
+    finished: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    visual_features: dict[str, np.ndarray] | None = None
+    metadata: dict = Field(default_factory=dict)
+
+    @classmethod
+    def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
+        return _TEXT_FIELDS
+
+    @property
+    def prompt_text(self) -> str:
+        return self.text[: len(self.text) - self.n_predicted]
+
+    @property
+    def output_text(self) -> str:
+        return self.text[len(self.text) - self.n_predicted :]
+
+
+def _labels(tokens: CallTokens) -> list[int]:
+    return [MASKED_TOKEN_ID] * len(tokens.prompt_ids) + tokens.completion_ids.tolist()
+
+
+def _logprobs(tokens: CallTokens) -> list[float]:
+    return [] if tokens.logprobs is None else tokens.logprobs.tolist()
+
+
+_TEXT_FIELDS: dict[str, Callable[[CallTokens], list]] = {
+    "input_ids": lambda tokens: tokens.token_ids.tolist(),
+    "labels": _labels,
+    "logprobs": _logprobs,
+}
+
+
+class RolloutResult(BaseModel):
+    """Everything one attempt at a problem yields."""
+
+    training_texts: list[TrainingText]
+    metrics: BaseMetrics
+    latency: float
+    model_version: int | None = None
+    dataset_name: str | None = None
+    group_id: str | None = None
