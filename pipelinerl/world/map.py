@@ -15,7 +15,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import LOOPBACK, Cluster, Node, count_visible_gpus, read_cluster
 from pipelinerl.world.placement import Placement, idle_devices, place, request_from_config
-from pipelinerl.world.ports import check_ports, derive_port_base, find_port_block
+from pipelinerl.world.ports import LARGEST_PORT, check_ports, derive_port_base, find_port_block
 
 WORLD_FILE = Path("conf") / "world.json"
 ANY_ADDRESS = "0.0.0.0"
@@ -179,6 +179,12 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
 
 def _port_base(cfg: Config, cluster: Cluster, count: int) -> int:
     if cfg.world.port_base is not None:
+        last = cfg.world.port_base + count - 1
+        if last > LARGEST_PORT:
+            raise WorldError(
+                f"world.port_base={cfg.world.port_base}: this world needs {count} ports, up to {last}, beyond "
+                f"{LARGEST_PORT}: choose at most {LARGEST_PORT - count + 1}, or null"
+            )
         return cfg.world.port_base
     if cluster.identity is not None:
         return derive_port_base(cluster.identity, count)

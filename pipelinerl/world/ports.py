@@ -15,7 +15,6 @@ from pipelinerl.errors import WorldError
 
 LOWEST_PORT = 15000
 DEFAULT_EPHEMERAL_START = 32768
-SEARCH_ATTEMPTS = 500
 LARGEST_PORT = 65535
 
 
@@ -46,12 +45,16 @@ def _search_range(count: int) -> range:
 
 
 def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool] = is_port_free) -> int:
-    """First port of ``count`` consecutive free ones, at a random place so that runs started together differ."""
+    """First port of ``count`` consecutive free ones, from a random place on so that runs started together differ."""
     bases = _search_range(count)
-    for _ in range(SEARCH_ATTEMPTS):
-        base = random.choice(bases)
-        if all(is_free(host, port) for port in range(base, base + count)):
-            return base
+    start = random.choice(bases)
+    for begin, end in ((start, bases.stop), (bases.start, start)):
+        base = begin
+        while base < end:
+            busy = next((port for port in range(base + count - 1, base - 1, -1) if not is_free(host, port)), None)
+            if busy is None:
+                return base
+            base = busy + 1
     raise WorldError(
         f"no {count} consecutive free ports on {host} in {bases.start}–{bases.stop + count}: set world.port_base"
     )
@@ -66,9 +69,7 @@ def derive_port_base(identity: str, count: int) -> int:
 def check_ports(
     host: str, ports: Iterable[tuple[str, int]], *, key: str, is_free: Callable[[str, int], bool] = is_port_free
 ) -> None:
-    """Refuse (owner, port) pairs that are out of range or in use on this node; ``key`` names the setting to change."""
+    """Refuse (owner, port) pairs that are in use on this node; ``key`` names the setting to change."""
     for owner, port in ports:
-        if port > LARGEST_PORT:
-            raise WorldError(f"{key}: {owner} would need port {port}, beyond {LARGEST_PORT}: choose a lower base")
         if not is_free(host, port):
             raise WorldError(f"{key}: port {port} of {owner} is in use on this node: choose another value, or null")
