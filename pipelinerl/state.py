@@ -1,0 +1,143 @@
+"""What a role knows of the trainer: its newest weight version, the servers in service, totals, and whether it is done.
+
+Consumes topic ``trainer`` from its oldest record in a thread of its own; never writes, and keeps nothing from deletion.
+If the thread dies, every property and wait raises ``StreamError`` with the cause, so a role cannot go on with old news.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pipelinerl.errors import DeadlineError, StreamError
+from pipelinerl.records.messages import SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records.topics import TRAINER
+from pipelinerl.streams import SingleStreamSpec, open_reader
+
+T = TypeVar("T")
+
+_POLL_S = 0.5
+
+
+class TrainerState:
+    """Listens to the trainer of the run in ``exp_path``.
+
+    Example:
+        state = TrainerState(run_dir)
+        state.start_listening()
+        version = state.wait_for_model_version(timeout_s=600)
+    """
+
+    def __init__(self, exp_path: str | Path):
+        self.exp_path = Path(exp_path)
+        self._changed = threading.Condition()
+        self._version: int | None = None
+        self._servers: tuple[str, ...] = ()
+        self._samples: int | None = None
+        self._done = False
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def propagated_weight_version(self) -> int | None:
+        """Newest version that servers hold; None before the first update."""
+        return self._read(lambda: self._version)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Job names of the servers that hold ``propagated_weight_version``: exactly those may be used."""
+        return self._read(lambda: self._servers)
+
+    @property
+    def weights(self) -> tuple[int | None, tuple[str, ...]]:
+        """``propagated_weight_version`` and ``servers`` of one and the same message."""
+        return self._read(lambda: (self._version, self._servers))
+
+    @property
+    def samples_processed(self) -> int | None:
+        """Rollouts trained since the start of the run; None before the first optimizer step."""
+        return self._read(lambda: self._samples)
+
+    @property
+    def training_done(self) -> bool:
+        """True once the trainer has reached its last step and its last weights are live."""
+        return self._read(lambda: self._done)
+
+    def start_listening(self) -> None:
+        """Starts the thread; once."""
+        assert self._thread is None, "TrainerState listens already"
+        self._thread = threading.Thread(target=self._listen, name="trainer-state", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait_for_model_version(self, timeout_s: float | None = None) -> int:
+        """Waits until servers hold a version and returns it; raises ``DeadlineError`` after ``timeout_s``."""
+        if not self._wait(lambda: self._version is not None, timeout_s):
+            raise DeadlineError(self._late("its first weight update", timeout_s))
+        assert self._version is not None
+        return self._version
+
+    def wait_for_processed_samples(self, timeout_s: float | None = None) -> int:
+        """Waits for the first optimizer step; returns the rollouts trained. Raises ``DeadlineError``."""
+        if not self._wait(lambda: self._samples is not None, timeout_s):
+            raise DeadlineError(self._late("its first optimizer step", timeout_s))
+        assert self._samples is not None
+        return self._samples
+
+    def wait_for_training_done(self, timeout: float | None = None) -> bool:
+        """Waits up to ``timeout`` seconds; returns whether training is done."""
+        return self._wait(lambda: self._done, timeout)
+
+    def _read(self, value: Callable[[], T]) -> T:
+        with self._changed:
+            self._raise_failure()
+            return value()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not condition():
+                self._raise_failure()
+                assert self._thread is not None, "call start_listening() before waiting for the trainer"
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return False
+                self._changed.wait(remaining)
+        return True
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise StreamError(f"the listener on topic {TRAINER} died: {self._failure}") from self._failure
+
+    def _late(self, what: str, timeout_s: float | None) -> str:
+        return f"no news of {what} from finetune_0 within {timeout_s} s; see {self.exp_path / 'finetune_0' / 'log.txt'}"
+
+    def _listen(self) -> None:
+        """Consumes trainer messages; ends with ``stop`` or a failure, which it hands to whoever asks next."""
+        try:
+            with open_reader(SingleStreamSpec(self.exp_path, TRAINER), TrainerMessage, name=None) as reader:
+                while not self._stop.is_set():
+                    for _, message in reader.poll(_POLL_S):
+                        self._take(message)
+        except Exception as error:  # the thread's boundary
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _take(self, message: TrainerMessage) -> None:
+        with self._changed:
+            match message:
+                case WeightUpdateSuccess():
+                    self._version, self._servers = message.version, message.servers
+                case SamplesProcessed():
+                    self._samples = message.samples_processed
+                case TrainingDone():
+                    self._done = True
+            self._changed.notify_all()

@@ -1,0 +1,274 @@
+"""Streams as roles and users see them: typed topics on whatever backend the process has set.
+
+A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reader``. Users' code calls
+``set_streams_backend``, ``write_to_streams`` and ``read_stream``, whose records are plain data.
+"""
+
+import hashlib
+import os
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.streams.base import Appender, Backend, Cursor
+from pipelinerl.streams.codec import Codec
+from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
+
+R = TypeVar("R")
+
+_BLOCK_S = 1.0
+_backend: Backend | None = None
+
+
+class _Closing:
+    """``with`` for anything that has ``close``."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TopicWriter(_Closing, Generic[R]):
+    """Appends records of one type to one stream; its only writer."""
+
+    def __init__(self, spec: SingleStreamSpec, appender: Appender, codec: Codec[R]):
+        self.spec = spec
+        self._appender = appender
+        self._codec = codec
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next record gets."""
+        return self._appender.next_offset
+
+    def write(self, record: R) -> int:
+        """Appends ``record`` and returns its offset; raises ``StreamError`` when it is not there afterwards."""
+        return self._appender.append(self._codec.encode(record))
+
+    def last(self) -> tuple[int, R] | None:
+        """The newest record with its offset, for continuing after a restart; None in an empty stream."""
+        payload = self._appender.last()
+        return None if payload is None else (self.next_offset - 1, self._codec.decode(payload))
+
+    def close(self) -> None:
+        """Gives the stream up; harmless when repeated."""
+        self._appender.close()
+
+
+class TopicReader(_Closing, Generic[R]):
+    """Reads records of one type from one stream, each checked against the type."""
+
+    def __init__(self, spec: SingleStreamSpec, cursor: Cursor, codec: Codec[R]):
+        self.spec = spec
+        self._cursor = cursor
+        self._codec = codec
+
+    @property
+    def position(self) -> int:
+        """Offset of the next record."""
+        return self._cursor.position
+
+    def poll(self, timeout_s: float) -> list[tuple[int, R]]:
+        """Next records with their offsets, at most a few hundred; waits up to ``timeout_s`` for the first."""
+        return [(offset, self._decode(offset, payload)) for offset, payload in self._cursor.read(timeout_s)]
+
+    def read_all(self) -> list[tuple[int, R]]:
+        """Every record from ``position`` on that is there now; does not wait."""
+        records: list[tuple[int, R]] = []
+        while found := self.poll(0):
+            records += found
+        return records
+
+    def commit(self, offset: int) -> None:
+        """Makes ``offset`` the durable position: this reader needs nothing below it any more, whatever happens."""
+        self._cursor.commit(offset)
+
+    def close(self) -> None:
+        """Ends reading; the durable position stays."""
+        self._cursor.close()
+
+    def _decode(self, offset: int, payload: Any) -> R:
+        try:
+            return self._codec.decode(payload)
+        except StreamError as error:
+            raise type(error)(f"{self.spec}, record {offset}: {error}") from error
+
+
+class StreamWriter(_Closing):
+    """Writes plain data to the partitions of a topic, in turn or where told."""
+
+    def __init__(self, writers: list[TopicWriter[Any]]):
+        self._writers = writers
+        self._turn = 0
+
+    def write(self, data: Any, partition: int | None = None) -> None:
+        """Appends ``data`` (dicts, lists, numbers, strings, arrays, pydantic models).
+
+        Args:
+            partition: index within the spec's partitions; None = the next one in turn.
+        """
+        if partition is None:
+            partition, self._turn = self._turn, (self._turn + 1) % len(self._writers)
+        if not 0 <= partition < len(self._writers):
+            raise ConfigError(f"partition is {partition}: it must be 0 to {len(self._writers) - 1}")
+        self._writers[partition].write(data)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+class StreamReader(_Closing):
+    """Reads plain data from one stream."""
+
+    def __init__(self, reader: TopicReader[Any]):
+        self._reader = reader
+
+    def read(self) -> Iterator[Any]:
+        """Every record from the beginning, then each new one as it comes; never ends by itself."""
+        while True:
+            for _, record in self._reader.poll(_BLOCK_S):
+                yield record
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def set_streams_backend(backend: Literal["files", "redis", "memory"], **options: Any) -> None:
+    """Chooses where this process's streams are; replaces an earlier choice for streams opened from now on.
+
+    Args:
+        backend: ``files`` (in the run folder), ``redis`` (a server), ``memory`` (this process only).
+        options: ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password, run_id, max_record_mb.
+    """
+    global _backend
+    try:
+        _backend = _make_backend(backend, options)
+    except TypeError as error:
+        raise ConfigError(f"streams backend {backend!r} does not take these options: {error}") from error
+
+
+def get_streams_backend() -> Backend:
+    """The backend of this process; raises ``StreamError`` when none is set."""
+    if _backend is None:
+        raise StreamError("no streams backend is set: call set_streams_backend('files') or ('redis', host=…, …) first")
+    return _backend
+
+
+def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
+    """Sets the backend that the run's configuration asks for; the redis address is the world's unless configured."""
+    streams = cfg.streams
+    if streams.backend == "files":
+        set_streams_backend(
+            "files", segment_mb=streams.segment_mb, fsync=streams.fsync, max_record_mb=streams.max_record_mb
+        )
+        return
+    host, port = streams.host, streams.port
+    if host is None or port is None:
+        found = _redis_address(Path(run_dir))
+        host, port = host or found[0], port or found[1]
+    set_streams_backend(
+        "redis",
+        host=host,
+        port=port,
+        password=os.environ.get("PIPELINERL_REDIS_PASSWORD"),
+        run_id=run_key(run_dir, cfg.world.run_id),
+        max_record_mb=streams.max_record_mb,
+    )
+
+
+def run_key(run_dir: str | Path, run_id: str | None = None) -> str:
+    """What tells this run's keys from others on a shared server: the folder's name and a digest of path and run id."""
+    folder = Path(run_dir).resolve()
+    digest = hashlib.sha256(f"{folder}\n{run_id or ''}".encode()).hexdigest()[:12]
+    return f"{folder.name}-{digest}"
+
+
+def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
+    """The one writer of ``spec``; what a killed writer left incomplete is removed.
+
+    Args:
+        record_type: a Struct, or a union of tagged Structs; other records are refused.
+    """
+    return TopicWriter(spec, get_streams_backend().open_appender(spec), Codec(record_type))
+
+
+def open_reader(
+    spec: SingleStreamSpec, record_type: Any, *, name: str | None, start: int | None = None
+) -> TopicReader[Any]:
+    """A reader of ``spec``, which need not exist yet.
+
+    Args:
+        record_type: what the records must be.
+        name: holds the durable position; records are kept until every named reader has committed beyond them. Give it
+            when the run begins, not later. None: the reader leaves no trace and keeps nothing.
+        start: first offset to read; None = the durable position, or the oldest record where there is none.
+    """
+    return TopicReader(spec, get_streams_backend().open_cursor(spec, name, start), Codec(record_type))
+
+
+def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> StreamWriter:
+    """Opens one or several partitions for plain data.
+
+    Args:
+        mode: ``a`` goes on behind the last record, ``w`` deletes what is there and begins anew.
+    """
+    if not isinstance(streams, SingleStreamSpec | StreamRangeSpec):
+        raise ConfigError(f"{streams!r} is not a stream: give a SingleStreamSpec or a StreamRangeSpec")
+    if mode not in ("w", "a"):
+        raise ConfigError(f"mode is {mode!r}: it must be 'a' (append) or 'w' (begin anew)")
+    specs = [streams] if isinstance(streams, SingleStreamSpec) else list(streams)
+    writers: list[TopicWriter[Any]] = []
+    try:
+        for spec in specs:
+            if mode == "w":
+                get_streams_backend().delete(spec)
+            writers.append(open_writer(spec, Any))
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
+    return StreamWriter(writers)
+
+
+def read_stream(stream: SingleStreamSpec) -> StreamReader:
+    """Reads one stream from its beginning as plain data; typed records appear as dicts."""
+    if not isinstance(stream, SingleStreamSpec):
+        raise ConfigError(f"{stream!r} cannot be read: give a SingleStreamSpec")
+    return StreamReader(open_reader(stream, Any, name=None))
+
+
+def _make_backend(backend: str, options: dict[str, Any]) -> Backend:
+    match backend:
+        case "files":
+            from pipelinerl.streams.files import FilesBackend
+
+            return FilesBackend(**options)
+        case "redis":
+            from pipelinerl.streams.redis import RedisBackend
+
+            return RedisBackend(**options)
+        case "memory":
+            from pipelinerl.streams.memory import MemoryBackend
+
+            return MemoryBackend(**options)
+    raise ConfigError(f"streams backend is {backend!r}: use files, redis or memory")
+
+
+def _redis_address(run_dir: Path) -> tuple[str, int]:
+    from pipelinerl.world import WorldMap
+
+    jobs = WorldMap.load(run_dir).get("redis")
+    if not jobs or jobs[0].port is None:
+        raise ConfigError("streams.backend is redis, but the world has no redis job: set streams.host and streams.port")
+    return jobs[0].hostname, jobs[0].port
