@@ -7,6 +7,7 @@ A call that failed for infrastructure reasons ends the rollout with that error, 
 """
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
@@ -42,6 +43,7 @@ class RecordedAgent:
         self.calls: list[LLMCall] = []
         self.failure: PipelineRLError | None = None
         self._session = session
+        self._call_numbers = itertools.count()
         self._started = time.monotonic()
 
     def result(
@@ -66,9 +68,10 @@ class RecordedAgent:
 
     async def complete(self, body: dict[str, Any]) -> LLMCall:
         """Sample one completion for an OpenAI request body, and record it."""
-        parameters = sampling_parameters(body, self.llm.parameters)
+        llm = self.llm.model_copy(update={"parameters": sampling_parameters(body, self.llm.parameters)})
+        llm._num_calls = next(self._call_numbers)
         prompt = Prompt(messages=body["messages"], tools=body.get("tools") or None)
-        call = await llm_async_generate(self.llm.model_copy(update={"parameters": parameters}), prompt, self._session)
+        call = await llm_async_generate(llm, prompt, self._session)
         self.calls.append(call)
         return call
 
@@ -159,9 +162,9 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.router.add_post("/v1/chat/completions", _handler(agent))
     app.router.add_get("/v1/models", _models(agent))
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
         agent.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"

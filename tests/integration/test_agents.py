@@ -1,0 +1,192 @@
+"""Agents that exist: the official OpenAI client (streaming, tools, sync) and a program, recorded."""
+
+import json
+import sys
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.agents import play_text_environment, record_agent, run_agent, run_agent_process
+from pipelinerl.agents.endpoint import sampling_parameters
+from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import CallTokens
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALCULATOR = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from tokenizers import decoders
+
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+
+
+class Script:
+    """A transport that says the given lines, one per call, and remembers what it was sent."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, lines: list[str]):
+        self.tokenizer, self.lines, self.sent = tokenizer, list(lines), []
+
+    async def generate(self, llm, request, session) -> CallTokens:
+        self.sent.append(request)
+        if not self.lines:
+            raise TransportError("http://127.0.0.1:9: connection refused")
+        ids = self.tokenizer.encode(self.lines.pop(0) + "<end>", add_special_tokens=False)
+        return CallTokens(
+            prompt_ids=request.token_ids,
+            completion_ids=np.array(ids, np.int32),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            version_spans=np.array([[0, len(ids), 7]], np.int32),
+            finish_reason="stop",
+        )
+
+
+def scripted(*lines: str) -> TrainableLLM:
+    tokenizer = byte_tokenizer()
+    parameters = {"temperature": 1.0, "max_tokens": 64}
+    llm = TrainableLLM(model_name="policy", tokenizer=tokenizer, parameters=parameters, collect_logprobs=True)
+    llm._transport = Script(tokenizer, list(lines))
+    llm._turns = []
+    return llm
+
+
+async def test_record_agent_streaming_client_with_tools_yields_exact_tokens():
+    tool_call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    llm = scripted(tool_call, "it is 3")
+    async with aiohttp.ClientSession() as session, record_agent(llm, session) as agent:
+        async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client:
+            messages: list = [{"role": "user", "content": "1 + 2?"}]
+            first = await client.chat.completions.create(model="any", messages=messages, tools=[CALCULATOR])
+            call = first.choices[0].message.tool_calls[0]
+            assert first.choices[0].finish_reason == "tool_calls"
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+            messages += [first.choices[0].message.model_dump(exclude_none=True)]
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            stream = await client.chat.completions.create(
+                model="any", messages=messages, tools=[CALCULATOR], stream=True, stream_options={"include_usage": True}
+            )
+            parts = [part async for part in stream]
+        result = agent.result(reward=1.0, success=True, dataset_name="train")
+    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == "it is 3"
+    assert parts[-1].usage.completion_tokens == len(llm.tokenizer.encode("it is 3<end>"))
+    first_text, second_text = result.training_texts
+    assert first_text.output_text == tool_call + "<end>"
+    assert second_text.input_ids[: len(first_text.input_ids)] == first_text.input_ids
+    assert second_text.output_text == "it is 3<end>"
+    assert [text.reward for text in result.training_texts] == [1.0, 1.0]
+
+
+async def test_run_agent_synchronous_client_runs_in_a_thread():
+    def agent(base_url: str, api_key: str) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return answer.choices[0].message.content
+
+    async with aiohttp.ClientSession() as session:
+        result = await run_agent(scripted("hello"), session, agent, lambda a: (float(a == "hello"), a == "hello"))
+    assert result.metrics.reward == 1.0
+    assert result.training_texts[0].output_text == "hello<end>"
+
+
+async def test_run_agent_process_reads_the_environment_and_sees_no_secret(monkeypatch):
+    monkeypatch.setenv("PIPELINERL_SECRET", "do not tell")
+    program = (
+        "import json, os, urllib.request\n"
+        "assert not [name for name in os.environ if name.startswith('PIPELINERL_')]\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': input()}]}).encode()\n"
+        "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, headers)\n"
+        "print(json.load(urllib.request.urlopen(request))['choices'][0]['message']['content'])\n"
+    )
+    async with aiohttp.ClientSession() as session:
+        result = await run_agent_process(
+            scripted("42"),
+            session,
+            [sys.executable, "-c", program],
+            lambda out: (1.0, out == "42\n"),
+            stdin="the answer?",
+        )
+    assert result.metrics.success
+    assert "the answer?" in result.training_texts[0].prompt_text
+
+
+async def test_run_agent_process_failing_program_is_a_domain_error():
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(DomainError, match="status 3: broken"):
+            await run_agent_process(
+                scripted("x"),
+                session,
+                [sys.executable, "-c", "import sys; sys.stderr.write('broken'); sys.exit(3)"],
+                lambda out: (0.0, False),
+            )
+
+
+async def test_record_agent_failed_server_never_becomes_a_reward():
+    async with aiohttp.ClientSession() as session, record_agent(scripted(), session) as agent:
+        async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError, match="connection refused"):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(TransportError, match="connection refused"):
+            agent.result(reward=0.0, success=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "Expecting property name"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"messages": []}', 400, "non-empty list"),
+        (b'{"messages": [{"content": "x"}]}', 400, "with a role"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": 3}', 400, "tools must be a list"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0.2}', 400, "temperature is 0.2"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 4}', 400, "n is 4"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "image_url"),
+    ],
+)
+async def test_record_agent_bad_request_is_refused_with_a_reason(body, status, message):
+    async with aiohttp.ClientSession() as session, record_agent(scripted("x"), session) as agent:
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        async with session.post(f"{agent.base_url}/chat/completions", data=body, headers=headers) as response:
+            assert response.status == status
+            assert message in (await response.json())["error"]["message"]
+        async with session.post(f"{agent.base_url}/chat/completions", data=body) as response:
+            assert response.status == 401
+
+
+def test_sampling_parameters_length_and_stop_are_the_agents_to_choose():
+    ours = {"temperature": 0.7, "max_tokens": 100}
+    body = {"temperature": 0.7, "top_p": 1, "max_completion_tokens": 5, "stop": ["\n"]}
+    assert sampling_parameters(body, ours) == {"temperature": 0.7, "max_tokens": 5, "stop": ["\n"]}
+
+
+async def test_play_text_environment_conversation_is_one_growing_sequence():
+    class Countdown:
+        def reset(self, *, seed=None, options=None):
+            self.left = 2
+            return "2 left", {}
+
+        def step(self, action):
+            self.left -= 1
+            return f"{self.left} left, you said {action}", 0.5, self.left == 0, False, {"success": self.left == 0}
+
+    async with aiohttp.ClientSession() as session:
+        result = await play_text_environment(scripted("a", "b"), session, Countdown(), max_turns=5, seed=1)
+    assert (result.metrics.reward, result.metrics.success) == (1.0, True)
+    first, second = result.training_texts
+    assert second.input_ids[: len(first.input_ids)] == first.input_ids
+    assert "1 left, you said a" in second.prompt_text
