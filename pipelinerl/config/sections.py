@@ -154,6 +154,7 @@ class LauncherSection(Section):
     startup_timeout_s: PositiveFloat
     stop_timeout_s: PositiveFloat
     hang_timeout_s: PositiveFloat
+    heartbeat_timeout_s: PositiveFloat
     node_timeout_s: PositiveFloat
 
 
