@@ -12,8 +12,7 @@ reader's position are deleted by the writer when it begins a new one; without a 
 ``fsync``: ``never`` leaves writing back to the kernel (a killed process loses nothing, a power cut may), ``segment``
 syncs a segment when it is full or closed, ``always`` syncs every record before ``append`` returns.
 
-A waiting reader looks at the size of its file, at first after 0.2 ms and then ever more slowly up to every 8 ms: that
-costs well below 1 % of a core, and unlike file notifications it works wherever files can be seen at all.
+A waiting reader sleeps until the kernel reports a write in the folder (``wakeup``).
 """
 
 import errno
@@ -36,6 +35,7 @@ from pipelinerl.streams import frames
 from pipelinerl.streams.base import MAX_RECORDS_PER_READ, Appender, Backend, Cursor, StreamStats
 from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
+from pipelinerl.streams.wakeup import FolderWatch
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ Fsync = Literal["never", "segment", "always"]
 
 MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
-_SHORTEST_PAUSE_S = 0.0002
-_LONGEST_PAUSE_S = 0.008
 _GAP_CHECK_S = 1.0
 _REREADS = 3
 _REREAD_PAUSE_S = 0.02
@@ -247,14 +245,18 @@ class FilesCursor(Cursor):
         with _clear_errors("read", self._path):
             if name is not None:
                 start = self._register(name, start)
-            bases = _bases(self._path)
-            self.position = start if start is not None else (bases[0] if bases else 0)
-            self._seek(bases)
+            self._watch = FolderWatch(self._path)
+            try:
+                bases = _bases(self._path)
+                self.position = start if start is not None else (bases[0] if bases else 0)
+                self._seek(bases)
+            except BaseException:
+                self.close()
+                raise
 
     def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:
         deadline = time.monotonic() + timeout_s
         next_gap_check = time.monotonic() + _GAP_CHECK_S
-        pause = _SHORTEST_PAUSE_S
         with _clear_errors("read", self._path):
             while True:
                 records = self._available()
@@ -264,8 +266,7 @@ class FilesCursor(Cursor):
                     next_gap_check = now + _GAP_CHECK_S
                 if records or now >= deadline:
                     return records
-                time.sleep(min(pause, deadline - now))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._watch.wait(min(next_gap_check, deadline) - now)
 
     def commit(self, offset: int) -> None:
         if self._position_file is None:
@@ -276,6 +277,10 @@ class FilesCursor(Cursor):
             self._committed = offset
 
     def close(self) -> None:
+        self._watch.close()
+        self._close_segment()
+
+    def _close_segment(self) -> None:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -309,7 +314,6 @@ class FilesCursor(Cursor):
                     break
         end = self._segment.offset if self._segment else 0
         if end < self.position:
-            self.close()
             raise StreamError(
                 f"{self._path}: a reader wants to begin at record {self.position}, but the stream ends before "
                 f"record {end}: its end was lost (a power cut without fsync=always?) or these are another run's streams"
@@ -323,7 +327,7 @@ class FilesCursor(Cursor):
                 following = _Segment(self._path, self.position, self._max_bytes)
             except FileNotFoundError:
                 return []
-            self.close()
+            self._close_segment()
             self._segment = following
             records = self._read_segment()
         if self._segment is not None:
