@@ -1,0 +1,175 @@
+"""Memory plan per device: what trainer and servers will hold, from the configuration and the model's shape.
+
+An estimate for people, made before anything starts: states and caches are exact sums, activations a rule of thumb.
+Bytes per parameter P of one trainer rank (N ranks, float32 master weights everywhere):
+
+    ddp       16 P               weights, gradient, two Adam moments in float32
+    fsdp2     16 P / N           the same, sharded, and the gathered layer
+    deepspeed bf16  2 P + 2 P + 12 P;  stage 1 shards the 12, stage 2 also the gradient, stage 3 all
+              fp32  4 P + 4 P + 8 P, likewise
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config.load import CONF_DIR
+from pipelinerl.config.sections import Config
+from pipelinerl.world.map import WorldMap
+from pipelinerl.world.model_shape import ModelShape
+
+GIB = 2**30
+ASSUMED_GPU_BYTES = 80 * GIB
+DEFAULT_UTILIZATION = 0.9
+RUNTIME_BYTES = 2 * GIB
+"""CUDA context, communication buffers, fragmentation."""
+LAYER_ACTIVATION_FACTOR = 34
+"""Bytes per token and hidden unit of one layer's activations in 16 bit (arXiv 2205.05198, eq. 1, attention fused)."""
+
+
+class MemoryItem(msgspec.Struct, frozen=True, kw_only=True):
+    label: str
+    num_bytes: int
+
+
+class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU (or CPU slot) of each job of a kind."""
+
+    kind: str
+    num_devices: int
+    items: tuple[MemoryItem, ...]
+    capacity: int
+    """Bytes of the device that this kind may use."""
+    note: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+
+def zero_stage(cfg: Config) -> int:
+    """Stage of ``deepspeed_config``; 0 where the file names none."""
+    path = Path(CONF_DIR) / "deepspeed" / f"{cfg.deepspeed_config}.json"
+    if not path.is_file():
+        return 0
+    return int(json.loads(path.read_text()).get("zero_optimization", {}).get("stage", 0))
+
+
+def trainer_engine(cfg: Config, ranks: int) -> str:
+    """What ``finetune.engine=auto`` means for so many ranks."""
+    if cfg.finetune.engine != "auto":
+        return cfg.finetune.engine
+    if ranks == 1:
+        return "ddp"
+    return "fsdp2" if cfg.use_fsdp else "deepspeed" if cfg.use_deepspeed else "ddp"
+
+
+def memory_plan(
+    cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
+) -> tuple[DevicePlan, ...]:
+    """Plans of the trainer's and the servers' devices."""
+    ranks = world.trainer_world_size
+    trainer = trainer_items(cfg, shape, ranks)
+    trainer_bytes = sum(item.num_bytes for item in trainer)
+    share = utilization(cfg) if world.share_devices else 0.0
+    plans = [
+        DevicePlan(
+            kind="finetune",
+            num_devices=ranks,
+            items=trainer,
+            capacity=int(gpu_bytes * (1 - share)),
+            note=_trainer_note(cfg, ranks, gpu_bytes, trainer_bytes, share),
+        )
+    ]
+    for kind in ("actor_llm", "preprocessor_llm"):
+        servers = world.get(kind)
+        if servers:
+            plans.append(server_plan(cfg, shape, kind, servers[0].num_ranks, len(servers), gpu_bytes))
+    return tuple(plans)
+
+
+def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, trainer_bytes: int, share: float) -> str:
+    engine = trainer_engine(cfg, ranks)
+    stage = f" stage {zero_stage(cfg)}" if engine == "deepspeed" else ""
+    note = f"{engine}{stage}, {ranks} rank(s)"
+    if share:
+        largest = max((gpu_bytes - trainer_bytes) / gpu_bytes, 0.0)
+        note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
+    return note
+
+
+def state_bytes(parameters: int, *, engine: str, stage: int, ranks: int, half: bool) -> tuple[int, int, int]:
+    """(weights, gradient, optimizer states incl. master weights) of one rank."""
+    if engine == "deepspeed":
+        weights, gradient, states = (2, 2, 12) if half else (4, 4, 8)
+        sharded = (stage >= 3, stage >= 2, stage >= 1)
+    else:
+        weights, gradient, states = 4, 4, 8
+        sharded = (engine == "fsdp2",) * 3
+    sizes = (weights, gradient, states)
+    weights_bytes, gradient_bytes, states_bytes = (
+        per_parameter * parameters // (ranks if shard else 1)
+        for per_parameter, shard in zip(sizes, sharded, strict=True)
+    )
+    return weights_bytes, gradient_bytes, states_bytes
+
+
+def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryItem, ...]:
+    """What one trainer rank holds at its peak."""
+    finetune = cfg.finetune
+    half = finetune.dtype == "bfloat16"
+    weights, gradient, states = state_bytes(
+        shape.parameters, engine=trainer_engine(cfg, ranks), stage=zero_stage(cfg), ranks=ranks, half=half
+    )
+    tokens = finetune.seq_length // finetune.seq_parallel
+    element = 2 if half else 4
+    layer = LAYER_ACTIVATION_FACTOR * tokens * shape.hidden * element // 2
+    kept = 2 * element * tokens * shape.hidden // 2
+    activations = layer + shape.layers * kept if finetune.gradient_checkpointing else shape.layers * layer
+    head_tokens = min(finetune.head_chunk_tokens, tokens)
+    return (
+        MemoryItem(label="weights", num_bytes=weights),
+        MemoryItem(label="gradient", num_bytes=gradient),
+        MemoryItem(label="optimizer states", num_bytes=states),
+        MemoryItem(label=f"activations ({tokens} tokens)", num_bytes=activations),
+        MemoryItem(label=f"logits ({head_tokens} tokens)", num_bytes=2 * 4 * head_tokens * shape.vocab),
+        MemoryItem(label="transfer buckets", num_bytes=2 * cfg.weights.bucket_mb * 2**20),
+        MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
+    )
+
+
+def utilization(cfg: Config) -> float:
+    """vLLM's share of the device."""
+    return float(_vllm(cfg, "gpu-memory-utilization", DEFAULT_UTILIZATION))
+
+
+def _vllm(cfg: Config, key: str, default: Any) -> Any:
+    kwargs = {name.replace("_", "-"): value for name, value in cfg.vllm_config.vllm_kwargs.items()}
+    return kwargs.get(key, default)
+
+
+def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
+    """One device of a server: what is left of vLLM's share after the weights is KV cache."""
+    element = 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
+    weights = shape.parameters * element // ranks
+    share = int(gpu_bytes * utilization(cfg))
+    max_len = int(_vllm(cfg, "max-model-len", cfg.finetune.seq_length))
+    cache = max(share - weights - RUNTIME_BYTES, 0)
+    tokens = cache * ranks // shape.kv_bytes_per_token(element)
+    return DevicePlan(
+        kind=kind,
+        num_devices=ranks * num_servers,
+        items=(
+            MemoryItem(label="weights", num_bytes=weights),
+            MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
+            MemoryItem(label="KV cache", num_bytes=cache),
+        ),
+        capacity=share,
+        note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens",
+    )

@@ -1,0 +1,100 @@
+"""The world and its memory plan as people see them. Presentation only: nothing here decides."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pipelinerl.config.sections import Config
+from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.map import Job, WorldMap
+from pipelinerl.world.memory import ASSUMED_GPU_BYTES, GIB, DevicePlan, memory_plan
+from pipelinerl.world.model_shape import find_model_shape
+
+
+def world_table(world: WorldMap) -> Table:
+    """One line per job, node by node."""
+    unit = "GPUs" if world.accelerator == "cuda" else "cores"
+    table = Table(title=world_title(world), title_justify="left", header_style="bold")
+    for column in ("node", "job", unit, "listens on", "notes"):
+        table.add_column(column, overflow="fold")
+    for node in world.nodes:
+        jobs = world.on_node(node.rank)
+        for index, job in enumerate(jobs):
+            devices = job.gpus if world.accelerator == "cuda" else job.cores
+            table.add_row(
+                f"{node.rank} {node.hostname}" if index == 0 else "",
+                job.name,
+                compact_numbers(devices),
+                job.url,
+                job_note(job, world),
+                end_section=index == len(jobs) - 1,
+            )
+    return table
+
+
+def world_title(world: WorldMap) -> str:
+    kind = "CPU slots" if world.accelerator == "cpu" else "GPUs"
+    devices = sum(node.devices for node in world.nodes)
+    parts = [
+        f"{len(world.nodes)} node(s)",
+        f"{devices} {kind}",
+        f"{len(world.get('actor_llm'))} policy server(s)",
+        f"{world.trainer_world_size} trainer rank(s)",
+        f"weights by {world.weight_backend}",
+    ]
+    if world.get("preprocessor_llm"):
+        parts.insert(3, f"{len(world.get('preprocessor_llm'))} reference server(s)")
+    if world.idle_devices:
+        parts.append(f"{world.idle_devices} idle")
+    return "World: " + ", ".join(parts)
+
+
+def job_note(job: Job, world: WorldMap) -> str:
+    if job.kind == "finetune":
+        last = job.first_rank + job.num_ranks - 1
+        return f"ranks {job.first_rank}–{last} of {world.trainer_world_size}, rendezvous port {world.master_port}"
+    if job.kind.endswith("_llm"):
+        parallel = f"{job.num_ranks} devices, " if job.num_ranks > 1 else ""
+        return f"{parallel}used by {job.kind.removesuffix('_llm')}_{job.serves}"
+    return ""
+
+
+def compact_numbers(numbers: tuple[int, ...]) -> str:
+    """0, 1, 2, 5 → "0–2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -> Table:
+    """One section per kind of job."""
+    size = f"{gpu_bytes / GIB:.0f} GiB" + (" assumed" if assumed else "")
+    table = Table(title=f"Memory per GPU ({size}; estimates)", title_justify="left", header_style="bold")
+    table.add_column("job", overflow="fold")
+    table.add_column("holds")
+    table.add_column("GiB", justify="right")
+    table.add_column("notes", overflow="fold")
+    for plan in plans:
+        for index, item in enumerate(plan.items):
+            first = index == 0
+            name = f"{plan.kind} × {plan.num_devices}" if first else ""
+            table.add_row(name, item.label, f"{item.num_bytes / GIB:.2f}", plan.note if first else "")
+        verdict = f"of {plan.capacity / GIB:.2f}" if plan.fits else f"[bold red]MORE THAN {plan.capacity / GIB:.2f}[/]"
+        table.add_row("", "[bold]sum[/]", f"[bold]{plan.total / GIB:.2f}[/]", verdict, end_section=True)
+    return table
+
+
+def render_world(cfg: Config, world: WorldMap) -> RenderableType:
+    """The table of jobs, and on CUDA the memory plan where the model's sizes are known without a download."""
+    if world.accelerator == "cpu":
+        return world_table(world)
+    shape = find_model_shape(cfg.model_path)
+    if shape is None:
+        return Group(world_table(world), f"No memory plan: the config.json of {cfg.model_path} is not on this machine.")
+    detected = gpu_memory_bytes()
+    gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
+    plans = memory_plan(cfg, world, shape, gpu_bytes)
+    return Group(world_table(world), memory_table(plans, gpu_bytes, assumed=not detected))

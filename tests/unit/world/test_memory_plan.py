@@ -1,0 +1,142 @@
+"""Sizes of models and memory plans, by hand."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.config import load
+from pipelinerl.world import Cluster, Node, map_world
+from pipelinerl.world.memory import GIB, memory_plan, state_bytes
+from pipelinerl.world.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
+from pipelinerl.world.table import compact_numbers, render_world, world_table
+
+REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+TINY = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
+
+def make_config(*overrides: str):
+    return load.parse(load.compose("base", [*REQUIRED, *overrides]))
+
+
+def one_node(gpus: int) -> Cluster:
+    return Cluster(accelerator="cuda", nodes=(Node(rank=0, hostname="127.0.0.1", devices=gpus),))
+
+
+def test_parameters_of_a_tiny_decoder_by_hand():
+    # head_dim 2; attention 8·2·(2·4 + 2·2) = 192, feed-forward 3·8·16 = 384, norms 16: 592 per layer
+    # 2 layers 1184, embeddings 800 (tied), last norm 8
+    shape = shape_from_config(TINY)
+    assert shape.parameters == 1992
+    assert shape.kv_bytes_per_token() == 2 * 2 * 2 * 2 * 2
+    assert shape_from_config({**TINY, "tie_word_embeddings": False}).parameters == 2792
+
+
+def test_experts_are_counted_all_for_memory_and_few_for_work():
+    shape = shape_from_config({**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4})
+    # per layer: 192 + 3·8·4·experts + router 32 + 16
+    assert shape.parameters == 2 * (192 + 384 + 32 + 16) + 808
+    assert shape.active_parameters == 2 * (192 + 192 + 32 + 16) + 808
+
+
+def test_shape_of_a_vision_language_model_is_its_text_part():
+    assert shape_from_config({"model_type": "vlm", "text_config": TINY}) == shape_from_config(TINY)
+
+
+def test_unusual_configuration_has_no_shape():
+    assert shape_from_config({"model_type": "mamba", "d_model": 8}) is None
+
+
+def test_published_size_is_the_published_number():
+    # the model card of Qwen2.5-7B says 7.61B parameters, of Qwen2.5-0.5B 0.49B
+    assert PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"].parameters == pytest.approx(7.61e9, rel=2e-3)
+    assert PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"].parameters == pytest.approx(0.49e9, rel=1e-2)
+
+
+def test_local_configuration_counts_before_the_published_shape(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen2.5-7B").mkdir(parents=True)
+    (tmp_path / "Qwen" / "Qwen2.5-7B" / "config.json").write_text(json.dumps(TINY))
+    assert find_model_shape("Qwen/Qwen2.5-7B").parameters == 1992
+
+
+def test_unknown_model_has_no_shape(tmp_path):
+    assert find_model_shape(str(tmp_path / "nothing")) is None
+    assert find_model_shape("no-such-organisation/no-such-model") is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "half", "expected"),
+    [
+        ("ddp", 0, True, (400, 400, 800)),
+        ("fsdp2", 0, True, (100, 100, 200)),
+        ("deepspeed", 1, True, (200, 200, 300)),
+        ("deepspeed", 2, True, (200, 50, 300)),
+        ("deepspeed", 3, True, (50, 50, 300)),
+        ("deepspeed", 2, False, (400, 100, 200)),
+    ],
+)
+def test_states_of_a_hundred_parameters_on_four_ranks(engine, stage, half, expected):
+    assert state_bytes(100, engine=engine, stage=stage, ranks=4, half=half) == expected
+
+
+def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
+    cfg = make_config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    plan = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB)[1]
+    cache = plan.items[-1].num_bytes
+    assert (plan.kind, plan.num_devices) == ("actor_llm", 4)
+    assert cache == int(0.9 * 80 * GIB) - shape.parameters - 2 * GIB
+    # 28 layers × 2 × 4 heads × 128 × 2 bytes = 57,344 bytes per token over both devices
+    assert f"{2 * cache // 57344:,} tokens" in plan.note
+    assert plan.fits
+
+
+def test_model_larger_than_its_share_does_not_fit():
+    cfg = make_config()
+    plans = memory_plan(cfg, map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], 16 * GIB)
+    assert [plan.fits for plan in plans] == [False, False]
+
+
+def test_shared_gpu_leaves_the_trainer_what_the_server_does_not_take():
+    cfg = make_config("world.share_devices=true", "vllm_config.vllm_kwargs.gpu-memory-utilization=0.4")
+    plans = memory_plan(cfg, map_world(cfg, one_node(1), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B"], 80 * GIB)
+    assert plans[0].capacity == int(80 * GIB * 0.6)
+    assert "gpu-memory-utilization ≤" in plans[0].note
+
+
+def rendered(renderable) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_table_shows_every_job_with_its_devices():
+    cfg = make_config("world.verifier_replicas=1")
+    text = rendered(render_world(cfg, map_world(cfg, one_node(8), check=False)))
+    for expected in ("actor_llm_3", "finetune_0", "4–7", "ranks 0–3 of 4", "verifier_0", "KV cache"):
+        assert expected in text
+
+
+def test_table_names_idle_devices_and_cores():
+    cpu = Cluster(accelerator="cpu", nodes=(Node(rank=0, hostname="127.0.0.1", devices=2, cores=(0, 1)),))
+    text = rendered(world_table(map_world(make_config(), cpu, check=False)))
+    assert "CPU slots" in text
+    assert "weights by gloo" in text
+    # 3 of 8 GPUs serve, pairs of the other 5 train: one is left over
+    odd = ["finetune.seq_parallel=2", "world.actor_fraction=3", "world.finetune_fraction=5"]
+    assert "1 idle" in rendered(world_table(map_world(make_config(*odd), one_node(8), check=False)))
+
+
+def test_numbers_are_shown_as_ranges():
+    assert compact_numbers((0, 1, 2, 5, 7, 8)) == "0–2,5,7–8"
+    assert compact_numbers(()) == ""
