@@ -1,0 +1,1 @@
+"""The trainer: micro-batches in, optimizer steps and weight versions out."""

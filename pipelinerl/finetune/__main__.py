@@ -1,0 +1,13 @@
+"""`python -m pipelinerl.finetune --run-dir R --job finetune_0`: one rank of the trainer."""
+
+from pipelinerl.observability.role import RoleContext, run_role
+
+
+def main(ctx: RoleContext) -> None:
+    from pipelinerl.finetune.loop import run
+
+    run(ctx)
+
+
+if __name__ == "__main__":
+    run_role(main)

@@ -1,0 +1,91 @@
+"""One optimizer step from the micro-batches of one rank: accumulate, synchronise once, update.
+
+Consumes the records of a step; produces the step's metrics and new weights; never an update from a NaN.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipelinerl.errors import RecordError
+from pipelinerl.finetune.data import Batch, check_record, index_tokens, prefers_rows, to_batch
+from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
+from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
+from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.records import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRules:
+    """What does not change from step to step."""
+
+    vocab_size: int
+    max_lag_steps: int | None
+    allow_rows: bool
+    """False where attention knows packed sequences natively (flash-attn)."""
+    tokens_per_attention_unit: int
+    pad_id: int = 0
+    float_dtype: torch.dtype = torch.float32
+
+
+def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
+    """Check and convert one record."""
+    index = index_tokens(record)
+    check_record(record, index, rules.vocab_size, rules.max_lag_steps)
+    rows = rules.allow_rows and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit)
+    return to_batch(record, index, device, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
+
+
+def train_step(
+    engine: Engine, records: Sequence[MicroBatch], settings: LossSettings, rules: BatchRules, learning_rate: float
+) -> dict[str, float]:
+    """Train one optimizer batch; every rank calls it with its own records, the same number of them.
+
+    Returns:
+        Metrics of the whole batch, equal on all ranks.
+    Raises:
+        RecordError: a record may not be trained, or the gradient is not finite; the weights are as before.
+    """
+    started = time.perf_counter()
+    diagnostics = StepDiagnostics(engine.device)
+    losses = []
+    for number, record in enumerate(records):
+        batch = prepare(record, rules, engine.device)
+        output = engine.forward(batch, settings)
+        engine.backward(output.loss, last=number == len(records) - 1)
+        losses.append(output.loss.detach())
+        diagnostics.add(
+            loss=output.loss.detach(),
+            logprobs_K=output.logprobs_K,
+            entropy_K=output.entropy_K,
+            value_loss=output.value_loss if engine.policy.value_head is not None else None,
+            inputs=replace(batch.inputs, advantages_K=output.advantages_K),
+            settings=settings,
+            lags=batch.lags,
+            segment_rewards_S=batch.segment_rewards_S,
+            total_tokens=batch.num_tokens,
+            padded_tokens=batch.input_ids.numel(),
+        )
+    try:
+        grad_norm = engine.step(learning_rate)
+    except NonFiniteGradientError as error:
+        raise RecordError(f"step {records[0].step} is refused: {error}; {_suspects(records, losses)}") from error
+    totals = diagnostics.reduce(engine.world_size > 1)
+    elapsed = time.perf_counter() - started
+    return step_metrics(totals) | {
+        "grad_norm": grad_norm,
+        "lr": learning_rate,
+        "kl_coef": settings.kl_coef,
+        "entropy_bonus": settings.entropy_bonus,
+        "step_s": elapsed,
+        "tokens_per_s": totals["tokens"] / elapsed,
+        "micro_batches": float(len(records)),
+    }
+
+
+def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:
+    """The micro-batches whose loss is not finite, else all of this rank's."""
+    bad = [r for r, loss in zip(records, losses, strict=True) if not torch.isfinite(loss).item()] or records
+    return "samples " + ", ".join(sample for record in bad for sample in record.sample_ids)

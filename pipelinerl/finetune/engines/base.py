@@ -1,0 +1,115 @@
+"""What the trainer needs from a distributed engine, and nothing else.
+
+An engine owns the policy, its optimizer and the process group. Gradients of an optimizer batch are SUMMED over
+micro-batches and ranks (the weights in the micro-batches carry the aggregation), synchronised exactly once per step.
+State leaves and enters an engine as whole float32 tensors by name, whatever is sharded inside: that is why a checkpoint
+of one engine and rank count resumes on another.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.errors import RecordError
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.model import Policy, PolicyOutput
+from pipelinerl.finetune.rl.losses import LossSettings
+
+OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
+
+State = dict[str, Tensor]
+"""`param`, and for trained parameters `exp_avg`, `exp_avg_sq`: whole, float32, on the CPU."""
+
+
+class NonFiniteGradientError(RecordError):
+    """The gradient of an optimizer batch is NaN or infinite; the weights are untouched."""
+
+
+class Engine(ABC):
+    """One policy in training on this rank."""
+
+    policy: Policy
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @abstractmethod
+    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
+        """Loss of one micro-batch."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate gradients; ``last`` marks the last micro-batch of the step, where ranks synchronise."""
+
+    @abstractmethod
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear. Returns the gradient norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: the weights are as before.
+        """
+
+    @abstractmethod
+    def named_full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters of the policy by name, a few at a time. Collective: every rank must exhaust it.
+
+        Tied parameters come once. Rank 0 gets the tensors; other ranks may get empty ones.
+        """
+
+    @abstractmethod
+    def state(self) -> Iterator[tuple[str, State]]:
+        """Training state of each trained parameter. Collective; rank 0 gets the tensors."""
+
+    @abstractmethod
+    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
+        """Put back what ``state`` gave after ``num_steps`` optimizer steps. Collective; every rank reads."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def broadcast_object(self, value: object) -> object:
+        """Rank 0's ``value`` on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict]:
+    """AdamW groups: matrices decay, vectors (norms, biases) do not."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
+    """The optimizer every engine uses; its learning rate is set before each step."""
+    options = finetune.optimizer
+    groups = parameter_groups(policy, options.weight_decay)
+    return torch.optim.AdamW(
+        groups, lr=finetune.learning_rate, betas=options.betas, eps=options.eps, fused=supports_fused(groups)
+    )
+
+
+def supports_fused(groups: list[dict]) -> bool:
+    """The fused kernel takes plain float tensors only."""
+    return all(type(p.data) is Tensor and p.is_floating_point() for group in groups for p in group["params"])
+
+
+def autocast(policy_dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
+    """Forward in ``policy_dtype`` with float32 parameters."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=policy_dtype == torch.bfloat16)

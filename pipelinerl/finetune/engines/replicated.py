@@ -1,0 +1,114 @@
+"""Every rank holds the whole policy in float32 (one rank, or data parallel): gradients are summed once per step.
+
+bfloat16 is autocast over float32 parameters, so small updates are not lost.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.engines.base import (
+    OPTIMIZER_STATES,
+    Engine,
+    NonFiniteGradientError,
+    State,
+    adamw,
+    autocast,
+)
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput
+from pipelinerl.finetune.rl.losses import LossSettings
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class ReplicatedEngine(Engine):
+    """`finetune.engine: ddp`."""
+
+    def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
+        self.policy = policy.to(device)
+        self.device = device
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.dtype = DTYPES[finetune.dtype]
+        self.clipping = finetune.gradient_clipping_threshold
+        self.optimizer = adamw(self.policy, finetune)
+        self._trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+
+    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
+        with autocast(self.dtype, self.device):
+            return self.policy(batch, settings)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+        if last and self.world_size > 1:
+            self._sum_gradients()
+
+    def step(self, learning_rate: float) -> float:
+        parameters = list(self._trained.values())
+        limit = self.clipping if self.clipping is not None else float("inf")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        if not norm < float("inf"):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradientError(f"the gradient norm is {norm}")
+        if norm > limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.tensor(norm, device=self.device))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def named_full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.named_parameters():
+            if parameter.requires_grad or not trained_only:
+                yield name, parameter.detach()
+
+    def state(self) -> Iterator[tuple[str, State]]:
+        for name, parameter in self._trained.items():
+            moments = self.optimizer.state.get(parameter) or {k: torch.zeros_like(parameter) for k in OPTIMIZER_STATES}
+            yield name, {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}
+
+    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
+        for name, parameter in self._trained.items():
+            state = read(name)
+            parameter.data.copy_(state["param"])
+            step = torch.tensor(
+                float(num_steps), device=self.device if _fused_on_gpu(self.optimizer, self.device) else "cpu"
+            )
+            moments = {k: state[k].to(parameter.device, parameter.dtype).clone() for k in OPTIMIZER_STATES}
+            self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _sum_gradients(self) -> None:
+        """One sum over ranks, in flat buckets of gradients in the parameters' order."""
+        bucket: list[Tensor] = []
+        size = 0
+        for parameter in self._trained.values():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parameter.grad = gradient
+            bucket.append(gradient)
+            size += gradient.numel() * gradient.element_size()
+            if size >= BUCKET_BYTES:
+                _all_reduce(bucket)
+                bucket, size = [], 0
+        _all_reduce(bucket)
+
+
+def _all_reduce(gradients: list[Tensor]) -> None:
+    if not gradients:
+        return
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _fused_on_gpu(optimizer: torch.optim.AdamW, device: torch.device) -> bool:
+    return bool(optimizer.defaults["fused"]) and device.type == "cuda"

@@ -1,0 +1,162 @@
+"""The policy as the trainer sees it: a causal LM whose head gives the loss instead of logits, and maybe a value head.
+
+Parameter names under ``lm.`` are those of the Hugging Face model, so that checkpoints, weight updates and the servers
+speak of the same tensors.
+"""
+
+import importlib.util
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.rl.head import OutputHead, head_loss
+from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PolicyOutput(NamedTuple):
+    loss: Tensor
+    """Scalar: policy, KL, entropy and value terms of this micro-batch, weighted."""
+    logprobs_K: Tensor
+    entropy_K: Tensor
+    value_loss: Tensor
+    """Scalar: the value term alone, without gradient; 0 without a value head."""
+    advantages_K: Tensor
+    """The advantages that were trained: the record's, or reward − V."""
+
+
+class Policy(nn.Module):
+    """Causal LM + chunked head (+ value head). ``forward(batch, settings)`` gives the loss of a micro-batch."""
+
+    def __init__(
+        self,
+        lm: nn.Module,
+        *,
+        temperature: float = 1.0,
+        chunk: int = 512,
+        fp32_head: bool = True,
+        value_loss_coef: float | None = None,
+    ):
+        """``value_loss_coef`` None: no value head."""
+        super().__init__()
+        head = lm.get_output_embeddings()
+        if not isinstance(head, OutputHead):
+            lm.set_output_embeddings(OutputHead.wrap(head))
+        self.lm = lm
+        self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
+        self.value_loss_coef = value_loss_coef
+        self.value_head = None
+        if value_loss_coef is not None:
+            self.value_head = nn.Linear(
+                head.in_features, 1, dtype=torch.promote_types(head.weight.dtype, torch.float32)
+            )
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, L, H] final states. No mask and no cache: with either, packed documents attend to each other."""
+        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+
+    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
+        hidden_KH = self.hidden_states(batch.input_ids, batch.position_ids).flatten(0, 1)[batch.predictors_K]
+        inputs, value_term = batch.inputs, None
+        if self.value_head is not None:
+            inputs, value_term = self._with_values(hidden_KH, inputs)
+        loss, logprobs_K, entropy_K = head_loss(
+            self.lm.get_output_embeddings(),
+            hidden_KH,
+            batch.targets_K,
+            PolicyObjective(inputs, settings),
+            temperature=self.temperature,
+            chunk=self.chunk,
+            fp32=self.fp32_head,
+        )
+        if value_term is None:
+            return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs.advantages_K)
+        return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
+
+    def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
+        """Advantage r − sg(V(s_t)) and the value loss coef·½(V − r)², with the token's weight."""
+        with torch.autocast(hidden_KH.device.type, enabled=False):
+            values_K = self.value_head(hidden_KH.to(self.value_head.weight.dtype))[:, 0]
+        rewards_K = inputs.advantages_K
+        loss = self.value_loss_coef * 0.5 * (inputs.weights_K * (values_K - rewards_K).square()).sum()
+        return replace(inputs, advantages_K=rewards_K - values_K.detach()), loss
+
+
+def choose_attention(requested: str, cuda: bool) -> str:
+    """The attention implementation: flash-attn where it is installed and a GPU is there, else sdpa."""
+    if requested != "auto":
+        return requested
+    return "flash_attention_2" if cuda and importlib.util.find_spec("flash_attn") else "sdpa"
+
+
+def load_lm(source: str | Path, cfg: Config, device: torch.device) -> nn.Module:
+    """The causal LM at ``source`` in float32 (engines narrow it), ready for training."""
+    attention = choose_attention(cfg.finetune.attn_implementation, device.type == "cuda")
+    lm = AutoModelForCausalLM.from_pretrained(
+        str(source),
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    refuse_unknown_heads(lm)
+    if cfg.finetune.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    lm.config.use_cache = False
+    log.info(
+        "loaded model_path=%s parameters=%d attention=%s", source, sum(p.numel() for p in lm.parameters()), attention
+    )
+    return lm.train()
+
+
+def refuse_unknown_heads(lm: nn.Module) -> None:
+    """Heads that do more than a linear map would be trained wrongly without a word."""
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(lm.config, key, None)
+        if value not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model_path: the model's {key}={value} is not supported by the output head; use a model without it"
+            )
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model_path: the model's output head is {type(head).__name__}, a linear layer is needed")
+
+
+@torch.no_grad()
+def packing_error(policy: Policy, device: torch.device, length: int = 8) -> float:
+    """Largest difference between packed and separate documents' states, relative to their size.
+
+    Attention kernels that do not know packed sequences fail silently: this is the check at start-up.
+    """
+    vocab = policy.lm.config.get_text_config().vocab_size
+    ids = torch.arange(2 * length, device=device).remainder(vocab)[None]
+    positions = torch.arange(length, device=device)[None]
+    packed = policy.hidden_states(ids, torch.cat([positions, positions], 1)).float()
+    alone = torch.cat([policy.hidden_states(part, positions).float() for part in ids.split(length, 1)], 1)
+    return ((packed - alone).abs().max() / alone.abs().max()).item()
+
+
+MAX_PACKING_ERROR = 0.05
+
+
+def verify_packing(policy: Policy, device: torch.device, attention: str) -> None:
+    """Refuse an attention implementation that lets packed documents see each other. Collective."""
+    error = packing_error(policy, device)
+    if not error <= MAX_PACKING_ERROR:
+        raise ConfigError(
+            f"finetune.attn_implementation is {attention!r}: packed documents attend to each other "
+            f"(states differ by {error:.2g}, {MAX_PACKING_ERROR} is allowed); use sdpa or flash_attention_2"
+        )
+    log.info("packed attention verified error=%.2g", error)

@@ -1,0 +1,23 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+
+from pipelinerl.config.sections import FinetuneSection
+
+
+def learning_rate(finetune: FinetuneSection, step: int) -> float:
+    """Learning rate of optimizer step ``step`` (0-based).
+
+    Warm-up rises linearly and reaches the peak in step ``num_warmup_steps``; the first step already learns.
+    `linear` and `cosine` fall to 0 over the remaining steps up to ``max_train_steps``.
+    """
+    kind, warmup = finetune.lr_scheduler_type, finetune.num_warmup_steps
+    if kind == "constant":
+        return finetune.learning_rate
+    if step < warmup:
+        return finetune.learning_rate * (step + 1) / (warmup + 1)
+    if kind == "constant_with_warmup":
+        return finetune.learning_rate
+    done = min((step - warmup) / max(finetune.max_train_steps - warmup, 1), 1.0)
+    factor = 1.0 - done if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return finetune.learning_rate * factor

@@ -1,0 +1,1 @@
+"""The objective: output head, losses, diagnostics. Pure functions of tensors, no processes and no files."""

@@ -1,0 +1,157 @@
+"""What a step says about itself (docs/algorithms.md §6), from UNCLAMPED ratios, in float64.
+
+Every micro-batch adds to running sums on the device; they are reduced over ranks and read once per optimizer step,
+so that diagnostics cost no synchronisation of their own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelinerl.finetune.rl.losses import LossSettings, TokenInputs, clipped_tokens, kl_k3
+
+SUMS = (
+    "loss",
+    "tokens",
+    "ratio",
+    "ratio_squared",
+    "log_ratio",
+    "abs_log_ratio",
+    "k3",
+    "clipped",
+    "entropy",
+    "kl",
+    "value_loss",
+    "sequences",
+    "sequence_ratio",
+    "sequence_ratio_squared",
+    "lag",
+    "in_flight_lag",
+    "fresh_tokens",
+    "reward",
+    "total_tokens",
+    "padded_tokens",
+)
+MAXIMA = ("max_abs_log_ratio", "max_abs_log_ratio_fresh", "max_lag", "max_negative_lag")
+SUM_INDEX = {name: i for i, name in enumerate(SUMS)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagInputs:
+    """Lag of the trained tokens of a micro-batch: optimizer steps between sampling and training."""
+
+    lag_K: Tensor
+    """int64"""
+    in_flight_K: Tensor
+    """int64: the part of it that passed while the sequence was still being sampled."""
+
+
+class StepDiagnostics:
+    """Running sums and maxima of one optimizer step on one rank."""
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self,
+        *,
+        loss: Tensor,
+        logprobs_K: Tensor,
+        entropy_K: Tensor,
+        value_loss: Tensor | None,
+        inputs: TokenInputs,
+        settings: LossSettings,
+        lags: LagInputs,
+        segment_rewards_S: Tensor,
+        total_tokens: int,
+        padded_tokens: int,
+    ) -> None:
+        """Add one micro-batch."""
+        log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
+        ratio_K = log_ratio_K.exp()
+        counts_S = torch.bincount(inputs.segments_K, minlength=inputs.num_segments)
+        trained_S = counts_S > 0
+        sums_S = log_ratio_K.new_zeros(inputs.num_segments).index_add_(0, inputs.segments_K, log_ratio_K)
+        sequence_ratio_S = torch.where(trained_S, sums_S.exp(), 0.0)
+        lag_K = lags.lag_K.double()
+        fresh_K = lags.lag_K == 0
+        kl = inputs.ref_logprobs_K
+        zero = log_ratio_K.new_zeros(())
+        self._sums += torch.stack(
+            [
+                loss.double(),
+                torch.full_like(zero, logprobs_K.shape[0]),
+                ratio_K.sum(),
+                ratio_K.square().sum(),
+                log_ratio_K.sum(),
+                log_ratio_K.abs().sum(),
+                (ratio_K - log_ratio_K - 1.0).sum(),
+                clipped_tokens(logprobs_K, inputs, settings).sum().double(),
+                entropy_K.double().sum(),
+                zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
+                zero if value_loss is None else value_loss.double(),
+                trained_S.sum().double(),
+                sequence_ratio_S.sum(),
+                sequence_ratio_S.square().sum(),
+                lag_K.sum(),
+                lags.in_flight_K.double().sum(),
+                fresh_K.sum().double(),
+                segment_rewards_S.double()[trained_S].sum(),
+                torch.full_like(zero, total_tokens),
+                torch.full_like(zero, padded_tokens),
+            ]
+        )
+        if logprobs_K.shape[0]:
+            magnitude_K = log_ratio_K.abs()
+            fresh = torch.where(fresh_K, magnitude_K, 0.0).max()
+            largest = torch.stack([magnitude_K.max(), fresh, lag_K.max(), (-lag_K).max()])
+            self._maxima = torch.maximum(self._maxima, largest)
+
+    def reduce(self, distributed: bool) -> dict[str, float]:
+        """Totals over all ranks (collective when ``distributed``); the one place that waits for the device."""
+        if distributed:
+            dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
+            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
+        return dict(zip(SUMS + MAXIMA, torch.cat([self._sums, self._maxima]).tolist(), strict=True))
+
+
+def step_metrics(totals: dict[str, float]) -> dict[str, float]:
+    """Named metrics of the step from its totals."""
+    tokens, sequences = max(totals["tokens"], 1.0), max(totals["sequences"], 1.0)
+    trained = totals["tokens"] > 0
+    mean_square = totals["ratio_squared"] / tokens
+    return {
+        "loss": totals["loss"],
+        "value_loss": totals["value_loss"],
+        "tokens": totals["tokens"],
+        "sequences": totals["sequences"],
+        "input_tokens": totals["total_tokens"],
+        "padding_fraction": 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
+        "reward": totals["reward"] / sequences,
+        "entropy": totals["entropy"] / tokens,
+        "kl_ref": totals["kl"] / tokens,
+        "ess": _ess(totals["ratio"], totals["ratio_squared"], totals["tokens"]),
+        "ess_sequence": _ess(totals["sequence_ratio"], totals["sequence_ratio_squared"], totals["sequences"]),
+        "kl_k1": -totals["log_ratio"] / tokens,
+        "kl_k3": totals["k3"] / tokens,
+        "chi_squared": mean_square - 1.0 if trained else 0.0,
+        "logratio_abs_mean": totals["abs_log_ratio"] / tokens,
+        "logratio_abs_max": totals["max_abs_log_ratio"] if trained else 0.0,
+        "logratio_abs_max_lag0": totals["max_abs_log_ratio_fresh"] if trained else 0.0,
+        "clip_fraction": totals["clipped"] / tokens,
+        "lag_min": -totals["max_negative_lag"] if trained else 0.0,
+        "lag_mean": totals["lag"] / tokens,
+        "lag_max": totals["max_lag"] if trained else 0.0,
+        "lag_in_flight_mean": totals["in_flight_lag"] / tokens,
+        "lag_queued_mean": (totals["lag"] - totals["in_flight_lag"]) / tokens,
+        "lag0_fraction": totals["fresh_tokens"] / tokens,
+    }
+
+
+def _ess(total: float, total_of_squares: float, count: float) -> float:
+    """(Σρ)²/(N·Σρ²): 1 when all ratios are equal, 1/N when one dominates."""
+    return total * total / (count * total_of_squares) if count and total_of_squares else 0.0

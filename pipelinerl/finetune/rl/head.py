@@ -1,0 +1,252 @@
+"""The output head: log-probabilities, entropy and their gradient, a chunk of tokens at a time.
+
+Full-vocabulary logits exist for ``chunk`` tokens only. The objective is a sum over tokens, so the gradient of a chunk's
+logits is known as soon as the chunk's log-probabilities are: it is formed in the forward pass, from the same softmax,
+and the backward pass only hands it on. Nothing is computed twice. An objective that couples the tokens of a sequence
+(``sequence_level``) and does not fit one chunk needs a first pass for the log-probabilities alone.
+
+Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is.
+
+Shapes: K trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Objective(Protocol):
+    """What the head asks about the loss."""
+
+    sequence_level: bool
+    """True when the loss of a token depends on other tokens: then it is only called for all K tokens at once."""
+    uses_entropy: bool
+    """False promises that the loss has no gradient with respect to the entropy."""
+
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
+        """Scalar loss of the tokens ``start … start + C``, differentiable in both arguments."""
+        ...
+
+
+class HeadOutput(NamedTuple):
+    loss: Tensor
+    """Scalar, differentiable with respect to hidden states and head weight."""
+    logprobs_K: Tensor
+    entropy_K: Tensor
+
+
+@dataclass(frozen=True)
+class _HeadOptions:
+    objective: Objective
+    temperature: float
+    chunk: int
+    fp32: bool
+
+
+class OutputHead(nn.Linear):
+    """Drop-in for a causal LM's ``lm_head``: plain logits as before, or the loss without them."""
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear) -> "OutputHead":
+        """The same weight and bias (the same Parameter objects, so a tied head stays tied)."""
+        head = cls(1, 1, bias=False, device="meta")
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        head.weight, head.bias = linear.weight, linear.bias
+        return head
+
+    def forward(self, input: Tensor, *loss_arguments: Any) -> Any:
+        """``forward(hidden)`` gives logits; ``forward(hidden_KH, targets_K, options)`` a ``HeadOutput``."""
+        if not loss_arguments:
+            return super().forward(input)
+        targets_K, options = loss_arguments
+        return HeadOutput(*_ChunkedLoss.apply(input, self.weight, self.bias, targets_K, options))
+
+
+def head_loss(
+    head: OutputHead,
+    hidden_KH: Tensor,
+    targets_K: Tensor,
+    objective: Objective,
+    *,
+    temperature: float,
+    chunk: int,
+    fp32: bool,
+) -> HeadOutput:
+    """Loss, log-probabilities and entropy of ``targets_K`` at ``temperature``, given the states that predict them."""
+    return head(hidden_KH, targets_K, _HeadOptions(objective, temperature, chunk, fp32))
+
+
+def head_logprobs(
+    head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropies) without a graph."""
+    options = _HeadOptions(_Nothing(), temperature, chunk, fp32)
+    with torch.no_grad():
+        parts = [
+            (part.logprobs_C, part.entropy_C)
+            for part in _chunks(_Operands(hidden_KH, head.weight, head.bias, fp32), targets_K, options)
+        ]
+    if not parts:
+        empty = hidden_KH.new_empty(0, dtype=_compute_dtype(hidden_KH))
+        return empty, empty
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class _Nothing:
+    sequence_level = False
+    uses_entropy = False
+
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
+        return logprobs_C.sum() * 0.0
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class _Operands:
+    """Hidden states and weight in the dtype of their product; a bfloat16 product accumulates to float32."""
+
+    def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, fp32: bool):
+        self.dtype = _compute_dtype(hidden_KH)
+        narrow = weight_VH.dtype in (torch.bfloat16, torch.float16)
+        self.direct = narrow and weight_VH.is_cuda
+        target = (
+            weight_VH.dtype
+            if (self.direct or (narrow and not fp32))
+            else torch.promote_types(weight_VH.dtype, self.dtype)
+        )
+        self.fp32 = fp32
+        self.hidden_KH = hidden_KH.to(target)
+        self.weight_VH = weight_VH.to(target)
+        self.bias_V = bias_V
+
+    def logits(self, rows: slice) -> Tensor:
+        hidden_CH = self.hidden_KH[rows]
+        if self.direct and self.fp32:
+            logits_CV = torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32)
+        else:
+            logits_CV = torch.mm(hidden_CH, self.weight_VH.t()).to(self.dtype)
+        return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
+
+
+class _Chunk(NamedTuple):
+    rows: slice
+    targets_C1: Tensor
+    shifted_CV: Tensor
+    """Logits minus their row maximum."""
+    exp_CV: Tensor
+    sum_C: Tensor
+    logprobs_C: Tensor
+    entropy_C: Tensor
+
+
+def _chunks(operands: _Operands, targets_K: Tensor, options: _HeadOptions) -> Iterator[_Chunk]:
+    for start in range(0, targets_K.shape[0], options.chunk):
+        rows = slice(start, min(start + options.chunk, targets_K.shape[0]))
+        targets_C1 = targets_K[rows, None]
+        logits_CV = operands.logits(rows)
+        if options.temperature != 1.0:
+            logits_CV.div_(options.temperature)
+        shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+        exp_CV = shifted_CV.exp()
+        sum_C = exp_CV.sum(1)
+        log_sum_C = sum_C.log()
+        expected_C = torch.bmm(exp_CV[:, None, :], shifted_CV[:, :, None])[:, 0, 0] / sum_C
+        logprobs_C = shifted_CV.gather(1, targets_C1)[:, 0] - log_sum_C
+        yield _Chunk(rows, targets_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
+
+
+def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float) -> Tensor:
+    """Gradient of the logits from those of log-probability (g) and entropy (e), in place of the chunk's buffers.
+
+    d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H).
+    """
+    g_C = g_C / temperature
+    if e_C is None:
+        gradient_CV = part.exp_CV.mul_((-g_C / part.sum_C)[:, None])
+    else:
+        e_C = e_C / temperature
+        offset_C = e_C * (part.entropy_C - part.sum_C.log()) + g_C
+        factor_CV = part.shifted_CV.mul_(e_C[:, None]).add_(offset_C[:, None])
+        gradient_CV = factor_CV.mul_(part.exp_CV.mul_((-1.0 / part.sum_C)[:, None]))
+    return gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
+
+
+Gradients = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _objective_gradients(
+    objective: Objective, logprobs: Tensor, entropy: Tensor, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dloss/dlogprobs, dloss/dentropy) of one call of the objective."""
+    with torch.enable_grad():
+        logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        loss = objective(logprobs, entropy, start)
+        g, e = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
+    return loss.detach(), g, e
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
+    ):
+        with torch.autocast(hidden_KH.device.type, enabled=False):
+            return _forward(ctx, hidden_KH, weight_VH, bias_V, targets_K, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor):
+        hidden_grad, weight_grad, bias_grad = ctx.gradients
+        ctx.gradients = None
+        scaled = [None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in (hidden_grad, weight_grad, bias_grad)]
+        return (*scaled, None, None)
+
+
+def _forward(
+    ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
+):
+    operands = _Operands(hidden_KH, weight_VH, bias_V, options.fp32)
+    objective, total = options.objective, targets_K.shape[0]
+    logprobs_K = torch.zeros(total, dtype=operands.dtype, device=hidden_KH.device)
+    entropy_K = torch.zeros_like(logprobs_K)
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    hidden_grad = torch.zeros_like(hidden_KH) if needs_hidden else None
+    weight_grad = torch.zeros_like(weight_VH, dtype=operands.dtype) if needs_weight else None
+    bias_grad = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
+
+    loss, ahead = logprobs_K.new_zeros(()), None
+    if objective.sequence_level and total > options.chunk:
+        for part in _chunks(operands, targets_K, options):
+            logprobs_K[part.rows], entropy_K[part.rows] = part.logprobs_C, part.entropy_C
+        loss, *ahead = _objective_gradients(objective, logprobs_K, entropy_K, 0)
+
+    for part in _chunks(operands, targets_K, options):
+        logprobs_K[part.rows], entropy_K[part.rows] = part.logprobs_C, part.entropy_C
+        if ahead is None:
+            part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, part.rows.start)
+            loss = loss + part_loss
+        else:
+            g_C, e_C = ahead[0][part.rows], ahead[1][part.rows]
+        gradient_CV = _logits_gradient(part, g_C, e_C if objective.uses_entropy else None, options.temperature)
+        if bias_grad is not None:
+            bias_grad += gradient_CV.sum(0)
+        product_CV = gradient_CV.to(operands.weight_VH.dtype)
+        if hidden_grad is not None:
+            hidden_grad[part.rows] = torch.mm(product_CV, operands.weight_VH).to(hidden_grad.dtype)
+        if weight_grad is not None:
+            _accumulate(weight_grad, product_CV, operands.hidden_KH[part.rows])
+    ctx.gradients = (hidden_grad, None if weight_grad is None else weight_grad.to(weight_VH.dtype), bias_grad)
+    ctx.mark_non_differentiable(logprobs_K, entropy_K)
+    return loss, logprobs_K, entropy_K
+
+
+def _accumulate(total_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> None:
+    """total += gradientᵀ · hidden, accumulated in the total's dtype."""
+    if gradient_CV.dtype == total_VH.dtype:
+        total_VH.addmm_(gradient_CV.t(), hidden_CH)
+    else:
+        total_VH.add_(torch.mm(gradient_CV.t(), hidden_CH))

@@ -1,0 +1,168 @@
+"""The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and pushes out."""
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.loop import Trainer
+from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
+from pipelinerl.world import Job
+
+VOCAB = 64
+STEPS = 6
+
+
+@dataclass
+class FakePushes:
+    """Servers that take every update and remember it."""
+
+    received: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
+
+    def wait_for_servers(self, stop: Any, resumed: bool) -> None:
+        pass
+
+    def push(self, version: int, snapshot: dict[str, torch.Tensor]) -> Any:
+        self.received.append((version, {name: tensor.clone() for name, tensor in snapshot.items()}))
+        return SimpleNamespace(servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={})
+
+    def attend(self, version: int, snapshot: dict[str, torch.Tensor]) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def make_model(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model")
+    set_streams_backend("files")
+    record_steps(tmp_path, range(STEPS))
+    return tmp_path
+
+
+def record_steps(run_dir: Path, steps: range) -> None:
+    with open_writer(SingleStreamSpec(run_dir, "training_data"), MicroBatch) as writer:
+        for step in steps:
+            samples = make_samples(0, 6, vocab_size=VOCAB, lengths=(5, 9), step=step, max_lag=2)
+            for record in pack(samples, split_evenly(6, 2), step, ref=False):
+                writer.write(record)
+
+
+def make_context(run_dir: Path, *overrides: str) -> RoleContext:
+    cfg = parse(
+        compose(
+            "base",
+            [
+                f"output_dir={run_dir}",
+                f"model_path={run_dir / 'model'}",
+                "dataset_loader=a.b",
+                "actor.rollout_policy=a.b",
+                "wandb.mode=disabled",
+                f"finetune.max_train_steps={STEPS}",
+                "finetune.save_checkpoint_steps=2",
+                "finetune.learning_rate=1e-2",
+                "finetune.dtype=float32",
+                *overrides,
+            ],
+        )
+    )
+    job = Job(name="finetune_0", kind="finetune", cores=(0,))
+    world = SimpleNamespace(
+        accelerator="cpu", trainer_world_size=1, get=lambda kind: (job,) if kind == "finetune" else ()
+    )
+    status = SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: contextlib.nullcontext())
+    return RoleContext(run_dir=run_dir, job=job, cfg=cfg, world=world, status=status, stop=threading.Event())
+
+
+def train(run_dir: Path, *overrides: str) -> FakePushes:
+    pushes = FakePushes()
+    ctx = make_context(run_dir, *overrides)
+    Trainer(ctx, lambda _: pushes).run()
+    return pushes
+
+
+def read_messages(run_dir: Path) -> list[Any]:
+    with open_reader(SingleStreamSpec(run_dir, "trainer"), TrainerMessage, name="test", start=0) as reader:
+        return [message for _, message in reader.read_all()]
+
+
+def test_trainer_run_announces_every_step_and_version_in_order(run_dir: Path) -> None:
+    pushes = train(run_dir)
+
+    messages = read_messages(run_dir)
+    assert [v for v, _ in pushes.received] == list(range(STEPS + 1))
+    assert [m.version for m in messages if isinstance(m, WeightUpdateSuccess)] == list(range(STEPS + 1))
+    processed = [m for m in messages if isinstance(m, SamplesProcessed)]
+    assert [(m.step, m.samples_processed) for m in processed] == [(n, 6 * n) for n in range(1, STEPS + 1)]
+    assert messages[-1] == TrainingDone(step=STEPS, timestamp=messages[-1].timestamp)
+    assert {"loss", "grad_norm", "lr", "ess", "lag_max", "entropy", "wait_s"} <= processed[0].metrics.keys()
+    assert processed[-1].metrics["lag_max"] <= 2
+
+
+def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> None:
+    pushes = train(run_dir)
+
+    version, last = pushes.received[-1]
+    lm = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    expected = dict(lm.named_parameters())
+    assert version == STEPS
+    assert last.keys() == expected.keys()
+    for name, tensor in last.items():
+        assert torch.equal(tensor, expected[name]), name
+    first = pushes.received[0][1]
+    assert any(not torch.equal(first[name], last[name]) for name in last)
+
+
+def test_trainer_resumed_from_checkpoint_ends_bit_equal(
+    run_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    uninterrupted = train(run_dir).received[-1][1]
+
+    other = tmp_path_factory.mktemp("other")
+    (other / "model").symlink_to(run_dir / "model")
+    record_steps(other, range(STEPS))
+    ctx = make_context(other)
+    trainer = Trainer(ctx, lambda _: FakePushes())
+    trainer._publish_initial()
+    for _ in range(3):
+        trainer._advance()
+    trainer.close()  # as if killed after step 3: the newest checkpoint is that of step 2
+    resumed = train(other)
+
+    assert resumed.received[0][0] == 2
+    for name, tensor in resumed.received[-1][1].items():
+        assert torch.equal(tensor, uninterrupted[name]), name
+    state = load_file(other / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
+    expected = load_file(run_dir / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
