@@ -46,11 +46,15 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     """Rollouts that reached the preprocessor and will not be trained (filters, lag, invalid)."""
     dropped_by_reason: dict[str, int]
     step: int
-    """Next optimizer step to be packed."""
+    """Next optimizer step to be packed; of n preprocessors, r packs the steps with ``step % n == r``."""
     dropped_sample_ids: tuple[tuple[str, str], ...] = ()
     """(`<group_id>/<attempt>`, reason) of the drops since the last record, for the ledger."""
     packed_sample_ids: tuple[str, ...] = ()
     """`<group_id>/<attempt>` of the rollouts packed for step ``step - 1``, for the ledger."""
+    source: tuple[int, int] = (0, 0)
+    """(offset in topic `actor`, rollout index in that group) where the batch being filled begins (restart)."""
+    counted_until: tuple[int, int] = (0, 0)
+    """The totals count the drops of every rollout before this place; those behind it are still to be decided."""
 
 
 class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):
