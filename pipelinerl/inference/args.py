@@ -1,0 +1,164 @@
+"""From configuration and job to vLLM's command line and environment. Pure.
+
+``vllm_config.vllm_kwargs`` wins over every default here; a key that would break exact tokens, weight updates or the
+world's addresses is refused instead of being overwritten.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.weights.engines import BACKENDS
+from pipelinerl.world import Job, WorldMap
+
+SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
+WORKER_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
+
+RESERVED = {
+    "host": "addresses come from the world map",
+    "port": "ports come from the world map (world.port_base)",
+    "uds": "servers listen on TCP",
+    "model": "set model_path",
+    "served-model-name": "clients address the model as `policy` or `reference`",
+    "weight-transfer-config": "set weights.backend",
+    "worker-extension-cls": "weight updates use it",
+    "logprobs-mode": "training needs the processed log-probabilities of what was sampled",
+    "return-tokens-as-token-ids": "tokens are exact",
+    "enable-scale-out": "the token-in/token-out endpoint is part of it",
+    "data-parallel-size": "use more servers: world.actor_fraction",
+    "api-server-count": "one API process takes the weight updates",
+    "api-key": "generation is open on the node; control routes need the run's secret",
+    "root-path": "clients use the plain paths",
+    "config": "put the settings into vllm_config.vllm_kwargs",
+}
+"""Keys that a run may not set, with the reason or the fix."""
+
+
+def vllm_arguments(cfg: Config, world: WorldMap, job: Job) -> tuple[str, ...]:
+    """The command line of one server.
+
+    Raises:
+        ConfigError: `vllm_config.vllm_kwargs` holds a key that the run needs for itself.
+    """
+    user = _normalized(cfg.vllm_config.vllm_kwargs)
+    _refuse_reserved(user, job)
+    settings = _defaults(cfg, world, job) | user
+    head = _head_overrides(cfg, settings)
+    if head:
+        settings["hf-overrides"] = head
+    return tuple(argument for key, value in settings.items() for argument in _render(key, value))
+
+
+def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
+    """Environment variables of one server; `vllm_config.env` wins."""
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": job.hostname}
+    if world.accelerator == "cpu":
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(_threads(cfg, job))}
+        if job.cores:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, _world_size(cfg))
+        if _world_size(cfg) == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env | cfg.vllm_config.env
+
+
+def weight_backend(cfg: Config, world: WorldMap) -> str:
+    """What `weights.backend` means in this world."""
+    backend = world.weight_backend if cfg.weights.backend == "auto" else cfg.weights.backend
+    if world.accelerator == "cpu" and backend != "gloo":
+        raise ConfigError(f"`weights.backend` is {backend!r} in a CPU world: use auto or gloo")
+    return backend
+
+
+def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model": cfg.model_path,
+        "served-model-name": SERVED_NAMES[job.kind],
+        "host": world.bind_host,
+        "port": job.port,
+        "seed": cfg.seed * 1000 + job.replica_idx,
+        "enable-scale-out": True,
+        "logprobs-mode": "processed_logprobs",
+        "return-tokens-as-token-ids": True,
+        "enable-prefix-caching": False,
+        "generation-config": "vllm",
+        "trust-remote-code": cfg.trust_remote_code,
+        "disable-log-stats": True,
+        "disable-uvicorn-access-log": True,
+        "disable-fastapi-docs": True,
+    }
+    if job.kind == "actor_llm":
+        settings["weight-transfer-config"] = {"backend": BACKENDS[weight_backend(cfg, world)]}
+        settings["worker-extension-cls"] = WORKER_EXTENSION
+    if world.accelerator == "cpu":
+        settings["enforce-eager"] = True
+        if _world_size(cfg) == 1:
+            settings["distributed-executor-backend"] = "uni"
+    return settings
+
+
+def _normalized(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling per key (dashes; `no-x` is `x: false`), so that a user's value meets the default it replaces."""
+    settings: dict[str, Any] = {}
+    for key, value in kwargs.items():
+        name = key.replace("_", "-")
+        if name.startswith("no-") and value in ("", True):
+            name, value = name.removeprefix("no-"), False
+        if name in settings:
+            raise ConfigError(f"`vllm_config.vllm_kwargs` names {name!r} twice: keep one spelling")
+        settings[name] = value
+    return settings
+
+
+def _refuse_reserved(user: Mapping[str, Any], job: Job) -> None:
+    for key, value in user.items():
+        if key in RESERVED:
+            raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {RESERVED[key]}")
+    if job.kind == "actor_llm" and user.get("enable-prefix-caching") not in (None, False):
+        raise ConfigError(
+            "`vllm_config.vllm_kwargs.enable-prefix-caching` is on, but a cached prompt keeps keys and values of "
+            "older weights after an update in flight: remove it"
+        )
+
+
+def _head_overrides(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`hf-overrides` with a float32 head, where the model is not in float32 anyway and the user chose nothing."""
+    if not cfg.fp32_lm_head or settings.get("dtype") in ("float32", "float"):
+        return None
+    given = settings.get("hf-overrides") or {}
+    overrides = json.loads(given) if isinstance(given, str) else dict(given)
+    return {"head_dtype": "float32"} | overrides
+
+
+def _render(key: str, value: Any) -> tuple[str, ...]:
+    """One setting as arguments: None = vLLM's own default, "" and true = a flag, false = the negated flag."""
+    if value is None:
+        return ()
+    if value is True or value == "":
+        return (f"--{key}",)
+    if value is False:
+        return () if key in PLAIN_FLAGS else (f"--no-{key}",)
+    if isinstance(value, (dict, list)):
+        return (f"--{key}", json.dumps(value))
+    return (f"--{key}", str(value))
+
+
+PLAIN_FLAGS = frozenset({"disable-uvicorn-access-log", "disable-fastapi-docs"})
+"""Flags without a negated form in vLLM's parser."""
+
+
+def _world_size(cfg: Config) -> int:
+    kwargs = _normalized(cfg.vllm_config.vllm_kwargs)
+    return int(kwargs.get("tensor-parallel-size") or 1) * int(kwargs.get("pipeline-parallel-size") or 1)
+
+
+def _threads(cfg: Config, job: Job) -> int:
+    return max(len(job.cores) // _world_size(cfg), 1)
+
+
+def _core_groups(cores: tuple[int, ...], world_size: int) -> str:
+    """vLLM's syntax: cores of a worker separated by commas, workers by bars."""
+    per_worker = max(len(cores) // world_size, 1)
+    groups = [cores[i * per_worker : (i + 1) * per_worker] or cores for i in range(world_size)]
+    return "|".join(",".join(str(core) for core in group) for group in groups)

@@ -1,0 +1,173 @@
+"""The weight update as one transaction of the server.
+
+    receive all bytes in the background → pause (requests and KV cache stay) → swap → label → resume
+
+Decoding goes on until all bytes are here and prepared. Whatever happens to the sender before that, the old weights
+are untouched and nothing was paused; the resume is in a ``finally``. A swap that fails leaves undefined weights, so
+the server then ends (the supervisor starts another) instead of serving them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import INFO_PATH, PATH, WeightInfo, WeightUpdateAnswer, WeightUpdateRequest
+from pipelinerl.weights.receiver import RECEIVING, STAGED
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.002
+MAX_POLL_S = 0.05
+GRACE_S = 5.0
+"""Beyond the request's time-out: the workers' own deadline fires first and says why."""
+
+
+class Engine(Protocol):
+    """What the transaction needs of vLLM."""
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def set_version(self, version: str) -> None: ...
+    async def version(self) -> str: ...
+
+
+class UpdateFailed(WeightUpdateError):
+    """Old weights stay live; ``status`` is the HTTP status that says so."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class WeightUpdates:
+    """Takes one update at a time; a newer request supersedes one that is still receiving."""
+
+    def __init__(self, engine: Engine, *, num_workers: int, on_fatal: Callable[[], None]):
+        self._engine, self._on_fatal = engine, on_fatal
+        self.num_workers = num_workers
+        self._turn = asyncio.Lock()
+        self._newest = 0
+
+    async def update(
+        self, request: WeightUpdateRequest, is_abandoned: Callable[[], Awaitable[bool]]
+    ) -> WeightUpdateAnswer:
+        """Take one update.
+
+        Raises:
+            UpdateFailed: the old weights are live and exact.
+        """
+        if request.group.world_size != 1 + self.num_workers:
+            raise UpdateFailed(
+                f"group.world_size is {request.group.world_size}, this server has {self.num_workers} workers: "
+                f"it must be {1 + self.num_workers}",
+                422,
+            )
+        self._newest += 1
+        turn = self._newest
+        async with self._turn:
+            transfer_ms, prepare_ms = await self._receive(request, turn, is_abandoned)
+            pause_ms = await self._swap(request.version)
+        log.info(
+            "event=weights_live version=%d pause_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f",
+            request.version,
+            pause_ms,
+            transfer_ms,
+            prepare_ms,
+        )
+        return WeightUpdateAnswer(
+            version=request.version, pause_ms=pause_ms, transfer_ms=transfer_ms, prepare_ms=prepare_ms
+        )
+
+    async def _receive(
+        self, request: WeightUpdateRequest, turn: int, is_abandoned: Callable[[], Awaitable[bool]]
+    ) -> tuple[float, float]:
+        """Waits for all workers to stage; ended by them, the deadline, a newer request or the sender's hang-up."""
+        deadline = time.monotonic() + request.timeout_s + GRACE_S
+        await self._begin(request)
+        poll_s = POLL_S
+        while True:
+            states = await self._engine.call_workers("weight_transfer_state")
+            if all(state == STAGED for state, *_ in states):
+                return max(state[2] for state in states), max(state[3] for state in states)
+            errors = [error for state, error, *_ in states if state not in (STAGED, RECEIVING)]
+            if errors:
+                await self._abandon(f"transfer failed: {errors[0]}", 424)
+            if turn != self._newest:
+                await self._abandon("superseded by a newer update", 409)
+            if await is_abandoned():
+                await self._abandon("the sender hung up", 499)
+            if time.monotonic() > deadline:
+                await self._abandon(f"not all bytes came within {request.timeout_s:g} s", 408)
+            await asyncio.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, MAX_POLL_S)
+
+    async def _begin(self, request: WeightUpdateRequest) -> None:
+        encoded = msgspec.json.encode(request).decode()
+        try:
+            await self._engine.call_workers("begin_weight_transfer", encoded)
+        except Exception as error:  # vLLM reports a worker's exception as a bare Exception with its text
+            await self._abandon(f"the update cannot begin: {error}", 409)
+
+    async def _abandon(self, reason: str, status: int) -> None:
+        await self._engine.call_workers("abandon_weight_transfer")
+        log.warning("event=weight_update_failed status=%d reason=%s", status, reason)
+        raise UpdateFailed(reason, status)
+
+    async def _swap(self, version: int) -> float:
+        """Pause, swap, label, resume; returns the stall in milliseconds."""
+        started = time.monotonic()
+        try:
+            await self._engine.pause()
+            await self._change(version)
+        finally:
+            await self._engine.resume()
+        return 1e3 * (time.monotonic() - started)
+
+    async def _change(self, version: int) -> None:
+        try:
+            await self._engine.call_workers("swap_weights", version)
+        except BaseException:
+            log.critical("event=swap_failed version=%d: the weights are undefined, this server ends", version)
+            self._on_fatal()
+            raise
+        await self._engine.set_version(str(version))
+
+    async def info(self) -> WeightInfo:
+        return WeightInfo(weight_version=await self._engine.version(), transfer_workers=self.num_workers)
+
+
+def build_router(updates: WeightUpdates | None) -> APIRouter:
+    """Our routes. ``updates`` None: a frozen server that takes no weights."""
+    router = APIRouter()
+
+    @router.get(INFO_PATH)
+    async def weight_info() -> Response:
+        info = WeightInfo(weight_version="frozen") if updates is None else await updates.info()
+        return _json(200, msgspec.to_builtins(info))
+
+    @router.post(PATH)
+    async def receive_weight_update(raw: Request) -> Response:
+        if updates is None:
+            return _json(409, {"error": "this server's weights are frozen"})
+        try:
+            request = msgspec.json.decode(await raw.body(), type=WeightUpdateRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _json(422, {"error": f"not a weight update request: {error}"})
+        # Not cancelled with the connection: a hang-up is seen by polling, and a swap that began always ends.
+        try:
+            return _json(200, msgspec.to_builtins(await asyncio.shield(updates.update(request, raw.is_disconnected))))
+        except UpdateFailed as error:
+            return _json(error.status, {"error": str(error)})
+
+    return router
+
+
+def _json(status: int, content: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")

@@ -1,0 +1,71 @@
+"""Who may call what: everything that is not on the open list needs the run's bearer secret.
+
+The list names what clients of a run need (generation, tokenization, models, health, weight version); pausing,
+weights, RPC and every route that a future server adds are closed without anybody having to think of them.
+Without a secret in the environment the closed routes stay closed to everybody.
+"""
+
+import hmac
+from typing import Any
+
+SECRET_VARIABLE = "PIPELINERL_SECRET"
+OPEN_PATHS = frozenset(
+    {
+        "/health",
+        "/ping",
+        "/version",
+        "/load",
+        "/metrics",
+        "/weight_info",
+        "/v1/models",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+MAX_CONTROL_BYTES = 64 << 20
+"""Largest body of a closed route: the parameter list of a mixture-of-experts model takes a few megabytes."""
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS
+
+
+def is_authorized(header: str | None, secret: str | None) -> bool:
+    """Compare in constant time; an empty or missing secret authorizes nobody."""
+    if not secret or header is None:
+        return False
+    return hmac.compare_digest(header.encode("latin-1"), f"Bearer {secret}".encode())
+
+
+class Guard:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: Any, secret: str | None):
+        self._app, self._secret = app, secret
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or is_open(scope["path"]):
+            return await self._app(scope, receive, send)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        authorization = headers.get(b"authorization")
+        if not is_authorized(None if authorization is None else authorization.decode("latin-1"), self._secret):
+            return await _refuse(scope, send, 401, "this route needs the run's bearer secret")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MAX_CONTROL_BYTES or b"transfer-encoding" in headers:
+            return await _refuse(
+                scope, send, 413, f"the body must declare a length of at most {MAX_CONTROL_BYTES} bytes"
+            )
+        return await self._app(scope, receive, send)
+
+
+async def _refuse(scope: Any, send: Any, status: int, message: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": message})
+        return
+    body = b'{"error": "%s"}' % message.encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

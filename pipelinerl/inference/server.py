@@ -1,0 +1,142 @@
+"""vLLM's own application with our routes and guard around it.
+
+Owns the server's process: builds the engine, serves until SIGTERM, tells the heartbeat that the engine answers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.inference.control import WeightUpdates, build_router
+from pipelinerl.inference.guard import Guard
+from pipelinerl.observability.status import RoleStatus
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+FATAL_EXIT = 70
+
+
+class VllmEngine:
+    """vLLM's engine as the weight update sees it."""
+
+    def __init__(self, client: AsyncLLM):
+        self._client = client
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        return await self._client.collective_rpc(method, args=args)
+
+    async def pause(self) -> None:
+        """Keep requests and KV cache. Straight to the scheduler: `pause_generation` would add a fixed sleep."""
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def set_version(self, version: str) -> None:
+        await self._client.update_weight_version(version)
+
+    async def version(self) -> str:
+        return await self._client.get_weight_version()
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """vLLM's own parser and checks."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def serve(arguments: Sequence[str], *, takes_weights: bool, secret: str | None, status: RoleStatus) -> None:
+    """Serve until SIGTERM or SIGINT; returns when everything is down."""
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_serve(parse_arguments(arguments), takes_weights, secret, status))
+
+
+async def _serve(args: Namespace, takes_weights: bool, secret: str | None, status: RoleStatus) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    address, sock = setup_server(args, reuse_port=False)
+    try:
+        with status.waiting("the engine's start"):
+            engine = build_async_engine_client(args)
+            client = await engine.__aenter__()
+        try:
+            assert isinstance(client, AsyncLLM), "the engine client of one API process"
+            shutdown = await _serve_engine(client, args, sock, takes_weights, secret, status)
+        finally:
+            await engine.__aexit__(None, None, None)
+        await shutdown
+    finally:
+        sock.close()
+    log.info("event=server_ended address=%s", address)
+
+
+async def _serve_engine(
+    client: AsyncLLM, args: Namespace, sock: Any, takes_weights: bool, secret: str | None, status: RoleStatus
+) -> Any:
+    tasks = await client.get_supported_tasks()
+    app = build_app(args, tasks, client.model_config)
+    await init_app_state(client, app.state, args, tasks)
+    updates = None
+    if takes_weights:
+        num_workers = client.vllm_config.parallel_config.world_size_across_dp
+        updates = WeightUpdates(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
+    _replace_routes(app, build_router(updates))
+    app.add_middleware(Guard, secret=secret)
+    heartbeat = asyncio.create_task(_heartbeat(client, status))
+    try:
+        return await serve_http(
+            app,
+            sock=sock,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+        )
+    finally:
+        heartbeat.cancel()
+
+
+def _replace_routes(app: Any, router: Any) -> None:
+    """Ours come first: vLLM's development router has a `/weight_info` too."""
+    theirs = list(app.router.routes)
+    app.router.routes.clear()
+    app.include_router(router)
+    app.router.routes.extend(theirs)
+
+
+async def _heartbeat(client: AsyncLLM, status: RoleStatus) -> None:
+    """Progress as long as the engine loop answers; a frozen engine shows as a role that does not move."""
+    while True:
+        version = await client.get_weight_version()
+        status.progress(weight_version=version, requests=client.output_processor.get_num_unfinished_requests())
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_broken() -> None:
+    """The weights are undefined: no request may see them. The supervisor starts another server."""
+    os._exit(FATAL_EXIT)
+
+
+class ServerFailed(PipelineRLError):
+    """The server ended without being asked to."""

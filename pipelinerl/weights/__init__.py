@@ -1,0 +1,14 @@
+"""Both ends of a weight update, side by side. Nothing here imports vLLM except ``engines`` and ``worker``.
+
+| end     | module     | owns                                                                            |
+|---------|------------|---------------------------------------------------------------------------------|
+| both    | `protocol` | what the request says: version, parameters, group; and what the answer says     |
+| both    | `layout`   | where each parameter lies in one flat buffer, and the buckets the buffer is cut into |
+| both    | `group`    | the transfer group of the trainer and ONE server: Gloo, NCCL or CUDA IPC           |
+| both    | `delta`    | lossless encoding of what changed since the previous version                    |
+| both    | `probe`    | comparison of server and trainer log-probabilities                              |
+| trainer | `names`    | from the trained module's parameters to the checkpoint's names                  |
+| trainer | `sender`   | `WeightSender`: snapshot, push to all servers in parallel, report               |
+| server  | `receiver` | receives into staging buffers in a background thread                            |
+| server  | `worker`   | vLLM's side: prepare and swap                                                   |
+"""

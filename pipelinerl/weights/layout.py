@@ -1,0 +1,92 @@
+"""One flat buffer for a whole model: where each parameter lies, and the buckets the buffer is cut into.
+
+Both ends compute the same `Layout` from the same parameter list, so only bytes travel. Buckets are plain slices of
+the buffer: a parameter may cross a bucket's edge, and a model takes ``ceil(bytes / bucket)`` broadcasts whatever its
+parameters look like.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import ParamSpec
+
+ALIGNMENT = 64
+"""Bytes: every parameter starts at a multiple, so that it can be viewed in any dtype."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of parameters in the flat buffer, in the order of the list."""
+
+    specs: tuple[ParamSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = {spec.name for spec in self.specs}
+        if len(names) != len(self.specs):
+            raise WeightUpdateError(f"{len(self.specs)} parameters have only {len(names)} different names")
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte at which each parameter starts."""
+        return tuple(self._edges[:-1])
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self._edges[-1]
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        edges = [0]
+        for spec in self.specs:
+            edges.append(edges[-1] + -(-spec_bytes(spec) // ALIGNMENT) * ALIGNMENT)
+        return edges
+
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter as a view of the flat uint8 buffer."""
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            flat = buffer[offset : offset + spec_bytes(spec)]
+            yield spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+    def fill(self, buffer: torch.Tensor, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy parameters, given in the layout's order, into the flat buffer.
+
+        Raises:
+            WeightUpdateError: a parameter is missing, extra, or differs in name, shape or dtype.
+        """
+        targets = self.views(buffer)
+        for name, tensor in params:
+            expected, target = next(targets, (None, None))
+            if target is None or name != expected:
+                raise WeightUpdateError(f"parameter {name!r} came where the layout has {expected!r}")
+            if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                raise WeightUpdateError(
+                    f"parameter {name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"the layout says {target.dtype} {tuple(target.shape)}"
+                )
+            target.copy_(tensor.detach(), non_blocking=True)
+        missing = next(targets, None)
+        if missing is not None:
+            raise WeightUpdateError(f"parameter {missing[0]!r} did not come")
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> ParamSpec:
+    """The parameter as it travels; only shape and dtype are read (a sharded tensor tells its full shape)."""
+    return ParamSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def spec_bytes(spec: ParamSpec) -> int:
+    return math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def buckets(buffer: torch.Tensor, bucket_bytes: int) -> Sequence[torch.Tensor]:
+    """The buffer as consecutive slices of at most ``bucket_bytes``."""
+    return buffer.split(bucket_bytes)

@@ -1,0 +1,414 @@
+"""The trainer's end: snapshot the weights, push them to every server in parallel, report who holds them.
+
+`WeightSender` decides which servers are in service: exactly those that took the newest version. A server that fails,
+hangs beyond the time-out or restarts leaves service and delays nobody again; a watcher thread notices when it answers
+again, and the trainer then re-admits it with the current weights.
+
+The trainer goes on while a push runs: `send_async` returns when the snapshot is taken, `wait` collects the report.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pipelinerl.errors import DeadlineError, WeightUpdateError
+from pipelinerl.weights.delta import encode_delta
+from pipelinerl.weights.group import TransferGroup, first_line, host_store, join
+from pipelinerl.weights.layout import Layout, buckets
+from pipelinerl.weights.protocol import (
+    INFO_PATH,
+    PATH,
+    STALE_BASE,
+    GroupSpec,
+    ParamSpec,
+    WeightInfo,
+    WeightUpdateAnswer,
+    WeightUpdateRequest,
+)
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+WATCH_TIMEOUT_S = 5.0
+RECEIVE_SHARE = 0.9
+"""Share of the time-out in which all bytes must arrive, so that the server's own error comes before ours."""
+NEVER_UPDATED = "default"
+"""vLLM's label of weights that came from disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """Who holds the version now, and what it cost."""
+
+    version: int
+    servers: tuple[str, ...]
+    """All servers in service: each holds `version`."""
+    pause_ms: tuple[float, ...]
+    """Stall of decoding on each server of this push that took it."""
+    transfer_ms: float
+    """The sender's wall time from the snapshot's end to the last answer."""
+    errors: dict[str, str]
+    """Servers that left service in this push, with the reason."""
+    num_bytes: int = 0
+    """Bytes sent per server (the largest, where some got a delta and some a dense update)."""
+
+
+@dataclass
+class Snapshot:
+    """One version's bytes, unchanged until every push of it has ended."""
+
+    version: int
+    layout: Layout
+    buffer: torch.Tensor
+    delta: torch.Tensor | None = None
+    base_version: int | None = None
+
+
+@dataclass
+class Link:
+    """The connection to one server."""
+
+    server: Job
+    port: int
+    store: dist.TCPStore | None = None
+    group: TransferGroup | None = None
+    spec: GroupSpec | None = None
+    held: int | None = None
+    """Version whose bytes the server's staging holds."""
+    in_service: bool = False
+    is_up: bool = False
+    """Out of service, but answering: can be re-admitted."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drop(self) -> None:
+        self.group = self.spec = self.held = None
+        self.in_service = self.is_up = False
+
+
+class WeightSender:
+    """Pushes versions to the policy's servers. Used by the trainer's rank 0 alone.
+
+    Args:
+        servers: the world's `actor_llm` jobs.
+        backend: gloo, nccl or ipc.
+        bucket_mb: size of one broadcast.
+        timeout_s: a server that has not taken an update within this leaves service.
+        secret: the run's bearer secret.
+        host: address on which this trainer's stores listen; the servers must reach it.
+        port_base: first of two ports per server; 0 = free ones.
+        device: where buckets must lie for the backend (the trainer's GPU); the snapshot itself is in host memory.
+        delta: send only what changed where the server holds the previous version and that is smaller.
+
+    >>> sender = WeightSender(world.get("actor_llm"), backend="gloo", ...)
+    >>> sender.wait_for_servers(timeout_s=600)
+    >>> sender.send_async(version, named_tensors, specs)   # returns after the snapshot
+    >>> report = sender.wait()
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Job],
+        *,
+        backend: str,
+        bucket_mb: int,
+        timeout_s: float,
+        secret: str,
+        host: str = "127.0.0.1",
+        port_base: int = 0,
+        device: torch.device | str = "cpu",
+        delta: bool = False,
+    ):
+        self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_mb << 20, timeout_s
+        self._host, self._device, self._delta = host, torch.device(device), delta
+        self._links = {
+            server.name: Link(server, port_base + 2 * index if port_base else 0) for index, server in enumerate(servers)
+        }
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._pool = ThreadPoolExecutor(max(len(servers), 1), thread_name_prefix="weight-push")
+        self._snapshot: Snapshot | None = None
+        self._spare: torch.Tensor | None = None
+        self._push: Future[UpdateReport] | None = None
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="weight-watcher", daemon=True)
+        self._watcher.start()
+
+    @property
+    def in_service(self) -> tuple[str, ...]:
+        """Servers that hold the newest version that was pushed."""
+        return tuple(name for name, link in self._links.items() if link.in_service)
+
+    def poll_returning_servers(self) -> tuple[str, ...]:
+        """Servers out of service that answer: give them the current weights with `readmit_async`. Never blocks."""
+        return tuple(name for name, link in self._links.items() if link.is_up and not link.in_service)
+
+    def wait_for_servers(self, timeout_s: float, stop: threading.Event | None = None) -> None:
+        """Wait until every server answers, for the first update of a run.
+
+        Raises:
+            DeadlineError: some do not; the message names them.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := [name for name, link in self._links.items() if not (link.is_up or link.in_service)]:
+            if stop is not None and stop.is_set():
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{', '.join(missing)} did not answer within {timeout_s:g} s: see <run folder>/{missing[0]}/log.txt"
+                )
+            time.sleep(0.05)
+
+    def send(
+        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
+    ) -> UpdateReport:
+        """`send_async` and `wait`."""
+        self.send_async(version, params, metadata)
+        return self.wait()
+
+    def send_async(
+        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
+    ) -> None:
+        """Take a snapshot and push it in the background to all servers that answer.
+
+        Args:
+            version: optimizer steps behind these weights.
+            params: full tensors under the checkpoint's names, in the order of ``metadata``; consumed one by one, so
+                a sharded trainer may gather each when it is asked for.
+            metadata: every parameter's name, dtype and full shape.
+        """
+        assert self._push is None, "wait() for the previous update first"
+        snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
+        targets = [link for link in self._links.values() if link.in_service or link.is_up]
+        self._start_push(snapshot, targets)
+
+    def readmit_async(self) -> bool:
+        """Push the newest snapshot to the servers that came back; False if there is nobody or nothing to push."""
+        assert self._push is None, "wait() for the previous update first"
+        targets = [self._links[name] for name in self.poll_returning_servers()]
+        if self._snapshot is None or not targets:
+            return False
+        self._start_push(self._snapshot, targets)
+        return True
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether an update is under way (its report has not been collected)."""
+        return self._push is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._push is None or self._push.done()
+
+    def wait(self) -> UpdateReport:
+        """The report of the update under way. Ends within the time-out: every push has its own deadline."""
+        assert self._push is not None, "no update is under way"
+        try:
+            return self._push.result()
+        finally:
+            self._push = None
+
+    def close(self) -> None:
+        """Stop watching and let go of all connections."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._watcher.join(WATCH_TIMEOUT_S)
+        for link in self._links.values():
+            link.drop()
+            link.store = None
+
+    def _take_snapshot(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
+        """Copy into host memory that is allocated once (twice with delta: the previous version is the base)."""
+        previous = self._snapshot
+        if self._spare is None or self._spare.numel() != layout.num_bytes:
+            self._spare = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        buffer, self._spare = self._spare, None
+        layout.fill(buffer, params)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        snapshot = Snapshot(version, layout, buffer)
+        if self._delta and previous is not None and previous.layout == layout:
+            snapshot.base_version = previous.version
+            snapshot.delta = encode_delta(previous.buffer, buffer)
+        if previous is not None:
+            self._spare = previous.buffer
+        self._snapshot = snapshot
+        return snapshot
+
+    def _start_push(self, snapshot: Snapshot, targets: Sequence[Link]) -> None:
+        self._push = Future()
+        arguments = (self._push, snapshot, targets)
+        threading.Thread(target=self._run_push, args=arguments, name="weight-update", daemon=True).start()
+
+    def _run_push(self, result: "Future[UpdateReport]", snapshot: Snapshot, targets: Sequence[Link]) -> None:
+        """Pushes to all targets at once; ends when each has answered or run into its time-out."""
+        started = time.monotonic()
+        pushes = {link.server.name: self._pool.submit(self._push_to, link, snapshot) for link in targets}
+        pauses, errors, sent = [], {}, 0
+        for name, push in pushes.items():
+            try:
+                answer, num_bytes = push.result()
+                pauses.append(answer.pause_ms)
+                sent = max(sent, num_bytes)
+            except Exception as error:  # one server's failure, whatever it is, takes that server out of service
+                errors[name] = first_line(error)
+                self._links[name].drop()
+                log.error("event=server_out_of_service server=%s version=%d error=%s", name, snapshot.version, error)
+        report = UpdateReport(
+            version=snapshot.version,
+            servers=self.in_service,
+            pause_ms=tuple(pauses),
+            transfer_ms=1e3 * (time.monotonic() - started),
+            errors=errors,
+            num_bytes=sent,
+        )
+        result.set_result(report)
+
+    def _push_to(self, link: Link, snapshot: Snapshot) -> tuple[WeightUpdateAnswer, int]:
+        """One server's update, dense if it refuses the delta."""
+        with link.lock:
+            deadline = time.monotonic() + self._timeout_s
+            has_base = snapshot.delta is not None and link.held == snapshot.base_version
+            try:
+                answer, num_bytes = self._transfer(link, snapshot, snapshot.delta if has_base else None, deadline)
+            except WeightUpdateError as error:
+                if not has_base or STALE_BASE not in str(error):
+                    raise
+                link.group = None
+                answer, num_bytes = self._transfer(link, snapshot, None, deadline)
+            link.held, link.in_service, link.is_up = snapshot.version, True, False
+            return answer, num_bytes
+
+    def _transfer(
+        self, link: Link, snapshot: Snapshot, delta: torch.Tensor | None, deadline: float
+    ) -> tuple[WeightUpdateAnswer, int]:
+        payload = snapshot.buffer if delta is None else delta
+        with httpx.Client(base_url=link.server.url, headers=self._headers, timeout=WATCH_TIMEOUT_S) as client:
+            if link.group is None:
+                link.spec = self._new_group(link, client)
+            assert link.spec is not None
+            request = WeightUpdateRequest(
+                version=snapshot.version,
+                params=snapshot.layout.specs,
+                group=link.spec,
+                bucket_bytes=self._bucket_bytes,
+                timeout_s=RECEIVE_SHARE * (deadline - time.monotonic()),
+                base_version=None if delta is None else snapshot.base_version,
+                payload_bytes=None if delta is None else delta.numel(),
+            )
+            ended = threading.Event()
+            transfer = threading.Thread(
+                target=self._broadcast, args=(link, payload, deadline, ended), name="weight-bytes", daemon=True
+            )
+            transfer.start()
+            try:
+                answer = self._post(client, link, request, deadline)
+                transfer.join()
+                return answer, payload.numel()
+            except BaseException:
+                link.group = None
+                raise
+            finally:
+                ended.set()
+
+    def _post(
+        self, client: httpx.Client, link: Link, request: WeightUpdateRequest, deadline: float
+    ) -> WeightUpdateAnswer:
+        timeout = httpx.Timeout(max(deadline - time.monotonic(), 0.1), connect=WATCH_TIMEOUT_S)
+        body = msgspec.json.encode(request)
+        try:
+            response = client.post(PATH, content=body, headers={"Content-Type": "application/json"}, timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise WeightUpdateError(
+                f"{link.server.name} has not version {request.version} within weights.timeout_s={self._timeout_s:g}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise WeightUpdateError(f"{link.server.name} at {link.server.url}: {first_line(error)}") from error
+        if response.status_code != 200:
+            raise WeightUpdateError(f"{link.server.name} answered {response.status_code}: {response.text[:500]}")
+        return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
+
+    def _broadcast(self, link: Link, payload: torch.Tensor, deadline: float, ended: threading.Event) -> None:
+        """Sends all buckets; ends at the last, at the deadline, or when the server has answered already."""
+
+        def check() -> None:
+            if ended.is_set():
+                raise WeightUpdateError("the server ended the transfer")
+
+        group, spec, store = link.group, link.spec, link.store
+        assert spec is not None
+        assert store is not None
+        try:
+            if group is None:
+                group = join(store, spec, 0, self._device, deadline - time.monotonic())
+                check()
+                link.group = group
+            for bucket in buckets(payload, self._bucket_bytes):
+                group.broadcast(bucket, deadline, check)
+        except (WeightUpdateError, RuntimeError) as error:
+            if link.spec is spec:
+                link.group = None
+            log.warning("event=transfer_ended server=%s error=%s", link.server.name, first_line(error))
+
+    def _new_group(self, link: Link, client: httpx.Client) -> GroupSpec:
+        """A fresh name in this server's store, for as many workers as the server says it has."""
+        info = _weight_info(client)
+        if link.store is None:
+            link.store = host_store(self._host, link.port, self._timeout_s)
+        return GroupSpec(
+            backend=self._backend,  # type: ignore[arg-type]
+            host=self._host,
+            port=link.store.port,
+            name=uuid.uuid4().hex,
+            world_size=1 + info.transfer_workers,
+        )
+
+    def _watch(self) -> None:
+        """Asks every server for its version once a second; ends when the sender is closed."""
+        with ThreadPoolExecutor(max(len(self._links), 1), thread_name_prefix="weight-watch") as pool:
+            while not self._closed.is_set():
+                list(pool.map(self._watch_one, self._links.values()))
+                self._closed.wait(WATCH_S)
+
+    def _watch_one(self, link: Link) -> None:
+        """A server that lost its weights (restarted) leaves service; one that answers may be re-admitted."""
+        if not link.lock.acquire(blocking=False):
+            return
+        try:
+            version = _version_of(link.server)
+            if link.in_service and version == NEVER_UPDATED:
+                log.warning("event=server_restarted server=%s", link.server.name)
+                link.drop()
+            if not link.in_service:
+                link.is_up = version is not None
+        finally:
+            link.lock.release()
+
+
+def _version_of(server: Job) -> str | None:
+    """What the server says it holds; None if it does not answer."""
+    with contextlib.suppress(httpx.HTTPError, WeightUpdateError):
+        with httpx.Client(base_url=server.url, timeout=WATCH_TIMEOUT_S) as client:
+            return _weight_info(client).weight_version
+    return None
+
+
+def _weight_info(client: httpx.Client) -> WeightInfo:
+    """Ask through the engine loop, so that a frozen engine behind a live HTTP server does not count as up."""
+    response = client.get(INFO_PATH)
+    if response.status_code != 200:
+        raise WeightUpdateError(f"{client.base_url}{INFO_PATH} answered {response.status_code}")
+    try:
+        return msgspec.json.decode(response.content, type=WeightInfo)
+    except msgspec.DecodeError as error:
+        raise WeightUpdateError(f"{client.base_url}{INFO_PATH} is not a PipelineRL server: {error}") from error

@@ -1,0 +1,116 @@
+"""Two ways to put staged checkpoint tensors into a live vLLM model.
+
+`Twin` (CPU): a second copy of the module tree takes the weights through vLLM's ordinary load path while the live
+model decodes; the swap then only moves references, so the pause does not grow with the model. `reload_in_place`
+(GPU, and models whose layers process their weights in ways we do not know): vLLM's layerwise reload during the pause.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from pipelinerl.errors import WeightUpdateError
+
+PACKED = "cpu_linear"
+"""Attribute in which vLLM's CPU layers keep the multiplication with their packed weight."""
+
+
+class Twin:
+    """A copy of the live model's module tree that holds weights only between `load` and `swap`."""
+
+    def __init__(self, live: nn.Module, twin: nn.Module, model_config: ModelConfig):
+        self._live, self._twin, self._model_config = live, twin, model_config
+        self._templates = {
+            module: {name: param for name, param in module._parameters.items() if param is not None}
+            for module in twin.modules()
+        }
+        self._expected = {name for name, _ in twin.named_parameters()}
+        """Tied parameters appear once."""
+
+    @classmethod
+    def of(cls, live: nn.Module, vllm_config: VllmConfig) -> "Twin | None":
+        """The twin of a live model, without memory for its weights; None if its layers are not all known."""
+        if not all(_is_known(module) for module in live.modules()):
+            return None
+        config = copy.copy(vllm_config)
+        config.compilation_config = copy.copy(vllm_config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+            return cls(live, initialize_model(config), vllm_config.model_config)
+
+    def load(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Build everything that the swap moves. The live model is not touched.
+
+        Raises:
+            WeightUpdateError: a parameter is unknown, missing or of another shape.
+        """
+        self._materialize()
+        try:
+            loaded = self._twin.load_weights(params)
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            raise WeightUpdateError(f"the model refuses the weights: {type(error).__name__}: {error}") from error
+        missing = self._expected - loaded
+        if missing:
+            raise WeightUpdateError(f"the update lacks {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+        process_weights_after_loading(self._twin, self._model_config, torch.device("cpu"))
+
+    def swap(self) -> None:
+        """Give the live model the twin's tensors and packed weights."""
+        for live, twin in self._pairs():
+            for name, param in twin._parameters.items():
+                if param is not None:
+                    target = live._parameters[name]
+                    assert target is not None, f"{name} is new"
+                    target.data = param.data
+            if PACKED in twin.__dict__:
+                live.__dict__[PACKED] = twin.__dict__.pop(PACKED)
+        self._release()
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        return zip(self._live.modules(), self._twin.modules(), strict=True)
+
+    def _materialize(self) -> None:
+        made: dict[int, torch.Tensor] = {}
+        for module, params in self._templates.items():
+            for name, template in params.items():
+                if id(template) not in made:
+                    made[id(template)] = materialize_meta_tensor(template)
+                module._parameters[name] = made[id(template)]  # type: ignore[assignment]
+
+    def _release(self) -> None:
+        for module, params in self._templates.items():
+            module._parameters.update(params)  # type: ignore[arg-type]
+
+
+def reload_in_place(model: nn.Module, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """vLLM's layerwise reload; a tied head's packed copy (CPU) is packed again, which the reload leaves out."""
+    initialize_layerwise_reload(model)
+    model.load_weights(params)
+    finalize_layerwise_reload(model, model_config)
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and PACKED in module.__dict__:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Layers that keep their weights in parameters and `cpu_linear` and nowhere else."""
+    method = getattr(module, "quant_method", None)
+    return (
+        method is None
+        or is_deferred_attention_layer(module)
+        or type(method)
+        in (
+            UnquantizedLinearMethod,
+            UnquantizedEmbeddingMethod,
+        )
+    )

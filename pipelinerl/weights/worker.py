@@ -1,0 +1,137 @@
+"""vLLM's side of a weight update, inside each worker: stage and prepare in the background, swap in place.
+
+The engine implements vLLM's `WeightTransferEngine`, so vLLM's own endpoints drive it too (`update_weights` then waits
+for the bytes). Our server drives it through `WeightUpdateExtension`, which never blocks the engine loop except for
+the swap. Until `finish_weight_update` nothing touches the model, so a sender may die at any point before.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.protocol import WeightUpdateRequest
+from pipelinerl.weights.receiver import FAILED, RECEIVING, STAGED, Receiver
+from pipelinerl.weights.twin import Twin, reload_in_place
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.005
+DEVICE_RESERVE_BYTES = 1 << 30
+"""Free device memory that staging leaves alone; a model that does not fit beside it is staged in pinned memory."""
+
+
+@dataclass
+class StagedInitInfo(WeightTransferInitInfo):
+    """Nothing: every update names its own group."""
+
+
+@dataclass
+class StagedUpdateInfo(WeightTransferUpdateInfo):
+    request: str
+    """A `WeightUpdateRequest` as JSON."""
+
+
+class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
+    """Receives into staging buffers, prepares beside the live model, swaps when told."""
+
+    init_info_cls = StagedInitInfo
+    update_info_cls = StagedUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._twin = Twin.of(model, vllm_config) if device.type == "cpu" else None
+        parallel = vllm_config.parallel_config
+        self.receiver = Receiver(
+            rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            device=device,
+            allocate=self._allocate,
+            prepare=self._prepare,
+        )
+
+    def begin(self, request: WeightUpdateRequest) -> None:
+        self.receiver.begin(request)
+
+    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+        """Groups are joined by the first update that names them."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: the model stays untouched until the swap."""
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        self.begin(msgspec.json.decode(update_info.request, type=WeightUpdateRequest))
+        while self.receiver.transfer.state == RECEIVING:
+            time.sleep(WAIT_S)
+        if self.receiver.transfer.state == FAILED:
+            raise WeightUpdateError(self.receiver.transfer.error)
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Swap. Runs in the engine's loop while generation is paused."""
+        layout, buffer = self.receiver.staged()
+        if self._twin is not None:
+            self._twin.swap()
+        else:
+            reload_in_place(self.model, self.model_config, layout.views(buffer))
+
+    def shutdown(self) -> None:
+        self.receiver.abandon()
+
+    @torch.no_grad()
+    def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
+        if self._twin is not None:
+            self._twin.load(layout.views(buffer))
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free > num_bytes + DEVICE_RESERVE_BYTES:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class WeightUpdateExtension:
+    """Methods that vLLM mixes into its worker (``--worker-extension-cls``); called through ``collective_rpc``."""
+
+    weight_transfer_engine: StagedWeightTransferEngine
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def begin_weight_transfer(self, request: str) -> None:
+        """Start receiving in the background; returns at once."""
+        self.weight_transfer_engine.begin(msgspec.json.decode(request, type=WeightUpdateRequest))
+
+    def weight_transfer_state(self) -> tuple[str, str, float, float]:
+        """(state, error, transfer_ms, prepare_ms) of the current transfer."""
+        transfer = self.weight_transfer_engine.receiver.transfer
+        return transfer.state, transfer.error, transfer.transfer_ms, transfer.prepare_ms
+
+    def abandon_weight_transfer(self) -> None:
+        """Nobody waits for the current transfer any more."""
+        self.weight_transfer_engine.receiver.abandon()
+
+    def swap_weights(self, version: int) -> None:
+        """Make the staged version the live one. Generation must be paused."""
+        transfer = self.weight_transfer_engine.receiver.transfer
+        assert transfer.state == STAGED, f"the transfer is {transfer.state}"
+        assert transfer.request.version == version, "another transfer came between"
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.finish_weight_update()
+        self.model_runner.reset_lora_state()
