@@ -1,0 +1,60 @@
+"""Plays one game as ONE growing conversation, so that its turns extend each other into one training sequence."""
+
+import time
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.guessing.game import GameSettings, feedback, final_reward, instructions, parse_guess
+from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+
+class GuessingMetrics(BaseMetrics):
+    num_guesses: int
+    """Guesses made, the last one included."""
+
+
+async def play(
+    llm: TrainableLLM, target: int, settings: GameSettings, session: aiohttp.ClientSession
+) -> tuple[list[LLMCall], str]:
+    """Plays to the end; returns the calls and the outcome: "hit", "broken" or "missed"."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(settings.max_number)}]
+    calls: list[LLMCall] = []
+    for _ in range(settings.max_turns):
+        calls.append(await llm_async_generate(llm, Prompt(messages=list(messages)), session))
+        said = calls[-1].output.content or ""
+        guess = parse_guess(said)
+        if guess is None:
+            return calls, "broken"
+        if guess == target:
+            return calls, "hit"
+        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "user", "content": feedback(guess, "higher" if target > guess else "lower")})
+    return calls, "missed"
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    started = time.monotonic()
+    settings = GameSettings(**(cfg.environment or {}))
+    calls, outcome = await play(llm, problem["answer"], settings, session)
+    reward = final_reward(len(calls) - 1, outcome)
+    texts = [make_training_text(llm, call) for call in calls]
+    for text in texts:
+        text.reward = reward
+    return RolloutResult(
+        training_texts=texts,
+        metrics=GuessingMetrics(
+            reward=reward,
+            success=outcome == "hit",
+            no_error=outcome != "broken",
+            no_answer=outcome == "broken",
+            num_guesses=len(calls),
+        ),
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )

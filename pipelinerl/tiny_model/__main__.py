@@ -1,0 +1,39 @@
+"""``python -m pipelinerl.tiny_model --out PATH --recipe largest --seed 0 [--param max_number=30 …]``."""
+
+import argparse
+import json
+import sys
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.tiny_model import RECIPES, build
+
+
+def parse_param(text: str) -> tuple[str, object]:
+    """``name=value`` with a JSON value; anything that is not JSON is a string."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"`{text}` is not of the form name=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.tiny_model", description=__doc__)
+    parser.add_argument("--out", required=True, help="folder to create; it must not exist")
+    parser.add_argument("--recipe", required=True, choices=sorted(RECIPES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--param", action="append", default=[], type=parse_param, metavar="NAME=VALUE")
+    arguments = parser.parse_args(argv)
+    try:
+        path = build(arguments.out, arguments.recipe, arguments.seed, dict(arguments.param))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What each tiny model knows before training: its whole tokens and the conversations of its warm-up.
+
+A recipe may show the format of an answer and what words mean. It must never show a solved problem of the task, and never a
+held-out problem in any form.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from pipelinerl.domains.guessing.game import feedback, instructions
+from pipelinerl.domains.largest.dataset import is_held_out, question
+from pipelinerl.errors import ConfigError
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A tokenizer's whole tokens and a source of warm-up conversations."""
+
+    tags: tuple[str, ...]
+    """Markup that is one token each."""
+    max_number: int
+    """0 … max_number are one token each."""
+    conversation: Callable[[Random], Messages]
+    """Draws one conversation; its assistant messages are what the warm-up teaches."""
+    steps: int = 300
+
+
+ANSWER_TAGS = ("<answer>", "</answer>")
+
+
+def answer(value: object) -> dict[str, str]:
+    return {"role": "assistant", "content": f"<answer>{value}</answer>"}
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def largest(max_number: int = 30, steps: int = 300) -> Recipe:
+    """Answers with a random one of the numbers shown: right once in three, whatever they are."""
+
+    def conversation(rng: Random) -> Messages:
+        while True:
+            numbers = rng.sample(range(1, max_number + 1), 3)
+            if not is_held_out(numbers):
+                return [user(question(numbers)), answer(rng.choice(numbers))]
+
+    return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
+
+
+def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recipe:
+    """Names numbers, and numbers higher or lower than another one. There is no hidden target and no game."""
+
+    def request(rng: Random) -> Messages:
+        relation = rng.choice(("higher", "lower"))
+        bound = rng.randint(1, max_number - 1) if relation == "higher" else rng.randint(2, max_number)
+        choices = range(bound + 1, max_number + 1) if relation == "higher" else range(1, bound)
+        return [user(feedback(bound, relation)), answer(rng.choice(choices))]
+
+    def conversation(rng: Random) -> Messages:
+        first = [user(instructions(max_number)), answer(rng.randint(1, max_number))]
+        return first + [message for _ in range(rng.randint(0, max_turns - 1)) for message in request(rng)]
+
+    return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {"largest": largest, "guessing": guessing}
+
+
+def make_recipe(name: str, params: dict[str, object]) -> Recipe:
+    """The recipe ``name`` with its parameters; raises ConfigError naming what is unknown."""
+    if name not in RECIPES:
+        raise ConfigError(f"`tiny_model.recipe` is {name!r}: choose one of {sorted(RECIPES)}")
+    known = inspect.signature(RECIPES[name]).parameters
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise ConfigError(f"`tiny_model.params` has {unknown}, recipe {name!r} takes {sorted(known)}: remove them")
+    return RECIPES[name](**params)

@@ -1,0 +1,44 @@
+"""A byte-level BPE tokenizer with chat template, trained on the recipe's own text.
+
+Any string can be encoded (bytes are the alphabet). Numbers up to ``max_number`` are one token wherever they stand, so a
+number copied from the question is the token that was read. transformers loads any tokenizer of a Qwen2 model as
+``Qwen2Tokenizer`` with that class's own splitting, so this one is made as such: what is loaded is what was trained.
+"""
+
+import json
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+VOCAB_SIZE = 400
+"""Bytes and merges, before the whole tokens."""
+
+
+def train_tokenizer(texts: Iterable[str], tags: tuple[str, ...], max_number: int) -> Qwen2Tokenizer:
+    """Learns merges from ``texts``, then makes tags and the numbers 0 … max_number whole tokens."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(learner.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.add_tokens([AddedToken(TURN_START, special=True)])
+    whole = [*tags, *(str(number) for number in range(max_number + 1))]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in whole])
+    return tokenizer
