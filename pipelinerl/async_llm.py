@@ -100,7 +100,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         params = msgspec.json.decode(self.body_key)
         if n > 1:
             params["n"] = n
-        return msgspec.json.encode({"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params})
+        return msgspec.json.encode(
+            {"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params}
+        )
 
 
 class Transport(Protocol):
@@ -114,9 +116,7 @@ class Transport(Protocol):
 class DirectTransport:
     """Posts to ``llm.base_url``, repeating what failed in transport; what users have outside the actor."""
 
-    async def generate(
-        self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession
-    ) -> CallTokens:
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         for repetition in range(request.retries + 1):
             try:
                 return (await post_generate(session, llm.base_url, request, n=1, token=llm.api_token))[0]

@@ -209,7 +209,9 @@ def _is_answer(message: dict, turn: Turn) -> bool:
     plain = plain_message(message)
     content, calls = plain["content"], plain.get("tool_calls", [])
     if not calls:
-        return content.removesuffix(turn.end_text) == turn.sampled_text if turn.end_text else content == turn.sampled_text
+        return (
+            content.removesuffix(turn.end_text) == turn.sampled_text if turn.end_text else content == turn.sampled_text
+        )
     named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
     return named == _tool_calls(turn.sampled_text) and content.strip() == (turn.output.content or "").strip()
 

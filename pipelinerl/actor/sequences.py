@@ -56,7 +56,9 @@ def to_rollout(
         SequenceTooLong: a sequence cannot be trained.
     """
     metrics = numeric_metrics(result)
-    rewards = [text.reward if "reward" in text.model_fields_set else metrics["reward"] for text in result.training_texts]
+    rewards = [
+        text.reward if "reward" in text.model_fields_set else metrics["reward"] for text in result.training_texts
+    ]
     for i, reward in enumerate(rewards):
         if not math.isfinite(reward):
             raise RecordError(f"training_texts[{i}].reward is {reward}: rewards must be finite numbers")

@@ -1,0 +1,130 @@
+"""One evaluation: every test problem, all attempts, one weight version. Pure; the loop carries it out.
+
+A rollout counts only if each of its tokens was sampled by the announced version. When servers move to another version
+the evaluation is announced again for that one and starts over. What fails for infrastructure reasons is repeated and
+finally left out, never scored; at the deadline the evaluation ends with what it has, and says how complete it is.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelinerl.records import EvaluationDone, EvaluationStarted, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestProblem:
+    """A test problem and where it comes from."""
+
+    __test__ = False
+
+    domain: int
+    dataset: str
+    index: int
+    problem: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestItem:
+    """Attempts to make at a test problem."""
+
+    __test__ = False
+
+    problem: TestProblem
+    attempts: tuple[int, ...]
+    tries: int
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """An evaluation under way.
+
+    Example: announce ``started()``, give each ``next_item()`` to a worker and its result to ``take``; when
+    ``finished``, publish ``done()``.
+    """
+
+    problems: Sequence[TestProblem]
+    attempts: int
+    version: int
+    deadline: float
+    """Unix time."""
+    max_repeats: int
+    queue: deque[TestItem] = field(default_factory=deque)
+    under_way: int = 0
+    rollouts: dict[tuple[int, str, int], list[Rollout]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._fill()
+
+    def started(self) -> EvaluationStarted:
+        return EvaluationStarted(version=self.version, deadline=self.deadline)
+
+    def restart(self, version: int) -> None:
+        """Begins again on another version; what is under way must be cancelled by the caller."""
+        self.version = version
+        self.rollouts.clear()
+        self.queue.clear()
+        self.under_way = 0
+        self._fill()
+
+    def next_item(self) -> TestItem | None:
+        if not self.queue:
+            return None
+        self.under_way += 1
+        return self.queue.popleft()
+
+    def take(self, item: TestItem, rollouts: Iterable[Rollout], *, worth_repeating: bool) -> None:
+        """The item has ended; attempts that are missing or of another version are made again within the budget."""
+        self.under_way -= 1
+        good = [rollout for rollout in rollouts if versions_of(rollout) <= {self.version}]
+        self.rollouts.setdefault(_key(item.problem), []).extend(good)
+        missing = tuple(sorted(set(item.attempts) - {rollout.attempt for rollout in good}))
+        if missing and worth_repeating and item.tries < self.max_repeats:
+            self.queue.append(TestItem(problem=item.problem, attempts=missing, tries=item.tries + 1))
+
+    @property
+    def finished(self) -> bool:
+        return not self.queue and not self.under_way
+
+    @property
+    def expired(self) -> bool:
+        return time.time() > self.deadline
+
+    def done(self) -> EvaluationDone:
+        """The results so far."""
+        by_dataset: dict[str, list[Rollout]] = {}
+        for (_, dataset, _), rollouts in self.rollouts.items():
+            by_dataset.setdefault(dataset, []).extend(rollouts)
+        everything = [rollout for rollouts in by_dataset.values() for rollout in rollouts]
+        metrics = {"complete": len(everything) / (len(self.problems) * self.attempts)}
+        for dataset, rollouts in by_dataset.items():
+            names = sorted({name for rollout in rollouts for name in rollout.metrics})
+            metrics |= {f"{dataset}/{name}": _mean(rollouts, name) for name in names}
+        return EvaluationDone(
+            version=self.version,
+            success=_mean(everything, "success"),
+            reward=_mean(everything, "reward"),
+            num_rollouts=len(everything),
+            metrics=metrics,
+            timestamp=time.time(),
+        )
+
+    def _fill(self) -> None:
+        attempts = tuple(range(self.attempts))
+        self.queue.extend(TestItem(problem=problem, attempts=attempts, tries=0) for problem in self.problems)
+
+
+def versions_of(rollout: Rollout) -> set[int]:
+    """Weight versions that sampled the rollout."""
+    return {int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}
+
+
+def _key(problem: TestProblem) -> tuple[int, str, int]:
+    return problem.domain, problem.dataset, problem.index
+
+
+def _mean(rollouts: list[Rollout], name: str) -> float:
+    values = [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,55 @@
+"""Why a rollout failed. One word per cause, so that each has its own counter and budget. Pure."""
+
+import asyncio
+import traceback
+
+import aiohttp
+
+from pipelinerl.actor.sequences import SequenceTooLong
+from pipelinerl.errors import DomainError, PipelineRLError, RecordError, ServerError, TransportError, VerifierError
+
+TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS = (
+    "transport",
+    "timeout",
+    "verifier",
+    "domain_error",
+    "too_long",
+    "empty",
+    "poisonous",
+)
+REASONS = (TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS)
+WORTH_REPEATING = frozenset({TRANSPORT, TIMEOUT, VERIFIER, POISONOUS})
+"""Causes outside the problem itself: the missing attempts are tried again."""
+
+_TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_len", "longer than the maximum")
+
+
+def classify(error: BaseException) -> str:
+    """The reason for an exception that ended a rollout."""
+    if isinstance(error, VerifierError):
+        return VERIFIER
+    if isinstance(error, SequenceTooLong):
+        return TOO_LONG
+    if isinstance(error, (DomainError, RecordError)):
+        return DOMAIN
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return TIMEOUT
+    if isinstance(error, ServerError) and 400 <= error.status < 500:
+        return TOO_LONG if any(words in str(error).lower() for words in _TOO_LONG_WORDS) else DOMAIN
+    if isinstance(error, (TransportError, aiohttp.ClientError, ConnectionError)):
+        return TRANSPORT
+    return DOMAIN
+
+
+def describe(error: BaseException, function: str, problem: dict) -> str:
+    """One line for people: function, exception with its place, problem."""
+    place = ""
+    if not isinstance(error, PipelineRLError):
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames:
+            place = f" at {frames[-1].filename}:{frames[-1].lineno}"
+    return f"{function} raised {type(error).__name__}: {error}{place}; problem: {shorten(repr(problem), 300)}"
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,43 @@
+"""When the next group may start: the pacing rule of docs/architecture.md. Pure.
+
+Samples are trained in publication order, exactly ``batch_size`` per optimizer step, so what is dispatched and not
+dropped says at which version it will be trained. A drop (failure, filter, lag) makes room at once: no filter can starve
+the rule. With ``max_lag_steps`` 0 the rule is synchronous training.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pacing:
+    """The bound on samples dispatched minus samples dropped.
+
+    Example:
+        >>> Pacing(batch_size=64, max_lag_steps=2, max_train_steps=100).limit(version=5)
+        512
+    """
+
+    batch_size: int
+    max_lag_steps: int | None
+    """Steps between sampling and training; None = no bound but the end of training."""
+    max_train_steps: int
+    schedule: Literal["pipeline", "conventional"] = "pipeline"
+    steps_per_phase: int = 1
+    """conventional: optimizer steps whose data are generated on one version."""
+    actor: int = 0
+    num_actors: int = 1
+
+    def limit(self, version: int) -> int:
+        """Samples of this actor that may be dispatched (less those dropped) while ``version`` is live."""
+        steps = self.max_train_steps
+        if self.schedule == "conventional":
+            steps = min(steps, (version // self.steps_per_phase + 1) * self.steps_per_phase)
+        elif self.max_lag_steps is not None:
+            steps = min(steps, version + 1 + self.max_lag_steps)
+        samples = steps * self.batch_size
+        return samples * (self.actor + 1) // self.num_actors - samples * self.actor // self.num_actors
+
+    def may_start(self, *, dispatched: int, dropped: int, version: int) -> bool:
+        """Whether another group may start."""
+        return dispatched - dropped < self.limit(version)

@@ -1,0 +1,109 @@
+"""The actor's numbers: a sliding window over finished rollouts and running totals. Knows no clock but the caller's."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipelinerl.records import Rollout
+
+WINDOW = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    metrics: dict[str, float]
+    latency_s: float
+    output_tokens: int
+    prompt_tokens: int
+    num_llm_calls: int
+    num_unmerged_turns: int
+    cut: bool
+    num_versions: int
+
+
+class ActorMetrics:
+    """Means over the newest ``window`` rollouts, sums since the process began."""
+
+    def __init__(self, now: float, window: int = WINDOW):
+        self._recent: deque[_Seen] = deque(maxlen=window)
+        self._failures: Counter[str] = Counter()
+        self._dropped_groups: Counter[str] = Counter()
+        self._retried = 0
+        self._rollouts = 0
+        self._output_tokens = 0
+        self._groups = 0
+        self._max_versions = 0
+        self._since = (now, 0, 0)
+
+    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """A published group."""
+        self._groups += 1
+        for rollout in rollouts:
+            seen = _see(rollout)
+            self._recent.append(seen)
+            self._rollouts += 1
+            self._output_tokens += seen.output_tokens
+            self._max_versions = max(self._max_versions, seen.num_versions)
+
+    def failure(self, reason: str) -> None:
+        """A failed attempt."""
+        self._failures[reason] += 1
+
+    def dropped(self, reason: str) -> None:
+        """A group that will never come."""
+        self._dropped_groups[reason] += 1
+
+    def retried(self) -> None:
+        """A group whose missing attempts were tried again."""
+        self._retried += 1
+
+    def snapshot(self, now: float) -> dict[str, float]:
+        """Every number; rates are since the previous snapshot."""
+        then, rollouts, tokens = self._since
+        self._since = (now, self._rollouts, self._output_tokens)
+        elapsed = max(now - then, 1e-9)
+        values: dict[str, float] = {
+            "rollouts": self._rollouts,
+            "groups": self._groups,
+            "groups_retried": self._retried,
+            "rollouts_per_s": (self._rollouts - rollouts) / elapsed,
+            "tokens_generated": self._output_tokens,
+            "tokens_generated_per_s": (self._output_tokens - tokens) / elapsed,
+            "versions_in_one_rollout_max": self._max_versions,
+        }
+        values |= {f"failures/{reason}": count for reason, count in self._failures.items()}
+        values |= {f"groups_dropped/{reason}": count for reason, count in self._dropped_groups.items()}
+        return values | self._means()
+
+    def _means(self) -> dict[str, float]:
+        recent = self._recent
+        if not recent:
+            return {}
+        count = len(recent)
+        values = {
+            "latency_s": sum(seen.latency_s for seen in recent) / count,
+            "output_tokens": sum(seen.output_tokens for seen in recent) / count,
+            "output_tokens_max": max(seen.output_tokens for seen in recent),
+            "prompt_tokens": sum(seen.prompt_tokens for seen in recent) / count,
+            "llm_calls": sum(seen.num_llm_calls for seen in recent) / count,
+            "unmerged_turns": sum(seen.num_unmerged_turns for seen in recent) / count,
+            "cut_by_length": sum(seen.cut for seen in recent) / count,
+        }
+        for name in {name for seen in recent for name in seen.metrics}:
+            own = [seen.metrics[name] for seen in recent if name in seen.metrics]
+            values[name] = sum(own) / len(own)
+        return values
+
+
+def _see(rollout: Rollout) -> _Seen:
+    sampled = sum(len(sequence.logprobs) for sequence in rollout.sequences)
+    return _Seen(
+        metrics=rollout.metrics,
+        latency_s=rollout.latency_s,
+        output_tokens=sampled,
+        prompt_tokens=sum(len(sequence.token_ids) for sequence in rollout.sequences) - sampled,
+        num_llm_calls=rollout.num_llm_calls,
+        num_unmerged_turns=rollout.num_unmerged_turns,
+        cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
+        num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
+    )

@@ -1,0 +1,160 @@
+"""Which problem comes next: a seeded permutation per epoch, each problem once, split over the actors. Pure.
+
+An epoch's order is a function of (seed, domain, epoch) and of the problems that had left the pool when the epoch began;
+actor ``i`` of ``n`` takes every ``n``-th place from ``i`` on. Several domains are mixed so that what is published meets
+their weights: the next problem comes from the domain that is furthest behind.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl.errors import DomainError
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Place:
+    """A problem's place in the run."""
+
+    epoch: int
+    position: int
+    """Position in the epoch's permutation over all actors."""
+    problem_index: int
+
+
+def epoch_places(
+    *, num_problems: int, seed: int, name: str, epoch: int, actor: int, num_actors: int, removed: Collection[int] = ()
+) -> list[Place]:
+    """The places of one actor in one epoch, in order."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode()), epoch])
+    order = rng.permutation(num_problems)
+    gone = set(removed)
+    return [
+        Place(epoch=epoch, position=position, problem_index=int(order[position]))
+        for position in range(actor, num_problems, num_actors)
+        if int(order[position]) not in gone
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochProgress:
+    """What is settled of one epoch (for restarts)."""
+
+    epoch: int
+    removed: tuple[int, ...]
+    """Problems that had left the pool when the epoch began."""
+    settled: tuple[int, ...]
+    """Positions of this epoch that are published or dropped."""
+
+
+class ProblemSource:
+    """The endless order of one domain's problems for one actor.
+
+    Example:
+        >>> source = ProblemSource(num_problems=3, seed=0, name="guessing")
+        >>> sorted(source.take().problem_index for _ in range(3))
+        [0, 1, 2]
+    """
+
+    def __init__(self, *, num_problems: int, seed: int, name: str, actor: int = 0, num_actors: int = 1):
+        if num_problems < num_actors:
+            raise DomainError(
+                f"domain {name} has {num_problems} training problems for world.replicas={num_actors} actors: "
+                "every actor needs at least one"
+            )
+        self._num_problems, self._seed, self._name = num_problems, seed, name
+        self._actor, self._num_actors = actor, num_actors
+        self._removed: set[int] = set()
+        self._epochs: dict[int, tuple[tuple[int, ...], set[int]]] = {}
+        self._open: dict[int, int] = {}
+        self._queue: deque[Place] = deque()
+        self._next_epoch = 0
+
+    def take(self) -> Place:
+        """The next problem."""
+        while not self._queue:
+            self._begin_epoch(self._next_epoch, self._removed)
+        return self._queue.popleft()
+
+    def settle(self, place: Place) -> None:
+        """The problem's group is published or dropped."""
+        removed_settled = self._epochs.get(place.epoch)
+        if removed_settled is None or place.position in removed_settled[1]:
+            return
+        removed_settled[1].add(place.position)
+        self._open[place.epoch] -= 1
+        if not self._open[place.epoch]:
+            del self._epochs[place.epoch], self._open[place.epoch]
+
+    def remove(self, problem_index: int) -> None:
+        """The problem leaves the pool from the next epoch on."""
+        self._removed.add(problem_index)
+
+    @property
+    def removed(self) -> frozenset[int]:
+        return frozenset(self._removed)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``take`` is in."""
+        return max(0, self._next_epoch - 1)
+
+    def progress(self) -> tuple[EpochProgress, ...]:
+        """The epochs begun and not settled; all earlier ones are."""
+        return tuple(
+            EpochProgress(epoch=epoch, removed=removed, settled=tuple(sorted(settled)))
+            for epoch, (removed, settled) in sorted(self._epochs.items())
+        )
+
+    def restore(self, *, next_epoch: int, progress: Iterable[EpochProgress], removed: Iterable[int]) -> None:
+        """Goes on where an earlier process stopped: places begun and not settled come first, again."""
+        self._removed = set(removed)
+        self._queue.clear()
+        self._epochs.clear()
+        self._open.clear()
+        for epoch in sorted(progress, key=lambda item: item.epoch):
+            self._begin_epoch(epoch.epoch, epoch.removed)
+            settled = set(epoch.settled)
+            places = list(self._queue)
+            done = [place for place in places if place.epoch == epoch.epoch and place.position in settled]
+            self._queue = deque(
+                place for place in places if place.epoch != epoch.epoch or place.position not in settled
+            )
+            for place in done:
+                self.settle(place)
+        self._next_epoch = next_epoch
+
+    def _begin_epoch(self, epoch: int, removed: Collection[int]) -> None:
+        places = self._places(epoch, removed)
+        if not places:  # every problem of this actor left the pool: begin anew with all of them
+            removed = ()
+            self._removed.clear()
+            places = self._places(epoch, ())
+        self._epochs[epoch] = (tuple(sorted(removed)), set())
+        self._open[epoch] = len(places)
+        self._queue.extend(places)
+        self._next_epoch = epoch + 1
+
+    def _places(self, epoch: int, removed: Collection[int]) -> list[Place]:
+        return epoch_places(
+            num_problems=self._num_problems,
+            seed=self._seed,
+            name=self._name,
+            epoch=epoch,
+            actor=self._actor,
+            num_actors=self._num_actors,
+            removed=removed,
+        )
+
+
+def furthest_behind(weights: Sequence[float], counts: Sequence[float]) -> int:
+    """Index of the domain to draw from so that ``counts`` (samples published or under way) approach the weights.
+
+    Example:
+        >>> furthest_behind([3.0, 1.0], [5, 2])
+        0
+    """
+    return min(range(len(weights)), key=lambda i: (counts[i] / weights[i], -weights[i], i))

@@ -1,0 +1,323 @@
+"""Runs rollouts in a worker: attempts of a group side by side, each request on a server in service.
+
+Consumes ``StartGroup``; produces ``GroupFinished`` when every attempt has ended, one way or the other. An attempt has
+a deadline, a request has one too; what fails in transport is repeated on the least loaded server, and a failure is
+typed and never becomes a reward, even if the domain swallows it. Requests of a group that ask the same thing at the
+same time travel as one request with ``n`` completions.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.actor import failures
+from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
+from pipelinerl.actor.sequences import to_rollout
+from pipelinerl.async_llm import GenerateRequest, backoff_s, is_retryable, post_generate
+from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.records import Rollout
+from pipelinerl.rollouts import CallTokens, RolloutResult
+
+log = logging.getLogger(__name__)
+
+COALESCE_WINDOW_S = 0.002
+"""How long a request waits for equal ones of its group; it goes at once when all attempts have joined."""
+FIRST_BACKOFF_S = 0.25
+COOL_DOWN_S = 2.0
+"""A server that failed is chosen only after all others for this long."""
+
+RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the scheduler takes from the configuration."""
+
+    rollout_timeout_s: float
+    request_timeout_s: float
+    max_request_retries: int
+    max_completions_per_request: int
+    seq_length: int
+    api_token: str = ""
+
+
+@dataclass(eq=False)
+class Server:
+    """A server as this worker sees it."""
+
+    name: str
+    url: str
+    load: int = 0
+    """Completions under way."""
+    cool_until: float = 0.0
+    in_service: bool = True
+    requests: set[asyncio.Task] = field(default_factory=set)
+
+
+class ServerPool:
+    """The servers in service. Knows load and recent failures; never talks to them."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+        self._changed = asyncio.Event()
+
+    def update(self, urls: dict[str, str]) -> None:
+        """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere."""
+        for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
+            server = self._servers.pop(name)
+            server.in_service = False
+            for request in server.requests:
+                request.cancel()
+        for name, url in urls.items():
+            if name not in self._servers:
+                self._servers[name] = Server(name, url)
+        self._changed.set()
+
+    async def choose(self) -> Server:
+        """The least loaded server that did not fail just now; waits while none is in service."""
+        while not self._servers:
+            self._changed.clear()
+            await self._changed.wait()
+        now = time.monotonic()
+        return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load))
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Equal requests that wait to leave together."""
+
+    request: GenerateRequest
+    waiters: list[asyncio.Future[CallTokens]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class GroupTransport:
+    """Carries the requests of one group: joined when equal, on one server, repeated elsewhere when that fails."""
+
+    def __init__(self, pool: ServerPool, session: aiohttp.ClientSession, settings: Settings, attempts: int):
+        self._pool = pool
+        self._session = session
+        self._settings = settings
+        self._join_limit = min(attempts, settings.max_completions_per_request)
+        self._buckets: dict[tuple[bytes, bytes], _Bucket] = {}
+        self._sending: set[asyncio.Task] = set()
+        self.server: Server | None = None
+
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
+        """One completion; see ``async_llm.Transport``."""
+        loop = asyncio.get_running_loop()
+        key = request.key
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(request)
+            bucket.timer = loop.call_later(COALESCE_WINDOW_S, self._send, key)
+        waiter: asyncio.Future[CallTokens] = loop.create_future()
+        bucket.waiters.append(waiter)
+        if len(bucket.waiters) >= self._join_limit or b'"seed"' in request.body_key:
+            self._send(key)
+        return await waiter
+
+    def close(self) -> None:
+        """Gives up what is still under way."""
+        for bucket in self._buckets.values():
+            if bucket.timer:
+                bucket.timer.cancel()
+        for task in self._sending:
+            task.cancel()
+
+    def _send(self, key: tuple[bytes, bytes]) -> None:
+        bucket = self._buckets.pop(key, None)
+        if bucket is None:
+            return
+        if bucket.timer:
+            bucket.timer.cancel()
+        task = asyncio.get_running_loop().create_task(self._deliver(bucket))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, bucket: _Bucket) -> None:
+        try:
+            completions = await self._request(bucket.request, len(bucket.waiters))
+        except Exception as error:  # handed to those who wait for the answer
+            for waiter in bucket.waiters:
+                if not waiter.done():
+                    waiter.set_exception(error)
+            return
+        for waiter, tokens in zip(bucket.waiters, completions, strict=True):
+            if not waiter.done():
+                waiter.set_result(tokens)
+
+    async def _request(self, request: GenerateRequest, n: int) -> list[CallTokens]:
+        """Repeats until an answer, a refusal, or the end of the retries. Waiting for a server costs no retry."""
+        repetition = 0
+        while True:
+            if self.server is None or not self.server.in_service:
+                self.server = await self._pool.choose()
+            server = self.server
+            try:
+                return await self._post(server, request, n)
+            except TransportError as error:
+                if server.in_service:
+                    if repetition >= self._settings.max_request_retries or not is_retryable(error):
+                        raise
+                    server.cool_until = time.monotonic() + COOL_DOWN_S
+                    log.warning("request repeated server=%s repetition=%d error=%s", server.name, repetition + 1, error)
+                    await asyncio.sleep(backoff_s(repetition, FIRST_BACKOFF_S))
+                    repetition += 1
+                self.server = None
+
+    async def _post(self, server: Server, request: GenerateRequest, n: int) -> list[CallTokens]:
+        task = asyncio.get_running_loop().create_task(
+            post_generate(self._session, server.url, request, n=n, token=self._settings.api_token)
+        )
+        server.requests.add(task)
+        server.load += n
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                return await task
+        except TimeoutError as error:
+            raise TransportError(
+                f"{server.name} gave no completion within actor.request_timeout_s={self._settings.request_timeout_s}"
+            ) from error
+        except asyncio.CancelledError:
+            if server.in_service or _is_cancelled():
+                raise
+            raise TransportError(f"{server.name} left service") from None
+        finally:
+            task.cancel()
+            server.requests.discard(task)
+            server.load -= n
+
+
+class Scheduler:
+    """Runs groups with the domains' functions."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        functions: list[RolloutFunction],
+        llms: tuple[TrainableLLM, TrainableLLM],
+        session: aiohttp.ClientSession,
+        settings: Settings,
+    ):
+        self._cfg = cfg
+        self._functions = functions
+        self._train_llm, self._eval_llm = llms
+        self._session = session
+        self._settings = settings
+        self.pool = ServerPool()
+
+    async def run_group(self, start: StartGroup) -> GroupFinished:
+        """Every attempt at the problem, side by side; ends when all have ended."""
+        transport = GroupTransport(self.pool, self._session, self._settings, len(start.attempts))
+        try:
+            transport.server = await self.pool.choose()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._run_attempt(start, attempt, transport)) for attempt in start.attempts]
+        finally:
+            transport.close()
+        results = [task.result() for task in tasks]
+        return GroupFinished(
+            ticket=start.ticket,
+            rollouts=tuple(result for result in results if isinstance(result, Rollout)),
+            failures=tuple(result for result in results if isinstance(result, Failure)),
+        )
+
+    async def _run_attempt(self, start: StartGroup, attempt: int, transport: GroupTransport) -> Rollout | Failure:
+        llm = self._llm(start.evaluation, transport)
+        function = self._functions[start.domain]
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._settings.rollout_timeout_s) as deadline:
+                result = await function(self._cfg, llm, start.problem, self._session)
+            if llm._failure is not None:
+                raise llm._failure
+            return self._checked(result, start, attempt, llm, time.monotonic() - started)
+        except (Exception, asyncio.CancelledError) as error:  # a domain's code may raise anything
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            cause = llm._failure or error
+            if deadline.expired():
+                cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._settings.rollout_timeout_s}")
+            reason = failures.classify(cause)
+            detail = failures.describe(cause, function_name(function), start.problem)
+            return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
+
+    def _llm(self, evaluation: bool, transport: GroupTransport) -> TrainableLLM:
+        template = self._eval_llm if evaluation else self._train_llm
+        llm = template.model_copy()
+        assert transport.server is not None
+        llm.base_url = transport.server.url
+        llm.parameters = dict(template.parameters)
+        llm._transport = transport
+        llm._turns = []
+        llm._num_calls = 0
+        llm._failure = None
+        return llm
+
+    def _checked(
+        self, result: Any, start: StartGroup, attempt: int, llm: TrainableLLM, latency_s: float
+    ) -> Rollout | Failure:
+        if not isinstance(result, RolloutResult):
+            raise DomainError(
+                f"{function_name(self._functions[start.domain])} returned {type(result).__name__}: "
+                "it must return a pipelinerl.rollouts.RolloutResult"
+            )
+        rollout = to_rollout(
+            result,
+            attempt=attempt,
+            latency_s=latency_s,
+            num_llm_calls=llm._num_calls,
+            fallback_version=start.version,
+            seq_length=self._settings.seq_length,
+        )
+        if not rollout.sequences and not start.evaluation:
+            detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"
+            return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)
+        return rollout
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself was asked to stop (and not only something that it waited for)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def function_name(function: Callable) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+class WorkSet:
+    """The groups under way in a worker, by ticket."""
+
+    def __init__(self, scheduler: Scheduler, report: Callable[[GroupFinished], None]):
+        self._scheduler = scheduler
+        self._report = report
+        self._tasks: dict[int, asyncio.Task] = {}
+
+    def start(self, start: StartGroup) -> None:
+        self._tasks[start.ticket] = asyncio.get_running_loop().create_task(self._run(start))
+
+    def cancel(self, ticket: int) -> None:
+        task = self._tasks.pop(ticket, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, start: StartGroup) -> None:
+        finished = await self._scheduler.run_group(start)
+        if self._tasks.pop(start.ticket, None) is not None:
+            self._report(finished)

@@ -1,0 +1,120 @@
+"""From a run folder to what the actor and its workers need: domains, problems, language models. Starts nothing."""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipelinerl.actor.failures import shorten
+from pipelinerl.actor.scheduler import RolloutFunction, Settings
+from pipelinerl.actor.workers import require_coroutines
+from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_function
+from pipelinerl.config.sections import Config, DomainSection, LLMSection
+from pipelinerl.errors import DomainError, PipelineRLError
+from pipelinerl.llm import TrainableLLM
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 32000
+POLICY_NAME = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSide:
+    """What a worker needs."""
+
+    cfg: DictConfig
+    functions: list[RolloutFunction]
+    llms: tuple[TrainableLLM, TrainableLLM]
+    """For training and for evaluation."""
+    settings: Settings
+
+
+def domains_of(cfg: Config) -> tuple[DomainSection, ...]:
+    """The domains of the run; a run without ``domains`` has one."""
+    if cfg.domains:
+        return tuple(cfg.domains)
+    name = cfg.dataset_loader.rsplit(".", 2)[-2] if "." in cfg.dataset_loader else cfg.dataset_loader
+    return (
+        DomainSection(
+            name=name,
+            weight=1.0,
+            rollout_policy=cfg.actor.rollout_policy,
+            dataset_loader=cfg.dataset_loader,
+            dataset_loader_params=cfg.dataset_loader_params,
+            train_dataset_names=cfg.train_dataset_names,
+            test_dataset_names=cfg.test_dataset_names,
+        ),
+    )
+
+
+def load_problems(domain: DomainSection, names: list[str]) -> list[dict[str, Any]]:
+    """The loader's problems, checked."""
+    loader = resolve_function(domain.dataset_loader)
+    if not names:
+        return []
+    try:
+        problems = loader(names, **domain.dataset_loader_params)
+        if inspect.iscoroutine(problems):
+            problems.close()
+            raise DomainError(f"{domain.dataset_loader} is a coroutine function: define it with `def`")
+        problems = list(problems)
+    except PipelineRLError:
+        raise
+    except Exception as error:  # a user's function: whatever it raises is reported with its name
+        log.exception("loader failed")
+        params = ", ".join(f"{key}={value!r}" for key, value in domain.dataset_loader_params.items())
+        raise DomainError(
+            f"{domain.dataset_loader}({names}{', ' + params if params else ''}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not problems:
+        raise DomainError(f"{domain.dataset_loader} returned no problems for {names}: check the dataset names")
+    for i, problem in enumerate(problems):
+        if not isinstance(problem, dict):
+            raise DomainError(
+                f"{domain.dataset_loader} returned {type(problem).__name__} as problem {i} "
+                f"({shorten(repr(problem), 100)}): problems must be dicts"
+            )
+    return problems
+
+
+def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
+    """The policy as a domain gets it; server and transport are set per rollout."""
+    llm = TrainableLLM(
+        model_name=POLICY_NAME,
+        tokenizer_name=cfg.model_path,
+        parameters=section.parameters,
+        context_size=context_size(cfg),
+        collect_logprobs=True,
+        chat_template_kwargs=section.chat_template_kwargs,
+    )
+    llm.load_tokenizer()
+    return llm
+
+
+def context_size(cfg: Config) -> int:
+    kwargs = {key.replace("_", "-"): value for key, value in cfg.vllm_config.vllm_kwargs.items()}
+    return int(kwargs.get("max-model-len") or DEFAULT_CONTEXT)
+
+
+def make_settings(cfg: Config) -> Settings:
+    return Settings(
+        rollout_timeout_s=cfg.actor.rollout_timeout_s,
+        request_timeout_s=cfg.actor.request_timeout_s,
+        max_request_retries=cfg.actor.max_request_retries,
+        max_completions_per_request=cfg.actor.llm_max_rollouts,
+        seq_length=cfg.finetune.seq_length,
+    )
+
+
+def load_rollout_side(run_dir: Path) -> RolloutSide:
+    """Everything for running rollouts of this run."""
+    raw = load_run_dictconfig(run_dir)
+    cfg = load_run(run_dir)
+    functions = [resolve_function(domain.rollout_policy) for domain in domains_of(cfg)]
+    require_coroutines(functions)
+    llms = (make_llm(cfg, cfg.llm), make_llm(cfg, cfg.test_llm))
+    return RolloutSide(cfg=raw, functions=functions, llms=llms, settings=make_settings(cfg))

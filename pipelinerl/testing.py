@@ -1,0 +1,240 @@
+"""What a domain's tests need: a language model without a server, and a server without a language model.
+
+``FakeLLM`` answers from a script inside the process; ``FakeServer`` answers over HTTP exactly as vLLM's token interface
+does, with weight versions that a test can change. Both use a small byte-level tokenizer unless given another.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from aiohttp import web
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl.async_llm import GENERATE_ROUTE, GenerateRequest
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import CallTokens, RolloutResult
+
+CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '\n<tool_call>\n' }}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{- '\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Any:
+    """A tokenizer with one token per byte, ChatML markers and tool calls; made in milliseconds, from nothing."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = chat_template
+    return fast
+
+
+class FakeLLM(TrainableLLM):
+    """A language model that says what it is told to.
+
+    Args (``FakeLLM.saying``):
+        replies: texts in the order of the calls, or a function from the prompt's text to a text (it may be a coroutine
+            function and may raise what a server may raise).
+        version: weight version of the tokens.
+
+    Example:
+        >>> llm = FakeLLM.saying(["<answer>512</answer>", "<answer>256</answer>"])
+        >>> # result = await generate_guessing_rollout(cfg, llm, {"answer": 256}, session)
+    """
+
+    @classmethod
+    def saying(
+        cls,
+        replies: Iterable[str] | Callable[[str], Any],
+        *,
+        tokenizer: Any = None,
+        version: int = 0,
+        logprob: float = -0.5,
+        finish_reason: str = "stop",
+        **fields: Any,
+    ) -> "FakeLLM":
+        """A language model with these replies; ``fields`` are those of ``TrainableLLM``."""
+        fields = {"model_name": "fake", "collect_logprobs": True} | fields
+        llm = cls(tokenizer=tokenizer or byte_tokenizer(), **fields)
+        llm._transport = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
+        llm._turns = []
+        return llm
+
+
+class _Script:
+    """A transport that answers from a script."""
+
+    def __init__(
+        self, replies: Iterable[str] | Callable[[str], Any], *, version: int, logprob: float, finish_reason: str
+    ):
+        self._say = replies if callable(replies) else None
+        self._replies = iter(()) if callable(replies) else iter(replies)
+        self._version, self._logprob, self._finish_reason = version, logprob, finish_reason
+
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
+        backend = llm.tokenizer.backend_tokenizer
+        text = await self._reply(backend.decode(request.token_ids.tolist(), skip_special_tokens=False))
+        token_ids = backend.encode(text, add_special_tokens=False).ids
+        if self._finish_reason == "stop":
+            token_ids.append(llm.tokenizer.eos_token_id)
+        count = len(token_ids)
+        return CallTokens(
+            prompt_ids=request.token_ids,
+            completion_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.full(count, self._logprob, dtype=np.float32),
+            version_spans=np.array([(0, count, self._version)], dtype=np.int32).reshape(-1, 3),
+            finish_reason=self._finish_reason,
+        )
+
+    async def _reply(self, prompt: str) -> str:
+        if self._say is not None:
+            reply = self._say(prompt)
+            return await reply if inspect.isawaitable(reply) else reply
+        try:
+            return next(self._replies)
+        except StopIteration:
+            raise AssertionError("the domain made more LLM calls than the FakeLLM has replies") from None
+
+
+async def run_rollout(
+    function: Callable[..., Any],
+    problem: dict[str, Any],
+    replies: Iterable[str] | Callable[[str], Any],
+    cfg: DictConfig | dict | None = None,
+    **fields: Any,
+) -> RolloutResult:
+    """One rollout of a domain's function with a ``FakeLLM``; ``fields`` go to ``FakeLLM.saying``."""
+    config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg or {})
+    async with aiohttp.ClientSession() as session:
+        return await function(config, FakeLLM.saying(replies, **fields), problem, session)
+
+
+Answer = Callable[[list[int], dict[str, Any], int], list[int]]
+"""(prompt ids, sampling parameters, index of the completion) → sampled ids."""
+
+
+class FakeServer:
+    """An HTTP server that answers ``/inference/v1/generate`` as vLLM does.
+
+    Attributes a test may change while it runs: ``version`` (label of the tokens), ``status`` (not 200: every request
+    fails with it), ``delay_s`` (before the answer), ``hold`` (an unset event: answers wait for it).
+
+    Example:
+        >>> # async with FakeServer(lambda prompt_ids, params, i: [72, 105]) as server: ... server.url
+    """
+
+    def __init__(self, answer: Answer, *, version: int = 0, delay_s: float = 0.0):
+        self.answer = answer
+        self.version = version
+        self.status = 200
+        self.delay_s = delay_s
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.requests: list[dict[str, Any]] = []
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> "FakeServer":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listens on ``port`` (0 = a free one)."""
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_post(GENERATE_ROUTE, self._generate)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Closes every connection, also of requests under way."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        self.requests.append(body)
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        await self.hold.wait()
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        params = body["sampling_params"]
+        choices = [
+            vllm_choice(i, self.answer(body["token_ids"], params, i), params, self.version)
+            for i in range(params.get("n", 1))
+        ]
+        payload = vllm_response(choices, prompt_tokens=len(body["token_ids"]))
+        return web.Response(body=payload, content_type="application/json")
+
+
+def vllm_choice(index: int, token_ids: list[int], params: dict[str, Any], version: int) -> dict[str, Any]:
+    """One completion in the shape of vLLM 0.32's token interface; cut at ``max_tokens``."""
+    limit = params.get("max_tokens", 16)
+    cut = len(token_ids) > limit
+    token_ids = token_ids[:limit]
+    content = [{"token_id": t, "logprob": -0.6931471824645996, "rank": 1, "top_logprobs": [_top(t)]} for t in token_ids]
+    return {
+        "index": index,
+        "finish_reason": "length" if cut else "stop",
+        "stop_reason": None,
+        "token_ids": token_ids,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": [{"version": str(version), "start": 0, "end": len(token_ids)}],
+        "logprobs": {"content": content} if "logprobs" in params else None,
+    }
+
+
+def _top(token_id: int) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": -0.6931471824645996, "rank": 1}
+
+
+def vllm_response(choices: list[dict[str, Any]], prompt_tokens: int) -> bytes:
+    """The whole answer as vLLM sends it."""
+    sampled = sum(len(choice["token_ids"]) for choice in choices)
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + sampled,
+        "completion_tokens": sampled,
+        "prompt_tokens_details": None,
+    }
+    empty = ("prompt_logprobs", "prompt_token_id_logprobs", "prompt_token_ids", "mm_placeholders", "metrics")
+    answer = {"request_id": "fake", "model": "policy", "created": 0, "usage": usage} | dict.fromkeys(empty)
+    return msgspec.json.encode(answer | {"output_mode": "tokens", "choices": choices})
+
+
+def save_tokenizer(folder: Path, tokenizer: Any = None) -> Path:
+    """Writes a tokenizer where ``model_path`` can point to; returns the folder."""
+    (tokenizer or byte_tokenizer()).save_pretrained(str(folder))
+    return folder
