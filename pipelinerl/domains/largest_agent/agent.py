@@ -1,0 +1,32 @@
+"""An agent that knows nothing of PipelineRL: an OpenAI client, one tool, a streamed answer."""
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+SUBMIT_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "submit",
+        "description": "Hand in the answer.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+    },
+}
+
+
+async def answer_question(client: AsyncOpenAI, question: str) -> int | None:
+    """The number that the model submits with its tool; None when it calls no tool or calls it wrongly."""
+    stream = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}], tools=[SUBMIT_TOOL], stream=True
+    )
+    arguments = ""
+    async for chunk in stream:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                arguments += (call.function.arguments or "") if call.function else ""
+    try:
+        number = json.loads(arguments)["number"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, int) else None
