@@ -1,0 +1,13 @@
+"""`python -m pipelinerl.preprocess --run-dir R --job preprocessor_0`."""
+
+from pipelinerl.observability.role import RoleContext, run_role
+
+
+def main(ctx: RoleContext) -> None:
+    from pipelinerl.preprocess.loop import run
+
+    run(ctx)
+
+
+if __name__ == "__main__":
+    run_role(main)

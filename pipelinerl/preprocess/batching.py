@@ -1,0 +1,61 @@
+"""Cuts the stream of samples into optimizer batches, oldest first, and enforces the lag bound. Pure.
+
+Every sample is offered exactly once, in the order of topic `actor`, and its fate depends on nothing but what came
+before it: a restarted preprocessor that replays the topic from the place where a batch begins rebuilds that batch.
+Batch ``b`` is trained by step ``b`` on weights of version ``b``, so the lag of a token is ``b − version``.
+"""
+
+from dataclasses import dataclass, field
+
+from pipelinerl.preprocess.samples import INVALID, LAG, Sample, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerBatch:
+    """Exactly `cfg.batch_size` samples."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    next_source: Source
+    """Where the next batch begins."""
+
+
+@dataclass(kw_only=True)
+class BatchCutter:
+    """Fills one batch after the other.
+
+    >>> cutter = BatchCutter(step=0, batch_size=2, max_lag_steps=None)
+    >>> reason = cutter.offer(sample)          # None: it is in the batch
+    >>> batch = cutter.take()                  # None: not full yet
+    """
+
+    step: int
+    """Step of the batch being filled."""
+    batch_size: int
+    max_lag_steps: int | None
+    stride: int = 1
+    """Steps between two batches of this preprocessor = number of preprocessors."""
+    samples: list[Sample] = field(default_factory=list)
+
+    def offer(self, sample: Sample) -> str | None:
+        """Takes the sample into the batch; returns the reason when it is dropped instead."""
+        reason = sample.drop_reason or self._lag_reason(sample)
+        if reason is None:
+            self.samples.append(sample)
+        return reason
+
+    def take(self) -> OptimizerBatch | None:
+        """The batch if it is full; the next one begins."""
+        if len(self.samples) < self.batch_size:
+            return None
+        batch = OptimizerBatch(step=self.step, samples=tuple(self.samples), next_source=self.samples[-1].after)
+        self.samples = []
+        self.step += self.stride
+        return batch
+
+    def _lag_reason(self, sample: Sample) -> str | None:
+        if sample.newest_version > self.step:
+            return INVALID
+        if self.max_lag_steps is not None and self.step - sample.oldest_version > self.max_lag_steps:
+            return LAG
+        return None

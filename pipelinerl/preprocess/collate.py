@@ -1,0 +1,178 @@
+"""An optimizer batch becomes micro-batches per rank: weights, packing, and one concatenation per array. Pure.
+
+Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimizer batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl.preprocess.advantages import AdvantageKind, batch_std_scale
+from pipelinerl.preprocess.aggregation import AggregationKind, rollout_weights
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
+from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import MicroBatch, TrainingSequence
+
+SENTINEL_TOKENS = 2
+"""The shortest sequence that a language model can predict something in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collation:
+    """What of the configuration decides about a whole optimizer batch."""
+
+    num_ranks: int
+    """Data-parallel ranks, each with a partition of its own."""
+    seq_length: int
+    sequences_per_micro_batch: int | None = None
+    """None: pack up to ``seq_length`` tokens; else so many sequences (`finetune.seq_packing=false`)."""
+    advantage: AdvantageKind = "loo"
+    aggregation: AggregationKind = "sum_over_batch"
+    with_reference: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Segment:
+    sequence: TrainingSequence
+    sample_id: str
+    reward: float
+    weight: float
+    advantage: float
+    ref_logprobs: np.ndarray | None
+
+
+def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
+    """Micro-batches of every rank in the order of its rounds; all ranks have the same number."""
+    segments = _segments(batch.samples, collation)
+    lengths = [len(segment.sequence.token_ids) for segment in segments]
+    if collation.sequences_per_micro_batch is None:
+        plan = plan_packed(lengths, collation.num_ranks, collation.seq_length)
+    else:
+        plan = plan_unpacked(lengths, collation.num_ranks, collation.sequences_per_micro_batch)
+    num_tokens = sum(sample.num_trained for sample in batch.samples)
+    return [
+        [
+            _micro_batch([segments[i] for i in slot], batch, index, len(slots), num_tokens, collation.with_reference)
+            for index, slot in enumerate(slots)
+        ]
+        for slots in plan
+    ]
+
+
+def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
+    weights_N = rollout_weights(
+        collation.aggregation,
+        np.array([sample.num_trained for sample in samples], dtype=np.int64),
+        [sample.group_id for sample in samples],
+        np.array([sample.weighted for sample in samples], dtype=bool),
+    )
+    scale = 1.0
+    if collation.advantage == "batch_std":
+        scale = batch_std_scale(_advantages_of_batch(samples))
+    return [
+        _Segment(
+            sequence=sequence,
+            sample_id=f"{sample.sample_id}/{index}",
+            reward=sample.reward,
+            weight=weight,
+            advantage=scale * advantage,
+            ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
+        )
+        for sample, weight in zip(samples, weights_N.tolist(), strict=True)
+        for i, ((index, sequence), advantage) in enumerate(zip(sample.sequences, sample.advantages, strict=True))
+    ]
+
+
+def _advantages_of_batch(samples: Sequence[Sample]) -> np.ndarray:
+    """One advantage per rollout; per sequence only where the steps of a rollout differ."""
+    return np.array(
+        [
+            a
+            for sample in samples
+            for a in (sample.advantages if len(set(sample.advantages)) > 1 else sample.advantages[:1])
+        ]
+    )
+
+
+def _micro_batch(
+    segments: Sequence[_Segment],
+    batch: OptimizerBatch,
+    index: int,
+    count: int,
+    num_tokens: int,
+    with_reference: bool,
+) -> MicroBatch:
+    if not segments:
+        return _sentinel(batch, index, count, num_tokens, with_reference)
+    lengths_S = np.array([len(segment.sequence.token_ids) for segment in segments], dtype=np.int32)
+    starts_S = (np.cumsum(lengths_S) - lengths_S).tolist()
+    total = int(lengths_S.sum())
+    logprobs_T = np.zeros(total, dtype=np.float32)
+    advantages_T = np.zeros(total, dtype=np.float32)
+    ref_logprobs_T = np.zeros(total, dtype=np.float32) if with_reference else None
+    for segment, start in zip(segments, starts_S, strict=True):
+        _scatter(segment, start, logprobs_T, advantages_T, ref_logprobs_T)
+    num_spans_S = [len(segment.sequence.spans) for segment in segments]
+    spans_R3 = np.concatenate([segment.sequence.spans for segment in segments]).astype(np.int32)
+    spans_R3[:, :2] += np.repeat(np.array(starts_S, dtype=np.int32), num_spans_S)[:, None]
+    return MicroBatch(
+        step=batch.step,
+        index=index,
+        count=count,
+        token_ids=np.concatenate([segment.sequence.token_ids for segment in segments]).astype(np.int32, copy=False),
+        segment_lengths=lengths_S,
+        segment_weights=np.array([segment.weight for segment in segments], dtype=np.float32),
+        spans=spans_R3,
+        logprobs=logprobs_T,
+        advantages=advantages_T,
+        ref_logprobs=ref_logprobs_T,
+        num_samples=len(batch.samples),
+        num_tokens=num_tokens,
+        sample_ids=tuple(segment.sample_id for segment in segments),
+        rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
+        next_source=batch.next_source,
+    )
+
+
+def _scatter(
+    segment: _Segment,
+    start: int,
+    logprobs_T: np.ndarray,
+    advantages_T: np.ndarray,
+    ref_logprobs_T: np.ndarray | None,
+) -> None:
+    """Writes a segment's per-trained-token values to the places that its spans name."""
+    done = 0
+    for first, end, _ in segment.sequence.spans.tolist():
+        here = slice(start + first, start + end)
+        taken = slice(done, done + end - first)
+        logprobs_T[here] = segment.sequence.logprobs[taken]
+        advantages_T[here] = segment.advantage
+        if ref_logprobs_T is not None and segment.ref_logprobs is not None:
+            ref_logprobs_T[here] = segment.ref_logprobs[taken]
+        done = taken.stop
+
+
+def _sentinel(batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool) -> MicroBatch:
+    """A filler: one short segment of token 0 with weight 0 and nothing trained."""
+    zeros_T = np.zeros(SENTINEL_TOKENS, dtype=np.float32)
+    return MicroBatch(
+        step=batch.step,
+        index=index,
+        count=count,
+        token_ids=np.zeros(SENTINEL_TOKENS, dtype=np.int32),
+        segment_lengths=np.array([SENTINEL_TOKENS], dtype=np.int32),
+        segment_weights=np.zeros(1, dtype=np.float32),
+        spans=np.zeros((0, 3), dtype=np.int32),
+        logprobs=zeros_T,
+        advantages=zeros_T,
+        ref_logprobs=zeros_T if with_reference else None,
+        num_samples=len(batch.samples),
+        num_tokens=num_tokens,
+        sample_ids=("sentinel",),
+        rewards=np.zeros(1, dtype=np.float32),
+        next_source=batch.next_source,
+        sentinel=True,
+    )

@@ -1,0 +1,129 @@
+"""Numbers of the preprocessor: packing, lag, and the survivorship line. Pure.
+
+Survivorship: what is dropped must not differ from what is trained without anyone noticing, so every reason is reported
+with its count, mean length and mean reward beside those of the trained rollouts.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import MicroBatch
+
+TRAINED = "trained"
+
+
+@dataclass
+class Fates:
+    """Counts and sums of the rollouts that met one fate."""
+
+    count: int = 0
+    tokens: int = 0
+    rewarded: int = 0
+    reward: float = 0.0
+
+    def add(self, sample: Sample) -> None:
+        self.count += 1
+        self.tokens += sample.num_trained
+        if math.isfinite(sample.reward):
+            self.rewarded += 1
+            self.reward += sample.reward
+
+
+class Survivorship:
+    """Collects fates from one published batch to the next."""
+
+    def __init__(self) -> None:
+        self._fates: dict[str, Fates] = defaultdict(Fates)
+
+    def add(self, sample: Sample, drop_reason: str | None) -> None:
+        self._fates[drop_reason or TRAINED].add(sample)
+
+    def take(self) -> dict[str, float]:
+        """`survivorship/<fate>/{count,mean_tokens,mean_reward}`; begins anew."""
+        values: dict[str, float] = {}
+        for name, fate in sorted(self._fates.items()):
+            values[f"survivorship/{name}/count"] = fate.count
+            values[f"survivorship/{name}/mean_tokens"] = fate.tokens / fate.count
+            if fate.rewarded:
+                values[f"survivorship/{name}/mean_reward"] = fate.reward / fate.rewarded
+        self._fates.clear()
+        return values
+
+
+def survivorship_line(values: Mapping[str, float]) -> str:
+    """One line for the log: `trained n=64 tokens=812.0 reward=0.413, lag n=2 tokens=5120.0 reward=0.100`."""
+    fates = [key.split("/")[1] for key in values if key.startswith("survivorship/") and key.endswith("/count")]
+    parts = []
+    for fate in sorted(fates, key=lambda name: (name != TRAINED, name)):
+        prefix = f"survivorship/{fate}/"
+        reward = values.get(prefix + "mean_reward", float("nan"))
+        count, tokens = values[prefix + "count"], values[prefix + "mean_tokens"]
+        parts.append(f"{fate} n={count:.0f} tokens={tokens:.1f} reward={reward:.3f}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingQuality:
+    """How well an optimizer batch fills its micro-batches; sentinels count as empty."""
+
+    micro_batches: int
+    sentinels: int
+    tokens: int
+    filled: float
+    """Tokens / (micro-batches × capacity)."""
+    level: float
+    """Tokens / (micro-batches × longest micro-batch): 1 when all are equal."""
+    rank_imbalance: float
+    """Largest deviation of a rank's tokens from the mean over ranks, relative."""
+    lockstep: float
+    """Tokens / (ranks × Σ over rounds of the longest micro-batch)."""
+
+
+def packing_quality(tokens: np.ndarray, sentinels: int, capacity: int) -> PackingQuality:
+    """``tokens`` int64 [ranks, rounds]: tokens of each micro-batch, 0 for a sentinel."""
+    ranks, _ = tokens.shape
+    total = int(tokens.sum())
+    per_rank = tokens.sum(axis=1)
+    return PackingQuality(
+        micro_batches=tokens.size,
+        sentinels=sentinels,
+        tokens=total,
+        filled=total / (tokens.size * capacity),
+        level=total / (tokens.size * int(tokens.max())),
+        rank_imbalance=float(np.abs(per_rank / per_rank.mean() - 1).max()),
+        lockstep=total / (ranks * int(tokens.max(axis=0).sum())),
+    )
+
+
+def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> PackingQuality:
+    """Quality of collated micro-batches, by rank and round."""
+    tokens = np.array([[0 if mb.sentinel else len(mb.token_ids) for mb in rank] for rank in batches], dtype=np.int64)
+    return packing_quality(tokens, sum(mb.sentinel for rank in batches for mb in rank), capacity)
+
+
+def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[str, float]:
+    """Numbers of one published optimizer batch."""
+    lags = np.array([batch.step - sample.oldest_version for sample in batch.samples])
+    advantages = np.concatenate([np.asarray(sample.advantages) for sample in batch.samples])
+    return {
+        "samples": len(batch.samples),
+        "sequences": len(advantages),
+        "tokens": quality.tokens,
+        "tokens_trained": sum(sample.num_trained for sample in batch.samples),
+        "reward": float(np.mean([sample.reward for sample in batch.samples])),
+        "advantage_std": float(advantages.std()),
+        "zero_weight": sum(not sample.weighted for sample in batch.samples),
+        "packed_lag_mean": float(lags.mean()),
+        "packed_lag_max": int(lags.max()),
+        "micro_batches": quality.micro_batches,
+        "sentinels": quality.sentinels,
+        "filled": quality.filled,
+        "rank_imbalance": quality.rank_imbalance,
+        "lockstep": quality.lockstep,
+    }

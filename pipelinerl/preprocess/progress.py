@@ -1,0 +1,75 @@
+"""The preprocessor's running totals and its place in the run: what a restart needs, kept in topic `preprocessor`.
+
+A record is written after every published batch and whenever rollouts were dropped, so the actor always knows what will
+never be trained. ``source`` is where the batch being filled begins; ``counted_until`` the place up to which drops are
+in the totals. A restarted preprocessor reads topic `actor` from ``source`` on, decides again as before, and counts only
+what lies behind ``counted_until``: totals and ledger stay exact. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipelinerl.preprocess.samples import Sample, Source
+from pipelinerl.records import PreprocessorProgress
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Counts since the start of the run; ``pending`` are the drops that no record names yet."""
+
+    step: int = 0
+    source: Source = (0, 0)
+    counted_until: Source = (0, 0)
+    samples_packed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    pending: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def restore(cls, last: PreprocessorProgress | None) -> "Totals":
+        """Totals as the last record has them; zero without one."""
+        if last is None:
+            return cls()
+        return cls(
+            step=last.step,
+            source=last.source,
+            counted_until=last.counted_until,
+            samples_packed=last.samples_packed,
+            dropped=Counter(last.dropped_by_reason),
+        )
+
+    def decided(self, sample: Sample, drop_reason: str | None) -> bool:
+        """Counts a sample's fate; False when it was counted before the restart."""
+        if sample.after <= self.counted_until:
+            return False
+        self.counted_until = sample.after
+        if drop_reason is not None:
+            self.dropped[drop_reason] += 1
+            self.pending.append((sample.sample_id, drop_reason))
+        return True
+
+    def published(self, step: int, num_samples: int, next_source: Source) -> None:
+        """Counts an optimizer batch that is in `training_data`."""
+        self.step = step + 1
+        self.source = next_source
+        self.samples_packed += num_samples
+
+    def to_record(self, packed_sample_ids: Sequence[str] = ()) -> PreprocessorProgress:
+        """The record to write now; empties ``pending``."""
+        record = PreprocessorProgress(
+            samples_packed=self.samples_packed,
+            samples_dropped=self.dropped.total(),
+            dropped_by_reason=dict(self.dropped),
+            step=self.step,
+            dropped_sample_ids=tuple(self.pending),
+            packed_sample_ids=tuple(packed_sample_ids),
+            source=self.source,
+            counted_until=self.counted_until,
+        )
+        self.pending = []
+        return record
+
+
+def next_own_step(step: int, replica: int, num_replicas: int) -> int:
+    """The first step from ``step`` on that this preprocessor packs: of n, r packs the steps with ``step % n == r``."""
+    return step + (replica - step) % num_replicas

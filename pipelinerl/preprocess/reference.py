@@ -1,0 +1,124 @@
+"""Log-probabilities of the frozen reference model for exactly the tokens that will be trained (docs/algorithms.md §3).
+
+Consumes samples without, produces samples with reference log-probs, in a thread with an event loop of its own.
+Waits for: the reference servers, at most ``deadline_s`` per sequence (a server may be starting or restarting); then the
+role fails and says which server did not answer. Never guesses a value: what is not finite drops the sample as invalid.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, DeadlineError, TransportError
+from pipelinerl.inference.client import score_tokens
+from pipelinerl.preprocess.samples import INVALID, Sample
+from pipelinerl.records import TrainingSequence
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 5.0
+
+
+def needs_reference(cfg: Config) -> bool:
+    """Whether the loss has a KL term at any step."""
+    return cfg.finetune.rl.kl_coef > 0 or cfg.finetune.rl.final_kl_coef > 0
+
+
+def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarray:
+    """float32 [K]: the values at the trained tokens of a sequence."""
+    parts = [values_T[start:end] for start, end, _ in sequence.spans.tolist()]
+    return np.concatenate(parts).astype(np.float32, copy=False)
+
+
+class ReferenceScorer:
+    """Scores samples on the reference servers, a bounded number of sequences per server at a time.
+
+    >>> scorer = ReferenceScorer(servers, concurrency=64, deadline_s=600)
+    >>> samples = scorer.submit(samples).result()
+    >>> scorer.close()
+    """
+
+    def __init__(self, servers: Sequence[Job], *, concurrency: int, deadline_s: float):
+        if not servers:
+            raise ConfigError(
+                "finetune.rl.kl_coef is positive but no reference server is placed: "
+                "raise world.preprocessor_fraction, or set kl_coef and final_kl_coef to 0"
+            )
+        self._servers = tuple(servers)
+        self._deadline_s = deadline_s
+        self._turns = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._slots = {server.name: asyncio.Semaphore(concurrency) for server in servers}
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reference", daemon=True)
+        self._thread.start()
+
+    def submit(self, samples: list[Sample]) -> Future[list[Sample]]:
+        """Starts scoring; the future yields the samples in order."""
+        return self._run(self._score_all(samples))
+
+    def close(self) -> None:
+        """Cancels what is under way and ends the thread."""
+        self._run(self._shut_down()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _shut_down(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _score_all(self, samples: list[Sample]) -> list[Sample]:
+        return list(await asyncio.gather(*(self._score_sample(sample) for sample in samples)))
+
+    async def _score_sample(self, sample: Sample) -> Sample:
+        if sample.drop_reason is not None:
+            return sample
+        logprobs = await asyncio.gather(*(self._score(sample, sequence) for _, sequence in sample.sequences))
+        if all(np.isfinite(values_K).all() for values_K in logprobs):
+            return replace(sample, ref_logprobs=tuple(logprobs))
+        log.warning("sample refused sample=%s reason=a reference log-probability is not finite", sample.sample_id)
+        return replace(sample, drop_reason=INVALID)
+
+    async def _score(self, sample: Sample, sequence: TrainingSequence) -> np.ndarray:
+        """float32 [K]; tries the servers in turn until the deadline."""
+        deadline = time.monotonic() + self._deadline_s
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            server = self._servers[next(self._turns) % len(self._servers)]
+            try:
+                async with self._slots[server.name]:
+                    values_T = await score_tokens(self._open_session(), server.url, sequence.token_ids)
+                return trained_values(np.asarray(values_T), sequence)
+            except (TransportError, aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() + backoff_s > deadline:
+                    raise DeadlineError(
+                        f"no reference log-probs for {sample.sample_id} within {self._deadline_s:.0f} s; "
+                        f"the last server was {server.name} (see its log.txt): {error}"
+                    ) from error
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session

@@ -1,0 +1,175 @@
+"""A group becomes samples: every rollout with its advantages, or with the reason why it will not be trained. Pure.
+
+A sample is one rollout, `sample_id` = `<group_id>/<attempt>`, in the order in which the actor published it. All its
+training sequences are trained in the same optimizer step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipelinerl.errors import RecordError
+from pipelinerl.preprocess.advantages import AdvantageKind, group_advantages, returns_from_turn
+from pipelinerl.preprocess.shaping import (
+    all_advantages_zero,
+    is_overlong,
+    longest_completion,
+    soft_overlong_penalty,
+)
+from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+
+Source = tuple[int, int]
+"""(offset in topic `actor`, rollout index in that group): the place of a sample in the run."""
+
+INVALID = "invalid"
+NO_TRAINED_TOKENS = "no_trained_tokens"
+TOO_LONG = "too_long"
+ZERO_ADVANTAGE = "zero_advantage"
+LAG = "lag"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One rollout on its way to a micro-batch. K trained tokens of a sequence."""
+
+    sample_id: str
+    group_id: str
+    source: Source
+    reward: float
+    """The rollout's reward as the domain gave it; NaN in a group that was refused."""
+    sequences: tuple[tuple[int, TrainingSequence], ...] = ()
+    """(index in the rollout, sequence) of every sequence that trains something."""
+    advantages: tuple[float, ...] = ()
+    """One per entry of ``sequences``."""
+    ref_logprobs: tuple[np.ndarray, ...] | None = None
+    """float32 [K] per entry of ``sequences``; None without a KL term."""
+    weighted: bool = True
+    """False: weight zero (overlong filtering)."""
+    num_tokens: int = 0
+    num_trained: int = 0
+    oldest_version: int = 0
+    newest_version: int = 0
+    drop_reason: str | None = None
+
+    @property
+    def after(self) -> Source:
+        """The place right behind this sample."""
+        return (self.source[0], self.source[1] + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shaping:
+    """What of the configuration decides about a single group."""
+
+    advantage: AdvantageKind = "loo"
+    seq_length: int
+    filter_zero_advantage_groups: bool = False
+    overlong_filtering: bool = False
+    overlong_buffer_tokens: int = 0
+    max_tokens: int = field(default=0)
+    """`llm.parameters.max_tokens`; used with ``overlong_buffer_tokens`` only."""
+
+
+def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sample]:
+    """Samples of a group that passed `records.check`.
+
+    Raises:
+        RecordError: an advantage is not finite, or a first token is marked as trained.
+    """
+    advantages = [np.asarray(member) for member in sequence_advantages(group.rollouts, shaping)]
+    _check_advantages(group, advantages)
+    zero = shaping.filter_zero_advantage_groups and shaping.advantage != "value"
+    drop_group = ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
+    return [
+        _prepare_rollout(group, rollout, (offset, i), member, drop_group, shaping)
+        for i, (rollout, member) in enumerate(zip(group.rollouts, advantages, strict=True))
+    ]
+
+
+def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
+    """Samples of a group that may not be trained."""
+    return [
+        Sample(
+            sample_id=f"{group.group_id}/{rollout.attempt}",
+            group_id=group.group_id,
+            source=(offset, i),
+            reward=float("nan"),
+            drop_reason=INVALID,
+        )
+        for i, rollout in enumerate(group.rollouts)
+    ]
+
+
+def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
+    """For every rollout the advantage of each of its sequences, from shaped rewards.
+
+    Per-step rewards are used where any sequence of the group has one; a sequence without one then counts with its
+    rollout's reward.
+    """
+    penalties = [_penalty(rollout, shaping) for rollout in rollouts]
+    if all(sequence.reward is None for rollout in rollouts for sequence in rollout.sequences):
+        rewards_n = np.array([r.reward + penalty for r, penalty in zip(rollouts, penalties, strict=True)], np.float64)
+        advantages_n = group_advantages(rewards_n, shaping.advantage)
+        return [np.full(len(r.sequences), a) for r, a in zip(rollouts, advantages_n, strict=True)]
+    turns = [[sequence.turn for sequence in rollout.sequences] for rollout in rollouts]
+    rewards = [_step_rewards(rollout, penalty) for rollout, penalty in zip(rollouts, penalties, strict=True)]
+    points_K, returns_nK = returns_from_turn(turns, rewards)
+    advantages_nK = group_advantages(returns_nK, shaping.advantage)
+    return [advantages_nK[i][np.searchsorted(points_K, member)] for i, member in enumerate(turns)]
+
+
+def _penalty(rollout: Rollout, shaping: Shaping) -> float:
+    if not shaping.overlong_buffer_tokens:
+        return 0.0
+    return soft_overlong_penalty(longest_completion(rollout), shaping.max_tokens, shaping.overlong_buffer_tokens)
+
+
+def _step_rewards(rollout: Rollout, penalty: float) -> list[float]:
+    """Step rewards; the overlong penalty belongs to the last step."""
+    rewards = [rollout.reward if s.reward is None else s.reward for s in rollout.sequences]
+    if rewards:
+        rewards[-1] += penalty
+    return rewards
+
+
+def _check_advantages(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:
+    for rollout, member in zip(group.rollouts, advantages, strict=True):
+        if not np.isfinite(member.astype(np.float32)).all():
+            raise RecordError(f"{group.group_id}/{rollout.attempt}: advantage {member.tolist()} is not finite")
+        for i, sequence in enumerate(rollout.sequences):
+            if len(sequence.spans) and sequence.spans[0, 0] < 1:
+                raise RecordError(
+                    f"{group.group_id}/{rollout.attempt}/{i}: its first token is marked as trained, "
+                    "but nothing predicts it"
+                )
+
+
+def _prepare_rollout(
+    group: RolloutGroup,
+    rollout: Rollout,
+    source: Source,
+    advantages: np.ndarray,
+    drop_reason: str | None,
+    shaping: Shaping,
+) -> Sample:
+    trained = [(i, sequence) for i, sequence in enumerate(rollout.sequences) if len(sequence.logprobs)]
+    lengths = [len(sequence.token_ids) for _, sequence in trained]
+    if not trained:
+        drop_reason = NO_TRAINED_TOKENS
+    elif max(lengths) > shaping.seq_length:
+        drop_reason = TOO_LONG
+    return Sample(
+        sample_id=f"{group.group_id}/{rollout.attempt}",
+        group_id=group.group_id,
+        source=source,
+        reward=rollout.reward,
+        sequences=tuple(trained),
+        advantages=tuple(float(advantages[i]) for i, _ in trained),
+        weighted=not (shaping.overlong_filtering and is_overlong(rollout)),
+        num_tokens=sum(lengths),
+        num_trained=sum(len(sequence.logprobs) for _, sequence in trained),
+        oldest_version=min((int(sequence.spans[:, 2].min()) for _, sequence in trained), default=0),
+        newest_version=max((int(sequence.spans[:, 2].max()) for _, sequence in trained), default=0),
+        drop_reason=drop_reason,
+    )

@@ -1,0 +1,41 @@
+"""Filters and shaping of rewards (docs/algorithms.md §5). Pure functions on one rollout or one group."""
+
+import numpy as np
+
+from pipelinerl.records import Rollout
+
+ZERO_ADVANTAGE = 1e-6
+
+
+def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """DAPO's penalty (2503.14476, eq. 13): 0 up to ``max_tokens − buffer_tokens``, then linear, −1 at the end.
+
+    Args:
+        num_tokens: |y|, tokens of the completion.
+        max_tokens: L_max, where the server cuts.
+        buffer_tokens: L_buffer > 0.
+    """
+    return float(np.clip((max_tokens - num_tokens) / buffer_tokens - 1.0, -1.0, 0.0))
+
+
+def longest_completion(rollout: Rollout) -> int:
+    """Tokens of the rollout's longest completion: a run of adjacent spans, whatever weight versions sampled it."""
+    return max((_longest_run(sequence.spans) for sequence in rollout.sequences), default=0)
+
+
+def _longest_run(spans_R3: np.ndarray) -> int:
+    if not len(spans_R3):
+        return 0
+    starts, ends = spans_R3[:, 0], spans_R3[:, 1]
+    first = np.concatenate(([True], starts[1:] != ends[:-1]))
+    return int((ends[np.append(first[1:], True)] - starts[first]).max())
+
+
+def is_overlong(rollout: Rollout) -> bool:
+    """Whether the server ended a completion of this rollout because it hit the length limit."""
+    return any(sequence.finish_reason == "length" for sequence in rollout.sequences)
+
+
+def all_advantages_zero(advantages: np.ndarray) -> bool:
+    """Whether a group teaches nothing: |A| ≤ 1e-6 for every member."""
+    return bool((np.abs(advantages) <= ZERO_ADVANTAGE).all())
