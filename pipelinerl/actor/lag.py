@@ -29,14 +29,16 @@ class Pacing:
     num_actors: int = 1
 
     def limit(self, version: int) -> int:
-        """Samples of this actor that may be dispatched (less those dropped) while ``version`` is live."""
+        """Samples of this actor that may be dispatched (less those dropped) while ``version`` is live.
+
+        Actor r of n fills the optimizer steps with ``step % n == r``, as preprocessor r packs them.
+        """
         steps = self.max_train_steps
         if self.schedule == "conventional":
             steps = min(steps, (version // self.steps_per_phase + 1) * self.steps_per_phase)
         elif self.max_lag_steps is not None:
             steps = min(steps, version + 1 + self.max_lag_steps)
-        samples = steps * self.batch_size
-        return samples * (self.actor + 1) // self.num_actors - samples * self.actor // self.num_actors
+        return self.batch_size * len(range(self.actor, steps, self.num_actors))
 
     def may_start(self, *, dispatched: int, dropped: int, version: int) -> bool:
         """Whether another group may start."""
