@@ -17,12 +17,11 @@ from pipelinerl.streams.api import (
     open_reader,
     open_writer,
     read_stream,
-    run_key,
     set_streams_backend,
     write_to_streams,
 )
 from pipelinerl.streams.base import StreamStats
-from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
+from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec, run_key
 
 __all__ = [
     "SingleStreamSpec",

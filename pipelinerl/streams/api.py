@@ -4,7 +4,6 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 ``set_streams_backend``, ``write_to_streams`` and ``read_stream``, whose records are plain data.
 """
 
-import hashlib
 import os
 import types
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
-from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
+from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec, run_key
 
 R = TypeVar("R")
 
@@ -185,13 +184,6 @@ def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
         run_id=run_key(run_dir, cfg.world.run_id),
         max_record_mb=streams.max_record_mb,
     )
-
-
-def run_key(run_dir: str | Path, run_id: str | None = None) -> str:
-    """What tells this run's keys from others on a shared server: the folder's name and a digest of path and run id."""
-    folder = Path(run_dir).resolve()
-    digest = hashlib.sha256(f"{folder}\n{run_id or ''}".encode()).hexdigest()[:12]
-    return f"{folder.name}-{digest}"
 
 
 def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:

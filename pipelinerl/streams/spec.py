@@ -1,5 +1,6 @@
 """Names of streams: which partition of which topic of which run. Pure values; nothing is opened here."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,13 @@ class StreamRangeSpec:
 
 
 StreamSpec = SingleStreamSpec | StreamRangeSpec
+
+
+def run_key(run_dir: str | Path, run_id: str | None = None) -> str:
+    """What tells this run from others on a shared server: its folder's name and a digest of path and run id."""
+    folder = Path(run_dir).resolve()
+    digest = hashlib.sha256(f"{folder}\n{run_id or ''}".encode()).hexdigest()[:12]
+    return f"{re.sub('[^A-Za-z0-9_.-]', '_', folder.name)}-{digest}"
 
 
 def _check_topic(topic: str) -> None:

@@ -1,0 +1,337 @@
+"""Streams on a redis server (7 or newer): one redis stream per partition, whose entry ids are the offsets.
+
+    pipelinerl:<run>:<topic>/<instance>/<partition>            entry `<offset + 1>-0`, field `f` = frame (``frames``)
+    pipelinerl:<run>:<topic>/<instance>/<partition>:readers    hash: reader's name → durable position
+    pipelinerl:<run>:<topic>/<instance>/<partition>:writer     hash: token of the one writer, next offset
+
+Nothing outside these keys is touched. Every command may be repeated: an append names its offset, and the server takes
+it once. So after a lost connection the command is sent again, with backoff, until the server has been away for
+``outage_timeout_s``. A writer that opens a stream takes it over; an earlier one is refused from then on.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis as redis_client
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.retry import Retry
+
+from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.streams import frames
+from pipelinerl.streams.base import Appender, Backend, Cursor, StreamStats
+from pipelinerl.streams.frames import Buffer
+from pipelinerl.streams.spec import SingleStreamSpec, run_key
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_RECORDS_PER_READ = 64
+_BLOCK_S = 1.0
+_SOCKET_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_AWAY = (redis_client.ConnectionError, redis_client.TimeoutError)
+
+# KEYS: stream, writer; ARGV: token. Takes the stream over; returns the next offset.
+_OPEN = """
+redis.call('HSETNX', KEYS[2], 'next', '0')
+redis.call('HSET', KEYS[2], 'token', ARGV[1])
+return tonumber(redis.call('HGET', KEYS[2], 'next'))
+"""
+
+# KEYS: stream, writer; ARGV: token, offset, frame. A second arrival of the same append changes nothing.
+_APPEND = """
+local token, following = unpack(redis.call('HMGET', KEYS[2], 'token', 'next'))
+local offset = tonumber(ARGV[2])
+if token ~= ARGV[1] then return redis.error_reply('TAKENOVER') end
+if tonumber(following) == offset + 1 then return 0 end
+if tonumber(following) ~= offset then return redis.error_reply('LOST the stream ends before record ' .. following) end
+redis.call('XADD', KEYS[1], string.format('%d-0', offset + 1), 'f', ARGV[3])
+redis.call('HSET', KEYS[2], 'next', string.format('%d', offset + 1))
+return 1
+"""
+
+# KEYS: stream, writer. Returns first and next offset.
+_RANGE = """
+local following = tonumber(redis.call('HGET', KEYS[2], 'next') or '0')
+return {following - redis.call('XLEN', KEYS[1]), following}
+"""
+
+# KEYS: stream, writer, readers; ARGV: name, offset. Trims what every reader has passed; the newest record stays.
+_COMMIT = """
+local before = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '-1')
+if tonumber(ARGV[2]) <= before then return 0 end
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+local keep = tonumber(redis.call('HGET', KEYS[2], 'next') or '0')
+for _, position in ipairs(redis.call('HVALS', KEYS[3])) do keep = math.min(keep, tonumber(position) + 1) end
+return redis.call('XTRIM', KEYS[1], 'MINID', string.format('%d-0', keep))
+"""
+
+
+class RedisBackend(Backend):
+    """Streams of one run on one redis server.
+
+    Args:
+        run_id: what the run's keys begin with; None = derived from each stream's run folder.
+        max_record_mb: larger records are refused by the reader.
+        outage_timeout_s: how long an operation waits for a server that is away before it fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 6379,
+        password: str | None = None,
+        run_id: str | None = None,
+        max_record_mb: int = 512,
+        outage_timeout_s: float = 60.0,
+    ):
+        self._address = {"host": host, "port": port, "password": password}
+        self._run_id = run_id
+        self._max_bytes = max_record_mb << 20
+        self._outage_timeout_s = outage_timeout_s
+
+    def open_appender(self, spec: SingleStreamSpec) -> Appender:
+        return RedisAppender(spec, self._key(spec), self._connect())
+
+    def open_cursor(self, spec: SingleStreamSpec, name: str | None, start: int | None) -> Cursor:
+        return RedisCursor(spec, self._key(spec), self._connect(), name, start, max_bytes=self._max_bytes)
+
+    def specs(self, exp_path: Path) -> list[SingleStreamSpec]:
+        prefix = self._prefix(exp_path)
+        with self._connect() as server:
+            keys = server.call(lambda client: list(client.scan_iter(match=f"{prefix}*", count=1000)))
+        names = {key.decode().removeprefix(prefix).partition(":")[0] for key in keys}
+        return sorted(
+            (
+                SingleStreamSpec(exp_path, topic, int(instance), int(partition))
+                for topic, instance, partition in (name.split("/") for name in names)
+            ),
+            key=lambda spec: (spec.topic, spec.instance, spec.partition),
+        )
+
+    def stats(self, spec: SingleStreamSpec) -> StreamStats:
+        key = self._key(spec)
+        with self._connect() as server:
+            first, following = server.script(_RANGE, [key, f"{key}:writer"], [])
+            size = server.call(lambda client: client.memory_usage(key))
+            positions = server.call(lambda client: client.hgetall(f"{key}:readers"))
+        return StreamStats(
+            spec=spec,
+            first_offset=first,
+            next_offset=following,
+            size_bytes=size or 0,
+            positions={name.decode(): int(position) for name, position in sorted(positions.items())},
+        )
+
+    def delete(self, spec: SingleStreamSpec) -> None:
+        key = self._key(spec)
+        with self._connect() as server:
+            server.call(lambda client: client.unlink(key, f"{key}:readers", f"{key}:writer"))
+
+    def _prefix(self, exp_path: Path) -> str:
+        return f"pipelinerl:{self._run_id or run_key(exp_path)}:"
+
+    def _key(self, spec: SingleStreamSpec) -> str:
+        return self._prefix(spec.exp_path) + str(spec)
+
+    def _connect(self) -> "_Server":
+        return _Server(self._address, self._outage_timeout_s)
+
+
+class RedisAppender(Appender):
+    def __init__(self, spec: SingleStreamSpec, key: str, server: "_Server"):
+        self._spec = spec
+        self._key = key
+        self._server = server
+        self._token = secrets.token_hex(16)
+        self._open = True
+        self.next_offset = server.script(_OPEN, [key, f"{key}:writer"], [self._token])
+
+    def append(self, payload: bytes) -> int:
+        if not self._open:
+            raise StreamError(f"{self._spec}: the writer is closed")
+        offset = self.next_offset
+        frame = frames.header(offset, payload) + payload
+        try:
+            self._server.script(_APPEND, [self._key, f"{self._key}:writer"], [self._token, offset, frame])
+        except ResponseError as error:
+            if "TAKENOVER" in str(error):
+                raise StreamError(f"{self._spec}: another writer has taken this stream over: one writer only") from None
+            raise StreamError(f"{self._spec}: redis refused record {offset} ({len(payload)} bytes): {error}") from error
+        self.next_offset = offset + 1
+        return offset
+
+    def last(self) -> bytes | None:
+        if self.next_offset == 0:
+            return None
+        entry_id = f"{self.next_offset}-0"
+        entries = self._server.call(lambda client: client.xrange(self._key, entry_id, entry_id))
+        if not entries:
+            raise CorruptStreamError(f"{self._spec}: record {self.next_offset - 1}, the newest one, is no longer there")
+        return bytes(_payload(entries[0][1], self.next_offset - 1, self._spec, frames.MAX_PAYLOAD_BYTES))
+
+    def close(self) -> None:
+        self._open = False
+        self._server.close()
+
+
+class RedisCursor(Cursor):
+    def __init__(
+        self,
+        spec: SingleStreamSpec,
+        key: str,
+        server: "_Server",
+        name: str | None,
+        start: int | None,
+        *,
+        max_bytes: int,
+    ):
+        self._spec = spec
+        self._key = key
+        self._server = server
+        self._name = name
+        self._max_bytes = max_bytes
+        self._away_since: float | None = None
+        self._keys = [key, f"{key}:writer", f"{key}:readers"]
+        first, following = server.script(_RANGE, [key, f"{key}:writer"], [])
+        durable = first
+        if name is not None:
+            default = first if start is None else start
+            server.call(lambda client: client.hsetnx(f"{key}:readers", name, str(default)))
+            durable = int(server.call(lambda client: client.hget(f"{key}:readers", name)))
+        self.position = durable if start is None else start
+        if not first <= self.position <= following:
+            server.close()
+            raise StreamError(
+                f"{spec}: a reader wants to begin at record {self.position}, but the stream holds records {first} to "
+                f"{following - 1}"
+            )
+
+    def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:
+        deadline = time.monotonic() + timeout_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                records = self._read_once(min(remaining, _BLOCK_S))
+                self._away_since = None
+            except _AWAY as error:
+                self._check_outage(error)
+                records = []
+                time.sleep(max(0.0, min(pause, remaining)))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            if records or time.monotonic() >= deadline:
+                return records
+
+    def commit(self, offset: int) -> None:
+        if self._name is None:
+            raise StreamError(f"{self._spec}: a reader without a name has no durable position to commit")
+        self._server.script(_COMMIT, self._keys, [self._name, offset])
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _read_once(self, wait_s: float) -> list[tuple[int, Buffer]]:
+        block_ms = int(1000 * wait_s)
+        found = self._server.client.xread(
+            {self._key: f"{self.position}-0"}, count=_RECORDS_PER_READ, block=block_ms if block_ms > 0 else None
+        )
+        records: list[tuple[int, Buffer]] = []
+        for entry_id, fields in _entries(found):
+            offset = int(entry_id.split(b"-")[0]) - 1
+            if offset != self.position:
+                raise CorruptStreamError(f"{self._spec}: records {self.position} to {offset - 1} are missing")
+            try:
+                records.append((offset, _payload(fields, offset, self._spec, self._max_bytes)))
+            except CorruptStreamError:
+                if records:
+                    break  # what precedes the damage is delivered; the next call begins at the damage and raises
+                raise
+            self.position = offset + 1
+        return records
+
+    def _check_outage(self, error: Exception) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+            log.warning("event=redis_away stream=%s error=%s", self._spec, error)
+        self._server.check(error, self._away_since)
+
+
+class _Server:
+    """One connection to the server; repeats a command until the server answers or has been away too long."""
+
+    def __init__(self, address: dict[str, Any], outage_timeout_s: float):
+        self._name = f"redis at {address['host']}:{address['port']}"
+        self._outage_timeout_s = outage_timeout_s
+        self._scripts: dict[str, Any] = {}
+        self.client = redis_client.Redis(
+            **address,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def call(self, command: Callable[[redis_client.Redis], Any]) -> Any:
+        """Result of ``command``, which must be harmless when it arrives twice."""
+        since = time.monotonic()
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return command(self.client)
+            except _AWAY as error:
+                self.check(error, since)
+                log.warning("event=redis_away server=%s error=%s next_attempt_s=%.2f", self._name, error, pause)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            except ResponseError:
+                raise
+            except RedisError as error:
+                raise StreamError(f"{self._name}: {error}") from error
+
+    def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        """Runs a Lua script, which the server executes whole or not at all."""
+        if source not in self._scripts:
+            self._scripts[source] = self.client.register_script(source)
+        return self.call(lambda client: self._scripts[source](keys=keys, args=args))
+
+    def check(self, error: Exception, since: float) -> None:
+        """Raises when another attempt is useless."""
+        if isinstance(error, AuthenticationError):
+            raise StreamError(f"{self._name} refuses the password in PIPELINERL_REDIS_PASSWORD: {error}") from error
+        if time.monotonic() - since > self._outage_timeout_s:
+            raise StreamError(f"{self._name} did not answer for {self._outage_timeout_s:g} s: {error}") from error
+
+    def close(self) -> None:
+        self.client.close()
+
+    def __enter__(self) -> "_Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of an XREAD of one stream, whichever protocol version answered."""
+    if not found:
+        return []
+    return next(iter(found.values()))[0] if isinstance(found, dict) else found[0][1]
+
+
+def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, max_bytes: int) -> memoryview:
+    try:
+        frame = frames.parse(fields.get(b"f", b""), 0, offset, max_bytes)
+    except CorruptStreamError as error:
+        raise CorruptStreamError(f"{spec}: {error}") from error
+    if frame is None:
+        raise CorruptStreamError(f"{spec}: record {offset} is incomplete")
+    return frame.payload

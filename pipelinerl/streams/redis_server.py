@@ -1,0 +1,179 @@
+"""The redis server of a run as a role: ``python -m pipelinerl.streams.redis_server --run-dir R --job redis_0``.
+
+Starts redis-server with a configuration given on its standard input (so that the password is in no file and no command
+line), watches that it answers, and stops it. The server keeps every write in an append-only file in the job's folder:
+killed and started again, it has lost nothing that it acknowledged. It listens on loopback, unless the world has several
+nodes; then it must have a password. The role fails when the server ends or stays silent, so that it is started anew.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Literal
+
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.observability.role import die_with_parent
+
+if TYPE_CHECKING:
+    import redis
+
+    from pipelinerl.observability.role import RoleContext
+
+PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
+OLDEST_VERSION = 7
+_PING_EVERY_S = 1.0
+_SILENCE_S = 30.0
+"""A server that has not answered for this long counts as failed."""
+_STOP_S = 6.0
+
+
+def redis_config(
+    *,
+    port: int,
+    data_dir: Path,
+    password: str | None,
+    several_nodes: bool,
+    fsync: Literal["never", "segment", "always"],
+    max_record_mb: int,
+) -> str:
+    """The text of the server's configuration file.
+
+    Args:
+        port: TCP port, on loopback, or on every interface when the world has ``several_nodes``.
+        data_dir: where the append-only file is.
+        fsync: ``always`` syncs before a write is acknowledged. Otherwise writing back is left to the kernel, which
+            loses nothing when the server is killed. (redis' ``everysec`` may acknowledge what it has not yet written.)
+    """
+    if several_nodes and not password:
+        raise ConfigError(f"redis must listen beyond its node, but {PASSWORD_VARIABLE} is not set: set it")
+    lines = [
+        f"bind {'* -::*' if several_nodes else '127.0.0.1'}",
+        "protected-mode yes",
+        f"port {port}",
+        f"dir {_quoted(str(data_dir))}",
+        "appendonly yes",
+        f"appendfsync {'always' if fsync == 'always' else 'no'}",
+        'save ""',
+        "maxmemory-policy noeviction",
+        f"proto-max-bulk-len {max(max_record_mb + 1, 512)}mb",
+        "daemonize no",
+        "databases 1",
+    ]
+    if password:
+        lines.append(f"requirepass {_quoted(password)}")
+    return "\n".join(lines) + "\n"
+
+
+def redis_command() -> list[str]:
+    """How to start the server so that it reads its configuration from standard input; checks that it is installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise ConfigError(
+            "streams=redis needs the program redis-server: install it (apt install redis-server), or set "
+            "streams.external=true with streams.host and streams.port, or use streams=files"
+        )
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    major = int(version.partition("v=")[2].partition(".")[0] or 0)
+    if major < OLDEST_VERSION:
+        raise ConfigError(f"{program} is version {major}: streams=redis needs {OLDEST_VERSION} or newer")
+    return [program, "-"]
+
+
+def start_redis(config: str, log_file: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
+    """Starts redis-server with this configuration; the caller stops it with ``stop_redis``."""
+    process = subprocess.Popen(
+        redis_command(),
+        stdin=subprocess.PIPE,
+        stdout=log_file,
+        stderr=log_file,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+    )
+    assert process.stdin is not None
+    process.stdin.write(config.encode())
+    process.stdin.close()
+    return process
+
+
+def stop_redis(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the server; one that does not end by itself, frozen for instance, is killed. It loses nothing by that."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_redis(context: "RoleContext") -> None:
+    """Keeps the server running until the role is told to stop; raises ``StreamError`` when the server fails."""
+    cfg, job = context.cfg, context.job
+    assert job.port is not None, "the world gives redis a port"
+    data_dir = context.run_dir / job.name / "data"
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    password = os.environ.get(PASSWORD_VARIABLE)
+    config = redis_config(
+        port=job.port,
+        data_dir=data_dir.resolve(),
+        password=password,
+        several_nodes=len(context.world.nodes) > 1,
+        fsync=cfg.streams.fsync,
+        max_record_mb=cfg.streams.max_record_mb,
+    )
+    process = start_redis(config)
+    try:
+        _watch(context, process, _client(job.port, password))
+    finally:
+        stop_redis(process)
+
+
+def _watch(context: "RoleContext", process: "subprocess.Popen[bytes]", client: "redis.Redis") -> None:
+    """Waits for the request to stop; fails when the server ends or does not answer for ``_SILENCE_S``."""
+    from redis.exceptions import RedisError, ResponseError
+
+    heard = time.monotonic()
+    while not context.stop.wait(_PING_EVERY_S):
+        if process.poll() is not None:
+            raise StreamError(
+                f"redis-server ended with code {process.returncode}; its last words are above in this log"
+            )
+        try:
+            client.ping()
+            answered = True
+        except ResponseError as error:
+            raise StreamError(f"redis-server on port {context.job.port} refuses to answer: {error}") from error
+        except RedisError as error:
+            answered = "loading" in str(error).lower()
+        if answered:
+            heard = time.monotonic()
+            context.status.progress()
+        elif time.monotonic() - heard > _SILENCE_S:
+            raise StreamError(f"redis-server (process {process.pid}) has not answered for {_SILENCE_S:g} s")
+    client.close()
+
+
+def _client(port: int, password: str | None) -> "redis.Redis":
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return redis.Redis(
+        port=port, password=password, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
+    )
+
+
+def _quoted(text: str) -> str:
+    """A string as a redis configuration file writes it."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    if any(ord(letter) < 32 for letter in text):
+        raise ConfigError("a redis password or path must not contain control characters")
+    return f'"{escaped}"'
+
+
+if __name__ == "__main__":
+    from pipelinerl.observability.role import run_role
+
+    run_role(run_redis)
