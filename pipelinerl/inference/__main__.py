@@ -8,7 +8,6 @@ from pipelinerl.observability.role import RoleContext, run_role
 def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.inference.args import vllm_arguments, vllm_environment
-    from pipelinerl.inference.guard import SECRET_VARIABLE
 
     arguments = vllm_arguments(context.cfg, context.world, context.job)
     os.environ.update(vllm_environment(context.cfg, context.world, context.job))
@@ -16,8 +15,7 @@ def main(context: RoleContext) -> None:
         os.sched_setaffinity(0, context.job.cores)
     from pipelinerl.inference.server import serve
 
-    secret = os.environ.get(SECRET_VARIABLE)
-    serve(arguments, takes_weights=context.job.kind == "actor_llm", secret=secret, status=context.status)
+    serve(arguments, takes_weights=context.job.kind == "actor_llm", status=context.status)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pipelinerl.weights.engines import BACKENDS
 from pipelinerl.world import Job, WorldMap
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
+GUARD = "pipelinerl.inference.guard.Guard"
 WORKER_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
 
 RESERVED = {
@@ -29,6 +30,7 @@ RESERVED = {
     "enable-scale-out": "the token-in/token-out endpoint is part of it",
     "data-parallel-size": "use more servers: world.actor_fraction",
     "api-server-count": "one API process takes the weight updates",
+    "middleware": "the guard of the control routes is one",
     "api-key": "generation is open on the node; control routes need the run's secret",
     "root-path": "clients use the plain paths",
     "config": "put the settings into vllm_config.vllm_kwargs",
@@ -78,6 +80,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "host": world.bind_host,
         "port": job.port,
         "seed": cfg.seed * 1000 + job.replica_idx,
+        "middleware": GUARD,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "return-tokens-as-token-ids": True,

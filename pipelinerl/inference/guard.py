@@ -6,6 +6,7 @@ Without a secret in the environment the closed routes stay closed to everybody.
 """
 
 import hmac
+import os
 from typing import Any
 
 SECRET_VARIABLE = "PIPELINERL_SECRET"
@@ -41,10 +42,10 @@ def is_authorized(header: str | None, secret: str | None) -> bool:
 
 
 class Guard:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application (vLLM's ``--middleware``); the secret is the environment's."""
 
-    def __init__(self, app: Any, secret: str | None):
-        self._app, self._secret = app, secret
+    def __init__(self, app: Any):
+        self._app, self._secret = app, os.environ.get(SECRET_VARIABLE)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan" or is_open(scope["path"]):

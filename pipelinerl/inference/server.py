@@ -21,9 +21,7 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from pipelinerl.errors import PipelineRLError
 from pipelinerl.inference.control import WeightUpdates, build_router
-from pipelinerl.inference.guard import Guard
 from pipelinerl.observability.status import RoleStatus
 
 log = logging.getLogger(__name__)
@@ -62,13 +60,13 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def serve(arguments: Sequence[str], *, takes_weights: bool, secret: str | None, status: RoleStatus) -> None:
+def serve(arguments: Sequence[str], *, takes_weights: bool, status: RoleStatus) -> None:
     """Serve until SIGTERM or SIGINT; returns when everything is down."""
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(parse_arguments(arguments), takes_weights, secret, status))
+        uvloop.run(_serve(parse_arguments(arguments), takes_weights, status))
 
 
-async def _serve(args: Namespace, takes_weights: bool, secret: str | None, status: RoleStatus) -> None:
+async def _serve(args: Namespace, takes_weights: bool, status: RoleStatus) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     address, sock = setup_server(args, reuse_port=False)
@@ -78,7 +76,7 @@ async def _serve(args: Namespace, takes_weights: bool, secret: str | None, statu
             client = await engine.__aenter__()
         try:
             assert isinstance(client, AsyncLLM), "the engine client of one API process"
-            shutdown = await _serve_engine(client, args, sock, takes_weights, secret, status)
+            shutdown = await _serve_engine(client, args, sock, takes_weights, status)
         finally:
             await engine.__aexit__(None, None, None)
         await shutdown
@@ -87,9 +85,7 @@ async def _serve(args: Namespace, takes_weights: bool, secret: str | None, statu
     log.info("event=server_ended address=%s", address)
 
 
-async def _serve_engine(
-    client: AsyncLLM, args: Namespace, sock: Any, takes_weights: bool, secret: str | None, status: RoleStatus
-) -> Any:
+async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, takes_weights: bool, status: RoleStatus) -> Any:
     tasks = await client.get_supported_tasks()
     app = build_app(args, tasks, client.model_config)
     await init_app_state(client, app.state, args, tasks)
@@ -98,7 +94,6 @@ async def _serve_engine(
         num_workers = client.vllm_config.parallel_config.world_size_across_dp
         updates = WeightUpdates(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
     _replace_routes(app, build_router(updates))
-    app.add_middleware(Guard, secret=secret)
     heartbeat = asyncio.create_task(_heartbeat(client, status))
     try:
         return await serve_http(
@@ -136,7 +131,3 @@ def _interrupt(*_: Any) -> None:
 def _end_broken() -> None:
     """The weights are undefined: no request may see them. The supervisor starts another server."""
     os._exit(FATAL_EXIT)
-
-
-class ServerFailed(PipelineRLError):
-    """The server ended without being asked to."""

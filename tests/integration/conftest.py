@@ -1,0 +1,174 @@
+"""A real vLLM server of a tiny random model, started as the launcher would, for tests that need one."""
+
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import compose
+from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.cluster import Node
+
+START_S = 240.0
+VOCAB = 256
+LOCK = Path("/tmp/pipelinerl-vllm.lock")
+"""Real servers share the machine's cores: one test process at a time."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server process and what a trainer needs to know about it."""
+
+    run_dir: Path
+    job: Job
+    process: subprocess.Popen[bytes]
+    secret: str
+
+    def log(self) -> str:
+        return (self.run_dir / "server.log").read_text(errors="replace")
+
+
+def build_model(path: Path, *, hidden: int = 128, layers: int = 4, vocab: int = VOCAB, tied: bool = True) -> Path:
+    """Random Qwen2 with a byte tokenizer; about 1M parameters by default."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()) -> Job:
+    """The run folder that a launcher would have written, with one server."""
+    cfg = compose(
+        "base",
+        [
+            f"output_dir={run_dir}",
+            f"model_path={model}",
+            "dataset_loader=pipelinerl.domains.largest.load_problems",
+            "actor.rollout_policy=pipelinerl.domains.largest.generate_rollout",
+            "world.accelerator=cpu",
+            "vllm_config.vllm_kwargs.dtype=float32",
+            "vllm_config.vllm_kwargs.max_model_len=2048",
+            "vllm_config.vllm_kwargs.max-num-batched-tokens=4096",
+            *overrides,
+        ],
+    )
+    (run_dir / "conf").mkdir(parents=True)
+    OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
+    port = free_port()
+    cores = (sorted(os.sched_getaffinity(0))[0],)
+    job = Job(name=f"{kind}_0", kind=kind, port=port, cores=cores, url=f"http://127.0.0.1:{port}")
+    trainer = Job(name="finetune_0", kind="finetune")
+    node = Node(rank=0, hostname="127.0.0.1", devices=2, cores=tuple(os.sched_getaffinity(0)))
+    world = WorldMap(
+        accelerator="cpu", nodes=(node,), jobs=(job, trainer), master_port=free_port(), weight_port=0, weight_ports=0
+    )
+    world.save(run_dir)
+    return job
+
+
+@contextmanager
+def running_server(
+    run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()
+) -> Iterator[RunningServer]:
+    """Start, wait until it answers, stop with SIGTERM and require exit code 0."""
+    with open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = start_server(run_dir, write_run(run_dir, model, kind=kind, overrides=overrides))
+        try:
+            wait_until_up(server)
+            yield server
+        finally:
+            server.process.send_signal(signal.SIGTERM)
+            try:
+                code = server.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.process.pid, signal.SIGKILL)
+                server.process.wait()
+                code = None
+        assert code == 0, f"exit code {code} after SIGTERM:\n{server.log()[-3000:]}"
+
+
+def start_server(run_dir: Path, job: Job, secret: str | None = None) -> RunningServer:
+    secret = secret or secrets.token_hex(16)
+    with open(run_dir / "server.log", "ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelinerl.inference", "--run-dir", str(run_dir), "--job", job.name],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PIPELINERL_SECRET": secret},
+            start_new_session=True,
+        )
+    return RunningServer(run_dir=run_dir, job=job, process=process, secret=secret)
+
+
+def wait_until_up(server: RunningServer) -> None:
+    def answers() -> bool:
+        assert server.process.poll() is None, f"the server ended:\n{server.log()[-3000:]}"
+        try:
+            with urllib.request.urlopen(f"{server.job.url}/weight_info", timeout=5) as response:
+                return bool(msgspec.json.decode(response.read()))
+        except OSError:
+            return False
+
+    wait_for(answers, START_S, lambda: f"the server did not answer:\n{server.log()[-3000:]}")
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, message: Callable[[], str]) -> None:
+    """Poll a condition until it holds or the deadline fails the test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, message()
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("model") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("run"), tiny_qwen2) as server:
+        yield server
