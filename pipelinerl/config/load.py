@@ -76,6 +76,18 @@ def config_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str
     return keys
 
 
+def is_free_form(key: str) -> bool:
+    """Whether a key lies in a section whose keys are the user's (sampling parameters, loader parameters, …)."""
+    section: Any = Config
+    for part in key.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return True
+        if part not in section.model_fields:
+            return False
+        section = section.model_fields[part].annotation
+    return False
+
+
 def nearest_key(key: str, known: Iterable[str] | None = None) -> str | None:
     """The known key that the unknown one most likely means: same last part elsewhere, else the nearest spelling."""
     candidates = list(known if known is not None else config_keys())

@@ -1,16 +1,351 @@
-"""Constraints that cross sections, each a named function, and warnings about settings that do nothing.
+"""Constraints that cross sections, each a named function, and hints about settings that do nothing.
 
-A rule returns the text of its refusal or None; a hint returns the text of a warning or None.
+A rule returns the text of its refusal or None; a hint returns the text of its warning or None. Texts name the keys, the
+values, the constraint and the fix.
 """
 
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import CONF_DIR
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 
-RULES = ()
+Check = Callable[[Config], str | None]
+
+DISTORTING = {
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
+"""Sampling parameters that make the sampled distribution another one than the trained one, and their neutral values."""
 
 
 def check(config: Config) -> None:
-    """Raise one `ConfigError` with every broken rule."""
+    """Raise one `ConfigError` that names every broken rule."""
     refusals = [text for rule in RULES if (text := rule(config))]
     if refusals:
         raise ConfigError("; ".join(refusals))
+
+
+def hints(config: Config) -> list[str]:
+    """Warnings about settings without effect or with a cost."""
+    return [text for hint in HINTS if (text := hint(config))]
+
+
+def vllm_option(config: Config, name: str) -> Any:
+    """A server option, written with dashes or underscores."""
+    options = {key.replace("-", "_"): value for key, value in config.vllm_config.vllm_kwargs.items()}
+    return options.get(name)
+
+
+def sequence_fits_trainer(config: Config) -> str | None:
+    longest = vllm_option(config, "max_model_len")
+    if not isinstance(longest, int) or config.finetune.seq_length >= longest:
+        return None
+    return (
+        f"`finetune.seq_length` is {config.finetune.seq_length} but "
+        f"`vllm_config.vllm_kwargs.max_model_len` is {longest}: "
+        "a sequence that the server makes must fit the trainer; raise the first or lower the second"
+    )
+
+
+def completion_fits_server(config: Config) -> str | None:
+    longest = vllm_option(config, "max_model_len")
+    for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
+        tokens = section.parameters.get("max_tokens")
+        if isinstance(longest, int) and isinstance(tokens, int) and tokens >= longest:
+            return (
+                f"`{name}.parameters.max_tokens` is {tokens} but `vllm_config.vllm_kwargs.max_model_len` is {longest}: "
+                "nothing is left for the prompt; lower the first or raise the second"
+            )
+    return None
+
+
+def max_tokens_given(config: Config) -> str | None:
+    for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
+        tokens = section.parameters.get("max_tokens")
+        if not isinstance(tokens, int) or tokens < 1:
+            return f"`{name}.parameters.max_tokens` is {tokens!r}: it must be a whole number of at least 1"
+    return None
+
+
+def sampling_is_undistorted(config: Config) -> str | None:
+    """Training needs log-probabilities of the distribution that was sampled from (docs/algorithms.md §7)."""
+    parameters = config.llm.parameters
+    wrong = [name for name, neutral in DISTORTING.items() if parameters.get(name) not in (None, *neutral)]
+    if parameters.get("top_p") not in (None, 1):
+        wrong.append("top_p")
+    wrong += [name for name in ("logit_bias", "bad_words", "allowed_token_ids") if parameters.get(name)]
+    if not wrong:
+        return None
+    values = ", ".join(f"`llm.parameters.{name}`={parameters[name]!r}" for name in sorted(wrong))
+    return f"{values}: training samples from the whole distribution; remove it (test_llm.parameters may have it)"
+
+
+def server_defaults_are_neutral(config: Config) -> str | None:
+    value = vllm_option(config, "generation_config")
+    if value == "vllm":
+        return None
+    return (
+        f"`vllm_config.vllm_kwargs.generation-config` is {value!r}: the model's own sampling defaults "
+        "(top-p, top-k, …) "
+        "would distort training; set it to vllm"
+    )
+
+
+def temperature_is_one_value(config: Config) -> str | None:
+    sampled, trained = config.llm.parameters.get("temperature", 1.0), config.finetune.rl.temperature
+    if not isinstance(sampled, int | float) or sampled <= 0:
+        return f"`llm.parameters.temperature` is {sampled!r}: training needs a temperature above 0"
+    if not math.isclose(sampled, trained):
+        return (
+            f"`finetune.rl.temperature` is {trained} but `llm.parameters.temperature` is {sampled}: "
+            "the trainer must use the "
+            "sampling temperature; leave the first at its default"
+        )
+    return None
+
+
+def kl_has_reference(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if (rl.kl_coef == 0 and rl.final_kl_coef == 0) or config.world.preprocessor_fraction > 0:
+        return None
+    return (
+        f"`finetune.rl.kl_coef` is {rl.kl_coef} and `finetune.rl.final_kl_coef` is {rl.final_kl_coef} but "
+        "`world.preprocessor_fraction` is 0: a KL term needs a reference server; set it to 1 or "
+        "more, or both coefficients to 0"
+    )
+
+
+def value_advantage_has_value_loss(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if rl.advantage == "value" and rl.value_loss_coef == 0:
+        return (
+            "`finetune.rl.advantage` is value but `finetune.rl.value_loss_coef` is 0: the value head would "
+            "never learn; set it to 0.5"
+        )
+    if rl.advantage != "value" and rl.value_loss_coef > 0:
+        return (
+            f"`finetune.rl.value_loss_coef` is {rl.value_loss_coef} but `finetune.rl.advantage` is "
+            f"{rl.advantage}: only the "
+            "value advantage has a value head; set the first to 0 or the second to value"
+        )
+    return None
+
+
+def group_has_baseline(config: Config) -> str | None:
+    if config.attempts > 1 or config.finetune.rl.advantage == "value":
+        return None
+    return (
+        f"`attempts` is 1 but `finetune.rl.advantage` is {config.finetune.rl.advantage}: a group of "
+        "one has advantage 0 and "
+        "nothing would be learned; raise `attempts` or use the value advantage"
+    )
+
+
+def lag_allows_updates(config: Config) -> str | None:
+    bound, interval = config.max_lag_steps, config.finetune.weight_update_interval
+    if bound is None:
+        return None
+    if config.schedule == "pipeline" and bound < interval - 1:
+        return (
+            f"`max_lag_steps` is {bound} but `finetune.weight_update_interval` is {interval}: weights "
+            f"that are {interval - 1} "
+            "steps old could never be used; raise the first or lower the second"
+        )
+    if config.schedule == "conventional" and bound < config.steps_per_phase - 1:
+        return (
+            f"`max_lag_steps` is {bound} but `steps_per_phase` is {config.steps_per_phase}: the last "
+            "step of a phase trains data "
+            f"that is {config.steps_per_phase - 1} steps old; raise the first or lower the second"
+        )
+    return None
+
+
+def one_engine(config: Config) -> str | None:
+    if config.use_deepspeed and config.use_fsdp and config.finetune.engine == "auto":
+        return "`use_deepspeed` and `use_fsdp` are both true: choose one, set the other to false"
+    return None
+
+
+def deepspeed_file_exists(config: Config) -> str | None:
+    used = config.finetune.engine == "deepspeed" or (config.finetune.engine == "auto" and config.use_deepspeed)
+    if not used or (CONF_DIR / "deepspeed" / f"{config.deepspeed_config}.json").is_file():
+        return None
+    names = sorted(path.stem for path in (CONF_DIR / "deepspeed").glob("*.json"))
+    return f"`deepspeed_config` is {config.deepspeed_config!r}: conf/deepspeed has {', '.join(names) or 'no files'}"
+
+
+def sequence_parallel_needs_packing(config: Config) -> str | None:
+    if config.finetune.seq_parallel > 1 and not config.finetune.seq_packing:
+        return (
+            f"`finetune.seq_parallel` is {config.finetune.seq_parallel} but `finetune.seq_packing` is false: "
+            "set it to true"
+        )
+    return None
+
+
+def overlong_buffer_fits(config: Config) -> str | None:
+    buffer, tokens = config.preprocess.overlong_buffer_tokens, config.llm.parameters.get("max_tokens")
+    if isinstance(tokens, int) and buffer >= tokens:
+        return (
+            f"`preprocess.overlong_buffer_tokens` is {buffer} but `llm.parameters.max_tokens` is "
+            f"{tokens}: every completion "
+            "would be penalised; lower the first"
+        )
+    return None
+
+
+def external_redis_has_address(config: Config) -> str | None:
+    streams = config.streams
+    if streams.external and (streams.backend != "redis" or streams.host is None or streams.port is None):
+        return "`streams.external` is true: it needs streams=redis, `streams.host` and `streams.port`"
+    return None
+
+
+def head_precision_agrees(config: Config) -> str | None:
+    if config.fp32_lm_head != config.finetune.fp32_lm_head:
+        return (
+            f"`fp32_lm_head` is {config.fp32_lm_head} but `finetune.fp32_lm_head` is "
+            f"{config.finetune.fp32_lm_head}: server and "
+            "trainer must compute the head alike; leave the second at its default"
+        )
+    return None
+
+
+def betas_are_rates(config: Config) -> str | None:
+    betas = config.finetune.optimizer.betas
+    return (
+        None
+        if all(0 <= beta < 1 for beta in betas)
+        else f"`finetune.optimizer.betas` is {betas}: both must be in [0, 1)"
+    )
+
+
+RULES: tuple[Check, ...] = (
+    max_tokens_given,
+    sequence_fits_trainer,
+    completion_fits_server,
+    sampling_is_undistorted,
+    server_defaults_are_neutral,
+    temperature_is_one_value,
+    kl_has_reference,
+    value_advantage_has_value_loss,
+    group_has_baseline,
+    lag_allows_updates,
+    one_engine,
+    deepspeed_file_exists,
+    sequence_parallel_needs_packing,
+    overlong_buffer_fits,
+    external_redis_has_address,
+    head_precision_agrees,
+    betas_are_rates,
+)
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Default values of `finetune.rl`, as the YAML file has them."""
+    loaded = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "finetune" / "base.yaml"), resolve=False)
+    assert isinstance(loaded, dict)
+    return loaded["rl"]
+
+
+def _changed(config: Config, *names: str) -> list[str]:
+    return [name for name in names if getattr(config.finetune.rl, name) != defaults()[name]]
+
+
+def epsilon_without_clipping(config: Config) -> str | None:
+    changed = _changed(config, "epsilon_low", "epsilon_high") if config.finetune.rl.policy_loss == "reinforce" else []
+    return (
+        f"finetune.rl.{' and '.join(changed)} has no effect: policy_loss=reinforce does not clip" if changed else None
+    )
+
+
+def ratio_clamp_without_reinforce(config: Config) -> str | None:
+    loss = config.finetune.rl.policy_loss
+    if loss != "reinforce" and _changed(config, "ratio_clamp"):
+        return f"finetune.rl.ratio_clamp has no effect: policy_loss={loss} clips by epsilon_low and epsilon_high"
+    return None
+
+
+def kl_clamp_without_kl(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if rl.kl_coef == 0 and rl.final_kl_coef == 0 and _changed(config, "kl_clamp"):
+        return "finetune.rl.kl_clamp has no effect: kl_coef and final_kl_coef are 0"
+    return None
+
+
+def reference_without_kl(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if config.world.preprocessor_fraction > 0 and rl.kl_coef == 0 and rl.final_kl_coef == 0:
+        return (
+            "world.preprocessor_fraction gives devices to a reference server that nothing uses: kl_coef and "
+            "final_kl_coef are 0"
+        )
+    return None
+
+
+def filter_without_groups(config: Config) -> str | None:
+    if config.preprocess.filter_zero_advantage_groups and config.finetune.rl.advantage == "value":
+        return "preprocess.filter_zero_advantage_groups has no effect: the value advantage is known only in the trainer"
+    return None
+
+
+def phases_without_conventional(config: Config) -> str | None:
+    if config.schedule == "pipeline" and config.steps_per_phase != 1:
+        return "steps_per_phase has no effect: schedule=pipeline has no phases"
+    return None
+
+
+def address_without_redis(config: Config) -> str | None:
+    streams = config.streams
+    if streams.backend == "files" and (streams.host is not None or streams.port is not None):
+        return "streams.host and streams.port have no effect: streams=files"
+    return None
+
+
+def warmup_without_schedule(config: Config) -> str | None:
+    if config.finetune.lr_scheduler_type == "constant" and config.finetune.num_warmup_steps:
+        return "finetune.num_warmup_steps has no effect: lr_scheduler_type=constant; use constant_with_warmup"
+    return None
+
+
+def engine_overrides_choice(config: Config) -> str | None:
+    engine = config.finetune.engine
+    if engine != "auto" and (
+        (config.use_deepspeed and engine != "deepspeed") or (config.use_fsdp and engine != "fsdp2")
+    ):
+        return f"use_deepspeed and use_fsdp have no effect: finetune.engine={engine}"
+    return None
+
+
+def prefix_cache_mixes_versions(config: Config) -> str | None:
+    for name in ("enable_prefix_caching",):
+        if vllm_option(config, name) not in (None, False):
+            return (
+                "vllm_config.vllm_kwargs.enable-prefix-caching: cached prompts keep the weights that made them "
+                "across updates"
+            )
+    return None
+
+
+HINTS: tuple[Check, ...] = (
+    epsilon_without_clipping,
+    ratio_clamp_without_reinforce,
+    kl_clamp_without_kl,
+    reference_without_kl,
+    filter_without_groups,
+    phases_without_conventional,
+    address_without_redis,
+    warmup_without_schedule,
+    engine_overrides_choice,
+    prefix_cache_mixes_versions,
+)

@@ -1,7 +1,8 @@
 """The common entry of every role: `python -m pipelinerl.<folder> --run-dir R --job J`.
 
 Reads the run folder, sets up log, heartbeat and streams, runs the role, and turns its end into an exit code:
-0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, whose last log line says why.
+0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on one that a restart cannot mend; the last log
+line says why.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import ConfigError, DomainError, PipelineRLError, WorldError
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+"""Configuration, world or domain are wrong: the supervisor stops the run instead of restarting the role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,7 @@ def _run(main: Callable[[RoleContext], None], run_dir: Path, job_name: str, stop
             log.exception("unexpected error")
         log.error("role failed: %s: %s", type(error).__name__, error)
         status.close("failed")
-        return 1
+        return EXIT_REFUSED if isinstance(error, ConfigError | DomainError | WorldError) else EXIT_FAILED
     status.close("done")
     log.info("role ended")
     return 0

@@ -1,0 +1,101 @@
+"""The entry point: `python -m pipelinerl.launch --config-name=quickstart output_dir=results/quickstart`.
+
+A Hydra application over `conf/`. Nothing heavy is imported before the command line has been parsed, and every refusal
+is one message on stderr and exit code 2.
+"""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pipelinerl.config.load import CONF_DIR, config_keys, is_free_form, suggestion
+from pipelinerl.errors import PipelineRLError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from pipelinerl.launcher.program import CommandOf
+
+EXIT_REFUSED = 2
+QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=disabled",
+    "hydra/hydra_logging=disabled",
+)
+UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
+
+
+def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run_hydra(arguments, command_of)
+    except KeyboardInterrupt:
+        print("interrupted before anything was started", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _interrupt(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    codes: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="base")
+    def task(cfg: "DictConfig") -> None:
+        from pipelinerl.launcher.program import launch
+
+        overrides = list(HydraConfig.get().overrides.task)
+        try:
+            codes.append(launch(cfg, overrides, **({"command_of": command_of} if command_of else {})))
+        except PipelineRLError as error:
+            print(f"error: {error}", file=sys.stderr)
+            codes.append(EXIT_REFUSED)
+
+    sys.argv = [sys.argv[0], *hydra_arguments(arguments)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions, and become one message here
+    try:
+        task()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return EXIT_REFUSED
+    return max(codes, default=0)
+
+
+def hydra_arguments(arguments: Sequence[str]) -> list[str]:
+    """The user's arguments: keys of ours may be written with `+`, and Hydra keeps its own files to itself."""
+    known = set(config_keys())
+    ours = [re.sub(r"^\+(?=([\w.]+)=)", _plus_of(known), argument) for argument in arguments]
+    return [*ours, *QUIET_HYDRA]
+
+
+def _plus_of(known: set[str]) -> Callable[[re.Match[str]], str]:
+    return lambda match: "" if match.group(1) in known else "+"
+
+
+def explain(error: Exception) -> str:
+    """Hydra's error in one line, with the key that was probably meant."""
+    text = str(error)
+    unknown = UNKNOWN_OVERRIDE.search(text)
+    if unknown:
+        key = unknown.group(1)
+        if is_free_form(key):
+            return f"`{key}` is not in the configuration yet: add it with +{key}=…"
+        return f"`{key}` is not a configuration key{suggestion(key)}"
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""How each role is started: command line, environment and cores as pure functions of job and world.
+
+Secrets are never part of what is returned here: they are added when the process starts and are in no file.
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.world import Job, WorldMap, visible_devices
+
+FOLDERS = {
+    "actor_llm": "pipelinerl.inference",
+    "preprocessor_llm": "pipelinerl.inference",
+    "actor": "pipelinerl.actor",
+    "preprocessor": "pipelinerl.preprocess",
+    "verifier": "pipelinerl.verifier",
+    "finetune": "pipelinerl.finetune",
+    "redis": "pipelinerl.streams.redis_server",
+}
+SECRET_VARIABLE = "PIPELINERL_SECRET"
+REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
+RUN_VARIABLE = "PIPELINERL_RUN"
+SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
+NOT_INHERITED = (
+    "PYTHONDONTWRITEBYTECODE",  # every start would compile everything again
+    "HYDRA_FULL_ERROR",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleCommand:
+    """One role's process: what to run, with which variables beside the inherited ones, on which cores."""
+
+    name: str
+    kind: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cores: tuple[int, ...]
+    """Empty = not pinned."""
+
+
+def role_command(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str]) -> RoleCommand:
+    """The command of one job; `env` is the launcher's own environment."""
+    role = ("-m", FOLDERS[job.kind], "--run-dir", str(run_dir), "--job", job.name)
+    prefix: tuple[str, ...] = (sys.executable,)
+    if job.kind == "finetune" and world.trainer_world_size > 1:
+        prefix += torchrun_arguments(job, world)
+    return RoleCommand(
+        name=job.name, kind=job.kind, argv=prefix + role, env=role_environment(job, world, env), cores=job.cores
+    )
+
+
+def torchrun_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
+    """`python -m torch.distributed.run` for the trainer ranks of one node; the launcher restarts, torchrun does not."""
+    return (
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(world.get('finetune'))}",
+        f"--node-rank={job.replica_idx}",
+        f"--nproc-per-node={job.num_ranks}",
+        f"--master-addr={world.master_addr}",
+        f"--master-port={world.master_port}",
+        "--max-restarts=0",
+    )
+
+
+def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables of this job beside the inherited ones."""
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SPT_NOENV": "1",  # setproctitle must keep /proc/<pid>/environ readable: it marks the run's processes
+    }
+    if world.accelerator == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = visible_devices(job.gpus, env)
+    else:
+        threads = max(1, len(job.cores) // max(1, job.num_ranks)) if job.kind == "finetune" else 1
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+    if job.kind == "finetune" and world.trainer_world_size == 1:
+        variables |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": world.master_addr,
+            "MASTER_PORT": str(world.master_port),
+        }
+    return variables
+
+
+def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without what belongs to the launcher alone."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
+    }
+
+
+def start_script(command: RoleCommand, cwd: Path) -> str:
+    """A script that starts the role by hand, exactly as the launcher does; it asks for the secrets by variable."""
+    pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
+    lines = ["#!/bin/sh", f"# {command.name}, as the launcher starts it. Secrets come from the environment."]
+    lines += [f': "${{{name}:?the per-run secret must be in the environment}}"' for name in SECRET_VARIABLES[:1]]
+    lines += [f"unset {' '.join(NOT_INHERITED)}", f"cd {shlex.quote(str(cwd))} || exit 1"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(command.env.items())]
+    return "\n".join([*lines, f"exec {pin}{shlex.join(command.argv)}"]) + "\n"
+
+
+def printable(command: RoleCommand) -> str:
+    """The command as one shell line, for people."""
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
+    pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
+    return f"{variables} {pin}{shlex.join(command.argv)}"

@@ -1,0 +1,82 @@
+"""Ends a run whose launcher was killed. A process of its own, standard library only, asleep until its pipe closes.
+
+Consumes lines on stdin: first the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
+without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period.
+The functions that find and end the run's processes are also what the launcher itself uses at the end.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+SHARED_MEMORY = "/dev/shm/"
+KILL_TIMEOUT_S = 5.0
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of all live processes of this user whose environment contains `mark` (NAME=value)."""
+    wanted = mark.encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{name}/environ", "rb") as stream:
+                    if wanted in stream.read().split(b"\0"):
+                        found.append(int(name))
+    return found
+
+
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Paths of shared-memory segments that these processes have mapped."""
+    paths = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/maps") as stream:
+                paths.update(line.split(maxsplit=5)[5].strip() for line in stream if SHARED_MEMORY in line)
+    return {path for path in paths if path.startswith(SHARED_MEMORY) and os.path.exists(path)}
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def sweep(mark: str, grace_s: float) -> int:
+    """End every process that carries the mark and unlink the shared memory they leave; returns how many there were.
+
+    SIGTERM, then SIGKILL after `grace_s`; processes born in between are found because the search is repeated.
+    """
+    pids = marked_processes(mark)
+    count = len(pids)
+    segments = shared_memory_of(pids)
+    if grace_s > 0:
+        send(pids, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while pids and time.monotonic() < deadline:
+        time.sleep(0.05)
+        pids = marked_processes(mark)
+        segments |= shared_memory_of(pids)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (pids := marked_processes(mark)) and time.monotonic() < deadline:
+        segments |= shared_memory_of(pids)
+        send(pids, signal.SIGKILL)
+        time.sleep(0.02)
+    for path in segments:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return count
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark = sys.stdin.readline().strip()
+    if mark and sys.stdin.readline().strip() != "done":
+        sweep(mark, grace_s=float(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

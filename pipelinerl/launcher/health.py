@@ -1,0 +1,122 @@
+"""Who is to blame when nothing moves: pure decisions over the roles' status files.
+
+Three ways to fail while alive: *silent* (no heartbeat: frozen), *never started* (no progress since the start), *stuck*
+(heartbeat, but no progress). A role that waits for another role is never stuck itself: the blame follows the wait chain
+to its end, or, where the chain is a circle, to the member that stood still first.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.observability.status import StatusRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One role that counts as failed, and why."""
+
+    job: str
+    reason: str
+
+
+def judge(
+    statuses: Mapping[str, StatusRecord],
+    started: Mapping[str, float],
+    limits: LauncherSection,
+    now: float,
+    since: float,
+) -> list[Verdict]:
+    """Roles that count as failed now.
+
+    Args:
+        statuses: by status name; `finetune_0.rank1` belongs to job `finetune_0`.
+        started: Unix time of the start of every running job's process.
+        now: Unix time.
+        since: the launcher itself has been watching without a gap since then; older silence proves nothing.
+    """
+    verdicts: dict[str, Verdict] = {}
+    for name, status in statuses.items():
+        job = job_of(name)
+        if job in started and status.state == "running" and job not in verdicts:
+            reason = _silent(status, started[job], limits, now, since) or _slow_start(status, started[job], limits, now)
+            if reason:
+                verdicts[job] = Verdict(job=job, reason=reason)
+    for job, start in started.items():
+        if job not in statuses and now - max(start, since) > limits.startup_timeout_s:
+            reason = f"gave no sign of life within launcher.startup_timeout_s={limits.startup_timeout_s:g} s"
+            verdicts.setdefault(job, Verdict(job=job, reason=reason))
+    for name in _stuck(statuses, limits, now, since):
+        job = job_of(name)
+        if job in started:
+            age = now - statuses[name].progress_at
+            reason = f"no progress for {age:.0f} s (launcher.hang_timeout_s={limits.hang_timeout_s:g})"
+            verdicts.setdefault(job, Verdict(job=job, reason=reason))
+    return list(verdicts.values())
+
+
+def job_of(status_name: str) -> str:
+    return status_name.partition(".")[0]
+
+
+def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: float, since: float) -> str | None:
+    silence = now - max(status.heartbeat, since, started)
+    if silence <= limits.heartbeat_timeout_s:
+        return None
+    return f"frozen: no heartbeat for {silence:.0f} s (launcher.heartbeat_timeout_s={limits.heartbeat_timeout_s:g})"
+
+
+def _slow_start(status: StatusRecord, started: float, limits: LauncherSection, now: float) -> str | None:
+    if status.progress_count or now - started <= limits.startup_timeout_s:
+        return None
+    waits = f", waiting for {status.waits[0].what}" if status.waits else ""
+    return f"did not start within launcher.startup_timeout_s={limits.startup_timeout_s:g} s{waits}"
+
+
+def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: float, since: float) -> set[str]:
+    """Ends of the wait chains of all roles that stand still for too long."""
+    still = {
+        name
+        for name, status in statuses.items()
+        if status.state == "running"
+        and status.progress_count
+        and now - max(status.progress_at, since) > limits.hang_timeout_s
+    }
+    ends = {wait_chain(name, statuses)[-1] for name in still}
+    return {name for name in ends if name in still and not _waits_elsewhere(name, statuses)}
+
+
+def _waits_elsewhere(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
+    """The end of a chain that waits for a role without a status (another node, not yet started) is not to blame."""
+    waits = statuses[name].waits
+    return bool(waits) and waits[0].on is not None and not _targets(waits[0].on, statuses)
+
+
+def wait_chain(name: str, statuses: Mapping[str, StatusRecord]) -> list[str]:
+    """From a role along whom it waits for, oldest wait first; a circle ends with the member that moved last least.
+
+    >>> wait_chain("actor_0", statuses)
+    ['actor_0', 'finetune_0', 'preprocessor_0']
+    """
+    chain = [name]
+    while True:
+        status = statuses[chain[-1]]
+        on = status.waits[0].on if status.waits else None
+        targets = _targets(on, statuses)
+        if not targets:
+            return chain
+        nearest = min(targets, key=lambda target: statuses[target].progress_at)
+        if nearest in chain:
+            circle = chain[chain.index(nearest) :]
+            chain.append(min(circle, key=lambda member: statuses[member].progress_at))
+            return chain
+        chain.append(nearest)
+
+
+def _targets(on: str | None, statuses: Mapping[str, StatusRecord]) -> list[str]:
+    """Statuses that a wait names, by job or by kind."""
+    if on is None:
+        return []
+    if on in statuses:
+        return [on]
+    return [name for name in statuses if name.rpartition("_")[0] == on]

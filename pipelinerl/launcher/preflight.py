@@ -1,0 +1,111 @@
+"""Refuses before anything starts what could only fail later: model, domain, deepspeed file.
+
+Every check ends in a `ConfigError`/`DomainError` with one message, or in warnings. The domain's code runs in a process
+of its own with a deadline, so that neither its imports nor its bugs reach the launcher.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, DomainError
+from pipelinerl.launcher.commands import inherited_environment
+from pipelinerl.launcher.processes import describe_exit, run_helper
+
+DOMAIN_TIMEOUT_S = 14.0
+HUB_TIMEOUT_S = 8.0
+BUILD_TIMEOUT_S = 900.0
+MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_domain(container: Mapping[str, Any]) -> list[str]:
+    """Import the domain's functions, load its problems and try its rollouts; returns warnings."""
+    argv = [sys.executable, "-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S)]
+    code, output, errors = run_helper(
+        argv, timeout_s=2 * DOMAIN_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
+    )
+    verdict = json.loads(output.strip().splitlines()[-1]) if code == 0 and output.strip() else None
+    if verdict is None:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise DomainError(f"the domain's code ended the process that imported it ({describe_exit(code)}): {last}")
+    if verdict["refusal"]:
+        raise DomainError(verdict["refusal"])
+    return list(verdict["warnings"])
+
+
+def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
+    """Whether the recipe must build `model_path` first.
+
+    A `model_path` typed on the command line is never built silently: a misspelt path would train a toy.
+    """
+    if config.tiny_model is None or Path(config.model_path).exists():
+        return False
+    typed = any(re.match(r"\+*model_path=", override) for override in overrides)
+    if typed and not any(re.match(r"\+*tiny_model", override) for override in overrides):
+        raise ConfigError(
+            f"`model_path` is {config.model_path!r}: it does not exist; correct it, or build it with `python -m "
+            f"pipelinerl.tiny_model --recipe {config.tiny_model.recipe} --seed "
+            f"{config.tiny_model.seed} --out {config.model_path}`"
+        )
+    return True
+
+
+def build_tiny_model(config: Config) -> None:
+    """Build `model_path` from its recipe in a process of its own (it imports torch)."""
+    assert config.tiny_model is not None
+    recipe = config.tiny_model
+    argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--out", config.model_path]
+    argv += ["--recipe", recipe.recipe, "--seed", str(recipe.seed)]
+    for name, value in recipe.params.items():
+        argv += ["--param", f"{name}={json.dumps(value)}"]
+    code, _, errors = run_helper(argv, timeout_s=BUILD_TIMEOUT_S, env=inherited_environment(os.environ))
+    if code != 0:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"`tiny_model` could not build {config.model_path!r}: {last.removeprefix('error: ')}")
+
+
+def check_model(model_path: str) -> None:
+    """A folder with a model, a name in the local cache, or a name that the hub knows."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"`model_path` is {model_path!r}: that folder holds no config.json of a model")
+        return
+    if path.exists() or not MODEL_NAME.fullmatch(model_path) or model_path.startswith("."):
+        raise ConfigError(
+            f"`model_path` is {model_path!r}: it does not exist; give a model folder or a Hugging Face name"
+        )
+    problem = _hub_problem(model_path)
+    if problem:
+        raise ConfigError(f"`model_path` is {model_path!r}: no such folder here, not in the local cache, and {problem}")
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why a Hugging Face name cannot be used, or None."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return None
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return "HF_HUB_OFFLINE is set"
+    pool = ThreadPoolExecutor(1)
+    try:
+        pool.submit(HfApi().model_info, name, timeout=HUB_TIMEOUT_S).result(timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return "the hub asks for permission: accept its licence and set HF_TOKEN"
+    except RepositoryNotFoundError:
+        return "the hub does not know it"
+    except (OSError, FutureTimeoutError, RuntimeError, ValueError) as error:
+        return f"the hub cannot be asked ({type(error).__name__})"
+    finally:
+        pool.shutdown(wait=False)
+    return None

@@ -1,0 +1,176 @@
+"""Plays a few rollouts of a domain against a scripted model, before anything is started.
+
+Emits nothing but a `ProbeFailure`, and calls it *certain* only when the run would fail in the same way: the domain asks
+a problem for something the loader did not put there, returns something else than a `RolloutResult`, or raises the same
+error at the same place whatever the problem and the model's answer are. Whatever needs the network proves nothing.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+from omegaconf import DictConfig
+
+from pipelinerl.async_llm import GenerateRequest
+from pipelinerl.errors import TransportError, VerifierError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import CallTokens, RolloutResult
+
+Rollout = Callable[..., Awaitable[Any]]
+
+ROLLOUT_TIMEOUT_S = 3.0
+NOWHERE = "http://127.0.0.1:9"
+ANSWERS = ("<answer>1</answer>", "I do not know.", "\\boxed{2}", "")
+"""What the scripted model says in the first, second, … rollout."""
+END_TOKEN = 256
+OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
+
+
+class ProbeFailure(Exception):
+    """What a domain did wrong; `certain` = the run would fail too."""
+
+    def __init__(self, message: str, *, certain: bool):
+        super().__init__(message)
+        self.certain = certain
+
+
+class ProbeLimitError(AttributeError):
+    """The domain uses more of the tokenizer than the scripted model has."""
+
+
+class WatchedProblem(dict[str, Any]):
+    """A problem that remembers which keys were asked for in vain."""
+
+    def __init__(self, problem: dict[str, Any]):
+        super().__init__(problem)
+        self.missing: list[str] = []
+
+    def __missing__(self, key: str) -> Any:
+        self.missing.append(key)
+        raise KeyError(key)
+
+
+async def probe_rollouts(cfg: DictConfig, rollout: Rollout, problems: list[dict[str, Any]]) -> None:
+    """Plays one rollout per scripted answer; raises `ProbeFailure` on what was found."""
+    failures: list[tuple[WatchedProblem, BaseException]] = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
+        for index, answer in enumerate(ANSWERS):
+            problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
+            try:
+                result = await asyncio.wait_for(
+                    rollout(cfg, scripted_llm(cfg, answer), problem, session), ROLLOUT_TIMEOUT_S
+                )
+            except Exception as error:  # the user's function
+                failures.append((problem, error))
+            else:
+                check_result(result)
+    if len(failures) == len(ANSWERS):
+        raise explain(failures)
+
+
+def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
+    llm = TrainableLLM(
+        base_url=NOWHERE,
+        model_name="policy",
+        tokenizer=ByteTokenizer(),
+        parameters=dict(cfg.llm.parameters),
+        collect_logprobs=True,
+    )
+    llm._transport = ScriptedTransport(answer)
+    llm._turns = []
+    return llm
+
+
+def check_result(result: Any) -> None:
+    if not isinstance(result, RolloutResult):
+        raise ProbeFailure(f"returned {type(result).__name__}; it must return a RolloutResult", certain=True)
+    if not np.isfinite(result.metrics.reward):
+        raise ProbeFailure(f"returned the reward {result.metrics.reward}", certain=False)
+
+
+def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> ProbeFailure:
+    """What every rollout failing means."""
+    problem, error = failures[0]
+    if isinstance(error, KeyError) and error.args and error.args[0] in problem.missing:
+        return ProbeFailure(
+            f"needs {error.args[0]!r}, which the loader's problems do not have; a problem has {sorted(problem)}",
+            certain=True,
+        )
+    places = {place(error) for _, error in failures}
+    certain = len(places) == 1 and not any(needs_outside(error) for _, error in failures)
+    filename, line, kind = place(error)
+    text = f"raises on every rollout: {kind}: {error} ({filename}:{line})"
+    return ProbeFailure(
+        text if certain else f"could not be tried without its services: {kind}: {error}", certain=certain
+    )
+
+
+def place(error: BaseException) -> tuple[str, int | None, str]:
+    """(file, line, type) of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename, frames[-1].lineno, type(error).__name__
+
+
+def needs_outside(error: BaseException | None) -> bool:
+    """Whether the network, a service or the scripted model's limits are behind an error."""
+    while error is not None:
+        if isinstance(error, (*OUTSIDE_ERRORS, ProbeLimitError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class ScriptedTransport:
+    """Answers every request of a rollout with the same text."""
+
+    def __init__(self, answer: str):
+        self._answer = answer
+
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
+        limit = int(llm.parameters.get("max_tokens", 512))
+        token_ids = [*self._answer.encode(), END_TOKEN]
+        return CallTokens(
+            prompt_ids=request.token_ids,
+            completion_ids=np.array(token_ids[:limit], dtype=np.int32),
+            logprobs=np.full(min(limit, len(token_ids)), -0.5, dtype=np.float32),
+            version_spans=np.array([[0, min(limit, len(token_ids)), 0]], dtype=np.int32),
+            finish_reason="stop" if len(token_ids) <= limit else "length",
+        )
+
+
+class ByteTokenizer:
+    """One token per byte and one that ends a message: what rendering and parsing need, and no more."""
+
+    all_special_ids = (END_TOKEN,)
+    eos_token_id = END_TOKEN
+
+    @property
+    def backend_tokenizer(self) -> "ByteTokenizer":
+        return self
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> "Encoding":
+        return Encoding(list(text.encode()))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        kept = bytes(token for token in token_ids if token < END_TOKEN)
+        end = "<end>" if END_TOKEN in token_ids and not skip_special_tokens else ""
+        return kept.decode(errors="replace") + end
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}<end>" for message in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ProbeLimitError(name)
+
+
+class Encoding:
+    def __init__(self, ids: list[int]):
+        self.ids = ids

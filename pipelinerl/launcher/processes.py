@@ -1,0 +1,176 @@
+"""Processes of the run on this node: started in sessions of their own, marked, pinned, awaited without polling.
+
+Every process of a run carries `PIPELINERL_RUN=<random>` in its environment and every process of a role
+`PIPELINERL_ROLE=<random>/<job>`, inherited by all descendants whatever sessions they open. That mark, not a name or a
+process group, decides what belongs to the run when it is time to end it.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from pipelinerl.launcher import guardian
+from pipelinerl.launcher.commands import RUN_VARIABLE, RoleCommand
+
+ROLE_VARIABLE = "PIPELINERL_ROLE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMark:
+    """Identity of this launcher's processes, and the environment with secrets that they share."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def run(self) -> str:
+        return f"{RUN_VARIABLE}={self.token}"
+
+    def role(self, name: str) -> str:
+        return f"{ROLE_VARIABLE}={self.token}/{name}"
+
+    def variables(self, name: str) -> dict[str, str]:
+        return {RUN_VARIABLE: self.token, ROLE_VARIABLE: f"{self.token}/{name}"}
+
+
+def start_role(
+    command: RoleCommand, folder: Path, mark: RunMark, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a role with its output appended to `<folder>/log.txt`. Call from the main thread only."""
+    descriptor = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        with pinned(command.cores):
+            return subprocess.Popen(
+                command.argv,
+                env={**environment, **command.env, **mark.variables(command.name)},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                start_new_session=True,
+            )
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """A process started inside runs on these cores; this thread's own cores are as before afterwards."""
+    before = os.sched_getaffinity(0)
+    wanted = before & set(cores)
+    if wanted:
+        os.sched_setaffinity(0, wanted)
+    try:
+        yield
+    finally:
+        if wanted:
+            os.sched_setaffinity(0, before)
+
+
+async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
+    """The exit code, when it comes; asleep until then. A code below 0 is the number of the signal that killed it."""
+    code = process.poll()
+    if code is not None:
+        return code
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[None] = loop.create_future()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, lambda: exited.done() or exited.set_result(None))
+    try:
+        await exited
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+class Guardian:
+    """The process that ends the run if this one is killed; `dismiss` when everything has been ended."""
+
+    def __init__(self, mark: RunMark, grace_s: float):
+        environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-E", guardian.__file__, str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        self._tell(mark.run)
+
+    def dismiss(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._tell("done")
+        self._pipe.close()
+        self._process.wait(timeout=10)
+
+    @property
+    def _pipe(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _tell(self, line: str) -> None:
+        self._pipe.write(line.encode() + b"\n")
+        self._pipe.flush()
+
+
+def run_helper(
+    argv: Sequence[str], *, timeout_s: float, stdin: str = "", env: Mapping[str, str]
+) -> tuple[int, str, str]:
+    """Run a helper process to its end and return code, stdout, stderr; code None is never returned.
+
+    Whatever interrupts the wait (deadline, Ctrl-C) ends the helper and all it started.
+    """
+    mark = RunMark()
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**env, **mark.variables("helper")},
+        start_new_session=True,
+    )
+    watchdog = Guardian(mark, grace_s=0)
+    try:
+        output, errors = process.communicate(stdin, timeout=timeout_s)
+        return process.returncode, output, errors
+    finally:
+        guardian.sweep(mark.run, grace_s=0)
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream:
+                stream.close()
+        watchdog.dismiss()
+
+
+def stop_roles(processes: Mapping[str, subprocess.Popen[bytes]], timeout_s: float) -> list[str]:
+    """SIGTERM to all at once; returns the names of those that did not end in time."""
+    running = [name for name, process in processes.items() if process.poll() is None]
+    for name in running:
+        with contextlib.suppress(ProcessLookupError):
+            processes[name].send_signal(signal.SIGTERM)
+            processes[name].send_signal(signal.SIGCONT)  # a frozen process can only end when it runs
+    deadline = time.monotonic() + timeout_s
+    late = []
+    for name in running:
+        try:
+            processes[name].wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(name)
+    return late

@@ -1,0 +1,230 @@
+"""The launcher's program, in order: validate, claim the folder, place, check, write, start, watch, stop, report.
+
+Nothing is started before everything has been checked. Returns an exit code: 0 done, 1 failed, 2 refused,
+130 and 143 interrupted.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipelinerl.config import rules
+from pipelinerl.config.load import parse_container, to_container
+from pipelinerl.config.sections import Config
+from pipelinerl.launcher import preflight, run_dir
+from pipelinerl.launcher.commands import (
+    REDIS_PASSWORD_VARIABLE,
+    SECRET_VARIABLE,
+    RoleCommand,
+    inherited_environment,
+    role_command,
+)
+from pipelinerl.launcher.processes import Guardian, RunMark
+from pipelinerl.launcher.run_dir import Claim
+from pipelinerl.launcher.supervisor import Ending, Supervisor
+from pipelinerl.launcher.terminal import Progress
+from pipelinerl.observability.report import read_summary, summary_lines, write_report
+from pipelinerl.observability.wandb import effective_mode
+from pipelinerl.streams import backend_from_config
+from pipelinerl.world import Job, WorldMap, build_world, check_local_devices
+
+log = logging.getLogger(__name__)
+
+EXIT_DONE, EXIT_FAILED = 0, 1
+GUARDIAN_GRACE_S = 5.0
+
+CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
+
+
+def say(line: str) -> None:
+    """One line on the user's terminal, at once."""
+    print(line, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything decided before the first process starts."""
+
+    config: Config
+    container: dict[str, Any]
+    world: WorldMap
+    node_rank: int
+    commands: tuple[RoleCommand, ...]
+    """Of this node."""
+    warnings: tuple[str, ...]
+
+
+def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
+    """Run the experiment of a composed configuration; returns the exit code, raises `PipelineRLError` to refuse."""
+    os.umask(0o077)
+    started = time.monotonic()
+    container = to_container(cfg)
+    config = parse_container(container)
+    rules.check(config)
+    path = Path(config.output_dir).resolve()
+    container["output_dir"] = str(path)
+    config = parse_container(container)
+    if config.dry_run:
+        return dry_run(config, container, path, command_of)
+    claim = run_dir.claim(path, container, force_restart=config.force_restart)
+    with claim.lock:
+        if claim.finished:
+            return tell_finished(claim)
+        plan = prepare(config, container, path, overrides, command_of)
+        run_dir.write(path, container, plan.world, plan.commands)
+        ending = asyncio.run(supervise(plan, claim, started))
+    return tell_ending(ending, path)
+
+
+def tell_finished(claim: Claim) -> int:
+    say(f"the run in {claim.path} is finished:")
+    for line in summary_lines(read_summary(claim.path) or {}, claim.path):
+        say("  " + line)
+    say("raise finetune.max_train_steps to go on, or force_restart=true to start over")
+    return EXIT_DONE
+
+
+def prepare(
+    config: Config, container: dict[str, Any], path: Path, overrides: Sequence[str], command_of: CommandOf
+) -> Plan:
+    """Every check that needs more than the configuration; builds the tiny model last, when nothing else can refuse."""
+    plan = make_plan(config, container, path, command_of)
+    check_local_devices(plan.world, plan.node_rank, os.environ)
+    build = preflight.needs_tiny_model(config, overrides)
+    if not build:
+        preflight.check_model(config.model_path)
+    warnings = preflight.check_domain({**container, "jobs": plan.world.job_dicts()})
+    for warning in (*plan.warnings, *warnings):
+        say(f"warning: {warning}")
+    if build:
+        say(f"building the tiny model {config.model_path}")
+        preflight.build_tiny_model(config)
+    return plan
+
+
+def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> Plan:
+    """World and commands; starts and writes nothing."""
+    from pipelinerl.world.cluster import read_node_environment
+
+    world = build_world(config, os.environ)
+    node_rank = read_node_environment(os.environ).rank
+    commands = tuple(command_of(job, world, path, os.environ) for job in world.on_node(node_rank))
+    warnings = [*rules.hints(config)]
+    if config.wandb.mode == "online" and effective_mode("online") == "offline":
+        warnings.append(
+            "wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"
+        )
+    return Plan(
+        config=config,
+        container=container,
+        world=world,
+        node_rank=node_rank,
+        commands=commands,
+        warnings=tuple(warnings),
+    )
+
+
+def dry_run(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> int:
+    """Print world, commands and warnings; start and write nothing."""
+    from pipelinerl.launcher.commands import printable
+
+    plan = make_plan(config, container, path, command_of)
+    for line in world_table(plan.world):
+        say(line)
+    for job in plan.world.jobs:
+        say("")
+        say(f"# {job.name} on {job.hostname}")
+        say(printable(command_of(job, plan.world, path, os.environ)))
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    say("dry run: nothing was started or written")
+    return EXIT_DONE
+
+
+def world_table(world: WorldMap) -> list[str]:
+    """The jobs of the world, one per line."""
+    device = "gpus" if world.accelerator == "cuda" else "cores"
+    rows = [("job", "node", device, "ranks", "address")]
+    for job in world.jobs:
+        devices = job.gpus if world.accelerator == "cuda" else job.cores
+        node = f"{job.node_rank} {job.hostname}"
+        rows.append((job.name, node, ",".join(map(str, devices)) or "-", str(job.num_ranks), job.url or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+async def supervise(plan: Plan, claim: Claim, started: float) -> Ending:
+    """Start the roles of this node and keep them until the end."""
+    path, config = claim.path, plan.config
+    mark = RunMark()
+    environment = inherited_environment(os.environ) | run_secrets(os.environ)
+    os.environ.update({REDIS_PASSWORD_VARIABLE: environment[REDIS_PASSWORD_VARIABLE]})
+    backend_from_config(config, path)
+    progress = Progress(path, max_train_steps=config.finetune.max_train_steps, say=say)
+    supervisor = Supervisor(
+        plan.commands,
+        run_dir=path,
+        environment=environment,
+        mark=mark,
+        limits=config.launcher,
+        actors=[job.name for job in plan.world.get("actor")],
+        training_done=progress.training_done,
+        say=say,
+        report=lambda: report(plan, path, started),
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
+    say(f"{'resuming' if claim.resumed else 'starting'} {path}")
+    for line in world_table(plan.world):
+        say("  " + line)
+    guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
+    progress.start()
+    try:
+        return await supervisor.run()
+    finally:
+        progress.stop()
+        guard.dismiss()
+
+
+def run_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """Per-run secrets; launchers of several nodes share them through their environment."""
+    return {name: env.get(name) or secrets.token_urlsafe(32) for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
+
+
+def report(plan: Plan, path: Path, started: float) -> None:
+    """Summary and picture; a run whose report fails is still a finished run."""
+    try:
+        wall_s = time.monotonic() - started
+        summary = write_report(path, replicas=plan.config.world.replicas, wall_s=wall_s, seed=plan.config.seed)
+    except Exception as error:  # the report is an extra: it is said and forgotten
+        log.exception("the report failed")
+        say(f"warning: no summary: {type(error).__name__}: {error}")
+        return
+    say("")
+    for line in summary_lines(summary, path):
+        say(line)
+
+
+def tell_ending(ending: Ending, path: Path) -> int:
+    if ending.restarts:
+        say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
+    if ending.kind == "done":
+        return EXIT_DONE
+    if ending.kind == "stopped":
+        say(f"stopped by {ending.reason}; the same command resumes {path}")
+        return 128 + signal.Signals[ending.reason].value
+    say("")
+    say(f"the run failed{': ' + ending.reason if ending.reason else ''}")
+    if ending.failure:
+        say(str(ending.failure))
+    return EXIT_FAILED

@@ -1,0 +1,222 @@
+"""The run folder belongs to one experiment and to one launcher at a time.
+
+`claim` takes the lock, recognises what lies in the folder (nothing, this experiment, another one, no run at all) and
+refuses or starts over as asked; `write` publishes configuration, world and start scripts. Everything is written with
+modes 0700 and 0600 (the launcher's umask, which the roles inherit).
+"""
+
+import contextlib
+import fcntl
+import fnmatch
+import os
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import RUN_CONFIG
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.commands import RoleCommand, start_script
+from pipelinerl.world import WorldMap
+from pipelinerl.world.map import WORLD_FILE
+
+LOCK_FILE = "launcher.lock"
+OWNED = (
+    "conf",
+    "status",
+    "metrics",
+    "streams",
+    "checkpoints",
+    "hangs",
+    "wandb",
+    "summary.json",
+    "learning_curve.png",
+)
+MAY_CHANGE = (
+    "output_dir",
+    "force_restart",
+    "dry_run",
+    "launcher.*",
+    "wandb.*",
+    "weights.*",
+    "verifier.*",
+    "eval.*",
+    "eval_every_n_versions",
+    "test_llm.*",
+    "test_dataset_names",
+    "sandbox_endpoint",
+    "trust_remote_code",
+    "use_deepspeed",
+    "deepspeed_config",
+    "use_fsdp",
+    "world.*",
+    "streams.segment_mb",
+    "streams.fsync",
+    "streams.host",
+    "streams.port",
+    "streams.external",
+    "streams.max_record_mb",
+    "vllm_config.*",
+    "actor.llm_max_rollouts",
+    "actor.rollout_workers",
+    "actor.*_timeout_s",
+    "actor.max_*",
+    "actor.log_every_s",
+    "preprocess.reference_concurrency",
+    "preprocess.max_ready_steps",
+    "finetune.max_train_steps",
+    "finetune.save_checkpoint_steps",
+    "finetune.keep_checkpoints",
+    "finetune.head_chunk_tokens",
+    "finetune.gradient_checkpointing",
+    "finetune.attn_implementation",
+    "finetune.engine",
+    "finetune.seq_parallel",
+)
+"""Settings that say how the run is executed, not which experiment it is: a resumed run may change them."""
+BOUND_TO_STREAMS = ("world.replicas",)
+"""… except these: the streams in the folder are laid out for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The locked run folder; the lock is released when `lock` is closed or the process ends."""
+
+    path: Path
+    resumed: bool
+    finished: bool
+    """A summary of this very experiment is there."""
+    lock: IO[str]
+
+
+def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> Claim:
+    """Lock the folder and check that what it holds is this experiment."""
+    owned = (*OWNED, *built_model(path, container))
+    check_recognised(path, owned)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = open(path / LOCK_FILE, "a")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"`output_dir` is {str(path)!r}: it cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"`output_dir` is {str(path)!r}: another launcher is running in it") from error
+    try:
+        if force_restart:
+            clear(path, owned)
+        resumed = (path / RUN_CONFIG).is_file()
+        if resumed:
+            check_same_experiment(path, container)
+    except BaseException:
+        lock.close()
+        raise
+    return Claim(path=path, resumed=resumed, finished=resumed and (path / "summary.json").is_file(), lock=lock)
+
+
+def built_model(path: Path, container: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name of the tiny model's folder where the recipe builds it directly inside the run folder."""
+    model = Path(container["model_path"]).resolve()
+    return (model.name,) if container["tiny_model"] and model.parent == path else ()
+
+
+def check_recognised(path: Path, owned: Collection[str]) -> None:
+    """A folder with contents that no launcher wrote is not ours to use, even less to delete."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"`output_dir` is {str(path)!r}: that is a file; choose a folder")
+    if not path.is_dir() or (path / RUN_CONFIG).is_file():
+        return
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in (*owned, LOCK_FILE))
+    foreign = [name for name in foreign if not is_job_folder(path / name)]
+    if foreign:
+        listed = ", ".join(foreign[:3])
+        raise ConfigError(f"`output_dir` is {str(path)!r}: it holds {listed} and no run; choose a new or empty folder")
+
+
+def is_job_folder(path: Path) -> bool:
+    return fnmatch.fnmatch(path.name, "*_[0-9]*") and (path / "start.sh").is_file()
+
+
+def clear(path: Path, owned: Collection[str]) -> None:
+    """Delete what a run wrote; anything else that lies in the folder stays."""
+    jobs = [entry for entry in path.iterdir() if is_job_folder(entry)]
+    for entry in [*jobs, *(path / name for name in owned)]:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
+    """Refuse a folder whose experiment differs, naming the differing settings."""
+    saved = OmegaConf.to_container(OmegaConf.load(path / RUN_CONFIG))
+    assert isinstance(saved, dict)
+    differing = differing_keys({str(key): value for key, value in saved.items()}, container)
+    if differing:
+        shown = ", ".join(f"`{key}` was {old!r} and is {new!r}" for key, old, new in differing[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ConfigError(
+            f"`output_dir` is {str(path)!r}: it holds another experiment ({shown}{more}); use the same settings to "
+            "resume it, another folder, or force_restart=true to delete it and start over"
+        )
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Settings present in both that differ and make it another experiment."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    absent = "absent"
+    keys = sorted(key for key in before.keys() | after.keys() if defines_experiment(key))
+    pairs = [(key, before.get(key, absent), after.get(key, absent)) for key in keys]
+    return [(key, was, now) for key, was, now in pairs if was != now]
+
+
+def defines_experiment(key: str) -> bool:
+    return key in BOUND_TO_STREAMS or not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
+    """Publish configuration, world map and one folder per role."""
+    (path / RUN_CONFIG).parent.mkdir(mode=0o700, exist_ok=True)
+    write_text(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))))
+    world.save(path)
+    os.chmod(path / WORLD_FILE, 0o600)
+    for command in commands:
+        folder = path / command.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        write_text(folder / "start.sh", start_script(command, Path.cwd()), mode=0o700)
+
+
+def write_text(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write whole and at once; the file is never readable half-written or by others."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as stream:
+        stream.write(text)
+    os.chmod(temporary, mode)
+    os.replace(temporary, path)
+
+
+def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
+    """The line that best says why a role ended: its own last error event, else the last line of the log."""
+    with contextlib.suppress(OSError):
+        with open(log_path, "rb") as stream:
+            stream.seek(max(0, log_path.stat().st_size - tail_bytes))
+            lines = [line.rstrip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+        for marker in ("role failed:", " ERROR ", "Error: ", "error: "):
+            for line in reversed(lines):
+                if marker in line:
+                    return line.partition("role failed: ")[2] or line
+        if lines:
+            return lines[-1]
+    return "its log is empty"

@@ -1,0 +1,322 @@
+"""Keeps this node's roles running until the run is done, asked to stop, or beyond its restarts.
+
+Consumes: exits (pidfd, no polling), status files (every `WATCH_INTERVAL_S`), remote news through `node_done`, a stop
+request. Produces: restarts within the budget, hang reports in `hangs/`, one `Ending`. Ends: always with every process
+of this node ended, whatever happened.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.launcher import guardian
+from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.health import Verdict, judge, wait_chain
+from pipelinerl.launcher.processes import (
+    RunMark,
+    describe_exit,
+    start_role,
+    stop_roles,
+    wait_for_exit,
+)
+from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.observability.role import EXIT_REFUSED
+from pipelinerl.observability.status import STATUS_DIR, read_statuses
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+LEFTOVER_GRACE_S = 1.0
+STACKS_GRACE_S = 0.5
+MAX_BACKOFF_S = 30.0
+ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
+"""Kinds whose exit 0 means done; everybody else serves until told to stop."""
+STORES = ("redis",)
+"""Kinds that everybody else needs until the very end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a role ended without leave."""
+
+    job: str
+    reason: str
+    log_path: Path
+    error_line: str
+
+    def __str__(self) -> str:
+        return f"{self.job} failed: {self.reason}\n  log: {self.log_path}\n  last error: {self.error_line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the run ended here."""
+
+    kind: Literal["done", "stopped", "failed"]
+    reason: str = ""
+    failure: Failure | None = None
+    restarts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Role:
+    """A role of this node and its current process."""
+
+    command: RoleCommand
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    restarts: int = 0
+    verdict: str | None = None
+    """Why the supervisor itself killed the current process."""
+    ended: bool = False
+    """Exit 0 of a role that ends by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """What a role's exit means."""
+
+    action: Literal["done", "restart", "fail"]
+    reason: str = ""
+
+
+def judge_exit(
+    kind: str, code: int, verdict: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
+) -> Exit:
+    """Decide what follows from an exit that nobody asked for."""
+    if code == 0 and verdict is None and kind == "actor" and training_done:
+        return Exit(action="done")
+    if code == 0 and verdict is None and kind in ENDS_BY_ITSELF and (training_done or kind == "preprocessor"):
+        return Exit(action="done")
+    reason = verdict or describe_exit(code)
+    if code == 0 and verdict is None:
+        reason = "it ended although the run goes on"
+    if kind in ("finetune", "preprocessor") and training_done:
+        return Exit(action="done", reason=reason)
+    if code == EXIT_REFUSED:
+        return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")
+    if restarts_used >= limits.max_restarts:
+        return Exit(action="fail", reason=f"{reason}, and launcher.max_restarts={limits.max_restarts} is used up")
+    return Exit(action="restart", reason=reason)
+
+
+def backoff_s(restarts: int, base_s: float) -> float:
+    """Doubles with every restart of the same role: base, 2·base, … ≤ `MAX_BACKOFF_S`."""
+    return min(base_s * 2**restarts, max(base_s, MAX_BACKOFF_S))
+
+
+class Supervisor:
+    """Runs the given commands. `actors` are the jobs of the whole world whose end completes the run."""
+
+    def __init__(
+        self,
+        commands: Sequence[RoleCommand],
+        *,
+        run_dir: Path,
+        environment: Mapping[str, str],
+        mark: RunMark,
+        limits: LauncherSection,
+        actors: Sequence[str],
+        training_done: Callable[[], bool],
+        say: Callable[[str], None],
+        report: Callable[[], None],
+    ):
+        self._roles = {command.name: Role(command) for command in commands}
+        self._run_dir = run_dir
+        self._environment = environment
+        self._mark = mark
+        self._limits = limits
+        self._pending_actors = set(actors)
+        self._training_done = training_done
+        self._say = say
+        self._report = report
+        self._first_failure: Failure | None = None
+        self._ending: asyncio.Future[Ending] | None = None
+        self._watching_since = time.time()
+
+    async def run(self) -> Ending:
+        """Start everything, keep it running, end everything."""
+        self._ending = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(self._keep(role)) for role in self._roles.values()]
+        tasks.append(asyncio.create_task(self._watch()))
+        orderly = False
+        try:
+            for task in tasks:
+                task.add_done_callback(self._task_ended)
+            ending = await self._ending
+            orderly = ending.kind == "done"
+            return ending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._stop_all(orderly=orderly)  # blocking on purpose: nothing else is left to do
+
+    def request_stop(self, reason: str) -> None:
+        """End the run as asked from outside."""
+        self._end(Ending(kind="stopped", reason=reason, restarts=self.restarts))
+
+    def fail(self, reason: str) -> None:
+        """End the run for a reason that is no role's (a node that disappeared)."""
+        self._end(Ending(kind="failed", reason=reason, failure=self._first_failure, restarts=self.restarts))
+
+    def actor_done(self, name: str) -> None:
+        """An actor of any node made its last evaluation; the last one completes the run."""
+        self._pending_actors.discard(name)
+        if not self._pending_actors:
+            self._end(Ending(kind="done", restarts=self.restarts))
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {name: role.restarts for name, role in self._roles.items() if role.restarts}
+
+    async def _keep(self, role: Role) -> None:
+        """Consumes exits of one role; ends when the role is done."""
+        while True:
+            self._start(role)
+            assert role.process is not None
+            code = await wait_for_exit(role.process)
+            await asyncio.to_thread(guardian.sweep, self._mark.role(role.command.name), LEFTOVER_GRACE_S)
+            decision = judge_exit(
+                role.command.kind,
+                code,
+                role.verdict,
+                training_done=self._training_done(),
+                restarts_used=sum(self.restarts.values()),
+                limits=self._limits,
+            )
+            if decision.action == "done":
+                self._done(role, decision.reason)
+                return
+            failure = self._failure(role, decision.reason)
+            if decision.action == "fail":
+                first = self._first_failure if code != EXIT_REFUSED else None
+                self._end(Ending(kind="failed", failure=first or failure, restarts=self.restarts))
+                return
+            await self._back_off(role, failure)
+
+    async def _back_off(self, role: Role, failure: Failure) -> None:
+        self._first_failure = self._first_failure or failure
+        delay = backoff_s(role.restarts, self._limits.restart_backoff_s)
+        role.restarts += 1
+        used = f"{sum(self.restarts.values())}/{self._limits.max_restarts}"
+        self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; restart {used} in {delay:g} s")
+        await asyncio.sleep(delay)
+
+    def _start(self, role: Role) -> None:
+        name = role.command.name
+        folder = self._run_dir / name
+        for path in (self._run_dir / STATUS_DIR).glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+        role.verdict = None
+        role.started = time.time()
+        role.process = start_role(role.command, folder, self._mark, self._environment)
+        log.info("started job=%s pid=%d restarts=%d", name, role.process.pid, role.restarts)
+
+    def _done(self, role: Role, remark: str) -> None:
+        role.ended = True
+        log.info("ended job=%s", role.command.name)
+        if remark:
+            self._say(f"{role.command.name}: {remark} after training was done; its work is complete")
+        if role.command.kind == "actor":
+            self.actor_done(role.command.name)
+
+    def _failure(self, role: Role, reason: str) -> Failure:
+        path = self._run_dir / role.command.name / "log.txt"
+        return Failure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
+
+    async def _watch(self) -> None:
+        """Consumes status files; kills what counts as failed, after writing down what it was doing."""
+        while True:
+            before = time.time()
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now = time.time()
+            if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself: silence proves nothing
+                self._watching_since = now
+            started = {name: role.started for name, role in self._roles.items() if self._is_running(role)}
+            statuses = await asyncio.to_thread(read_statuses, self._run_dir)
+            for verdict in judge(statuses, started, self._limits, now, self._watching_since):
+                await self._kill(verdict)
+
+    def _is_running(self, role: Role) -> bool:
+        return role.process is not None and role.process.poll() is None and role.verdict is None
+
+    async def _kill(self, verdict: Verdict) -> None:
+        role = self._roles[verdict.job]
+        role.verdict = verdict.reason
+        pids = guardian.marked_processes(self._mark.role(verdict.job))
+        await asyncio.to_thread(write_hang_report, self._run_dir, verdict, list(self._roles), self._stack_pids())
+        log.warning("killing job=%s pids=%s reason=%s", verdict.job, pids, verdict.reason)
+        await asyncio.to_thread(guardian.sweep, self._mark.role(verdict.job), 0)
+
+    def _stack_pids(self) -> list[int]:
+        """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
+        ours = set(guardian.marked_processes(self._mark.run))
+        return [status.pid for status in read_statuses(self._run_dir).values() if status.pid in ours]
+
+    def _end(self, ending: Ending) -> None:
+        if self._ending is not None and not self._ending.done():
+            self._ending.set_result(ending)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """An error of the supervisor itself ends the run instead of leaving a role unwatched."""
+        if not task.cancelled() and (error := task.exception()) and self._ending and not self._ending.done():
+            self._ending.set_exception(error)
+
+    def _stop_all(self, *, orderly: bool) -> None:
+        """SIGTERM wave by wave, the report while the streams still stand, then the sweep."""
+        waves = stop_waves({role.command.kind for role in self._roles.values()}, orderly=orderly)
+        late: list[str] = []
+        for index, kinds in enumerate(waves):
+            if orderly and index == len(waves) - 1:
+                self._report()
+            running = {n: r.process for n, r in self._roles.items() if r.process and r.command.kind in kinds}
+            late += stop_roles(running, self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else 0.2))
+        if late:
+            log.warning("killed after launcher.stop_timeout_s: %s", ", ".join(late))
+        guardian.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S)
+        for role in self._roles.values():
+            if role.process:
+                role.process.wait()
+
+
+def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:
+    """Kinds that are stopped together: orderly, who works goes before who serves; the stores always go last."""
+    working, stores = kinds & set(ENDS_BY_ITSELF), kinds & set(STORES)
+    serving = kinds - working - stores
+    return [working, serving, stores] if orderly else [working | serving, stores]
+
+
+def write_hang_report(run_dir: Path, verdict: Verdict, jobs: Sequence[str], pids: Sequence[int]) -> Path:
+    """Every role's status, the wait chain and all stacks, before anything is killed."""
+    guardian.send(list(pids), signal.SIGUSR1)
+    time.sleep(STACKS_GRACE_S)
+    folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{verdict.job}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    statuses = read_statuses(run_dir)
+    chains = {name: wait_chain(name, statuses) for name in statuses}
+    document = {
+        "job": verdict.job,
+        "reason": verdict.reason,
+        "wait_chains": chains,
+        "statuses": {
+            name: vars(status) | {"waits": [vars(w) for w in status.waits]} for name, status in statuses.items()
+        },
+    }
+    with open(os.open(folder / "status.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+        json.dump(document, stream, indent=2, default=str)
+    for job in jobs:
+        for stacks in (run_dir / job).glob("stacks*.txt"):
+            if stacks.stat().st_size:
+                shutil.copyfile(stacks, folder / f"{job}.{stacks.name}")
+    return folder

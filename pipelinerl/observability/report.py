@@ -1,0 +1,198 @@
+"""What a run amounts to, from its own records: pure functions over the topics, and `summarise`, which reads them.
+
+Every figure names its source; one that nobody reported is None, never 0.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.records.messages import (
+    EvaluationDone,
+    EvaluationMessage,
+    SamplesProcessed,
+    TrainerMessage,
+    WeightUpdateSuccess,
+)
+from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
+from pipelinerl.records.topics import ACTOR, EVALUATION, TRAINER
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(kw_only=True)
+class RolloutTotals:
+    """Running totals over the actors' groups; merge-able record by record, so a long topic is never held in memory."""
+
+    rollouts: int = 0
+    tokens: int = 0
+    versions_in_one_rollout_max: int = 0
+
+    def add(self, group: RolloutGroup) -> None:
+        for rollout in group.rollouts:
+            versions: set[int] = set()
+            for sequence in rollout.sequences:
+                self.tokens += len(sequence.logprobs)
+                versions.update(sequence.spans[:, 2].tolist())
+            self.rollouts += 1
+            self.versions_in_one_rollout_max = max(self.versions_in_one_rollout_max, len(versions))
+
+
+@dataclass(kw_only=True)
+class RunRecords:
+    """What the topics of a run say."""
+
+    trainer: list[TrainerMessage] = field(default_factory=list)
+    evaluations: list[EvaluationDone] = field(default_factory=list)
+    rollouts: RolloutTotals = field(default_factory=RolloutTotals)
+
+
+def read_records(run_dir: Path, *, replicas: int = 1) -> RunRecords:
+    """Read the topics of a run from their beginning; the streams backend must be set."""
+    from pipelinerl.streams import SingleStreamSpec, open_reader
+
+    records = RunRecords()
+    with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None) as reader:
+        records.trainer = [message for _, message in reader.read_all()]
+    for replica in range(replicas):
+        with open_reader(SingleStreamSpec(run_dir, EVALUATION, replica), EvaluationMessage, name=None) as reader:
+            records.evaluations += [m for _, m in reader.read_all() if isinstance(m, EvaluationDone)]
+        with open_reader(SingleStreamSpec(run_dir, ACTOR, replica), ActorRecord, name=None) as reader:
+            while batch := reader.poll(0):
+                for _, record in batch:
+                    if isinstance(record, RolloutGroup):
+                        records.rollouts.add(record)
+    return records
+
+
+def summarise(
+    records: RunRecords, actor_points: Sequence[dict[str, Any]], *, wall_s: float, seed: int
+) -> dict[str, Any]:
+    """The figures of `summary.json`."""
+    steps = last_per_step(records.trainer)
+    evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
+    updates = {m.version: m for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.version > 0}
+    pauses = [pause for update in updates.values() for pause in update.pause_ms]
+    training_s = training_seconds(records.trainer)
+    trained = sum(step.metrics.get("tokens", 0.0) for step in steps)
+    return {
+        "success_before": evaluations[0].success if evaluations else None,
+        "success_after": evaluations[-1].success if evaluations else None,
+        "reward_before": evaluations[0].reward if evaluations else None,
+        "reward_after": evaluations[-1].reward if evaluations else None,
+        "optimizer_steps": steps[-1].step if steps else 0,
+        "weight_updates": len(updates),
+        "rollouts": records.rollouts.rollouts,
+        "rollouts_trained": steps[-1].samples_processed if steps else 0,
+        "rollouts_per_s": rate(records.rollouts.rollouts, training_s),
+        "aborted_requests": latest(actor_points, "aborted_requests"),
+        "pause_ms": {
+            "median": statistics.median(pauses) if pauses else None,
+            "mean": statistics.fmean(pauses) if pauses else None,
+            "max": max(pauses, default=None),
+        },
+        "lag_steps": {
+            "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
+            "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
+        },
+        "versions_in_one_rollout_max": records.rollouts.versions_in_one_rollout_max,
+        "tokens_generated_per_s": rate(records.rollouts.tokens, training_s),
+        "tokens_trained_per_s": rate(trained, training_s),
+        "training_s": training_s,
+        "wall_s": wall_s,
+        "seed": seed,
+    }
+
+
+def last_per_step(messages: Iterable[TrainerMessage]) -> list[SamplesProcessed]:
+    """The newest report of every optimizer step, in order: a resumed trainer repeats steps."""
+    return sorted({m.step: m for m in messages if isinstance(m, SamplesProcessed)}.values(), key=lambda m: m.step)
+
+
+def training_seconds(messages: Sequence[TrainerMessage]) -> float | None:
+    """From the first weights that servers held to the last optimizer step."""
+    starts = [m.timestamp for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
+    ends = [m.timestamp for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
+    if not starts or not ends or max(ends) <= min(starts):
+        return None
+    return max(ends) - min(starts)
+
+
+def rate(amount: float, seconds: float | None) -> float | None:
+    return amount / seconds if seconds else None
+
+
+def latest(points: Sequence[dict[str, Any]], name: str) -> Any:
+    """The newest value of a running total, None when nobody reports it."""
+    return next((point[name] for point in reversed(points) if point.get(name) is not None), None)
+
+
+def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
+    known = [(value, weight) for value, weight in pairs if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
+
+
+def write_report(run_dir: Path, *, replicas: int, wall_s: float, seed: int) -> dict[str, Any]:
+    """Write `summary.json` and `learning_curve.png`; returns the summary."""
+    records = read_records(run_dir, replicas=replicas)
+    previous = read_summary(run_dir)
+    total_s = wall_s + float((previous or {}).get("wall_s") or 0.0)
+    summary = summarise(records, read_metrics(run_dir, "actor"), wall_s=total_s, seed=seed)
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    draw_learning_curve(run_dir / "learning_curve.png", records)
+    return summary
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((run_dir / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
+    """The summary for people."""
+    pause, lag = summary["pause_ms"], summary["lag_steps"]
+    before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
+    return [
+        f"success          {before} → {after} on the test problems",
+        f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
+        f"rollouts         {summary['rollouts']}, {number(summary['rollouts_per_s'], 0)} per second while training",
+        f"pause            mean {number(pause['mean'], 0)} ms, max {number(pause['max'], 0)} ms per weight update",
+        f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
+        f"up to {summary['versions_in_one_rollout_max']} weight versions in one rollout",
+        f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
+        f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
+        f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
+        f"look at          {run_dir}: learning_curve.png, summary.json, metrics/, checkpoints/, <role>/log.txt",
+    ]
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def draw_learning_curve(path: Path, records: RunRecords) -> None:
+    """Training reward per optimizer step and success on the test problems per weight version."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [step for step in last_per_step(records.trainer) if "reward" in step.metrics]
+    evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
+    figure, reward_axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    reward_axis.plot([s.step for s in steps], [s.metrics["reward"] for s in steps], color="tab:blue", linewidth=1)
+    reward_axis.set(xlabel="optimizer step", ylabel="mean training reward")
+    reward_axis.yaxis.label.set_color("tab:blue")
+    success_axis = reward_axis.twinx()
+    success_axis.plot([e.version for e in evaluations], [e.success for e in evaluations], "o-", color="tab:orange")
+    success_axis.set(ylabel="success on the test problems", ylim=(0, 1))
+    success_axis.yaxis.label.set_color("tab:orange")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
