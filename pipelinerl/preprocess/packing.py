@@ -14,7 +14,8 @@ import numpy as np
 
 Plan = list[list[list[int]]]
 
-LEVEL_TOLERANCE = 1e-3
+LEVEL_TOLERANCE = 5e-3
+"""Largest difference between two slots, relative to the mean, that is left as it is."""
 MAX_EXCHANGES_PER_SLOT = 16
 
 
@@ -29,9 +30,10 @@ def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
     assert all(0 < length <= capacity for length in lengths), "sequences must fit a micro-batch"
     rounds = max(1, -(-sum(lengths) // (capacity * num_ranks)))
     while True:
-        slots = _level(_longest_first(lengths, rounds * num_ranks), lengths)
-        if max(_load(slot, lengths) for slot in slots) <= capacity:
-            return _to_ranks(slots, [_load(slot, lengths) for slot in slots], num_ranks)
+        slots = _level(_longest_first(lengths, rounds * num_ranks), lengths, capacity)
+        loads = [_load(slot, lengths) for slot in slots]
+        if max(loads) <= capacity:
+            return _to_ranks(slots, loads, num_ranks)
         rounds += 1
 
 
@@ -59,13 +61,13 @@ def _longest_first(lengths: Sequence[int], num_slots: int) -> list[list[int]]:
     return slots
 
 
-def _level(slots: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+def _level(slots: list[list[int]], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Moves or exchanges sequences between the fullest and an emptier slot until they are level or nothing helps."""
     slots = [list(slot) for slot in slots]
     loads = np.array([_load(slot, lengths) for slot in slots], dtype=np.int64)
     for _ in range(MAX_EXCHANGES_PER_SLOT * len(slots)):
         fullest = int(loads.argmax())
-        if loads[fullest] - loads.min() <= LEVEL_TOLERANCE * loads.mean():
+        if loads[fullest] <= capacity and loads[fullest] - loads.min() <= LEVEL_TOLERANCE * loads.mean():
             break
         for emptier in np.argsort(loads, kind="stable"):
             moved = _exchange(slots[fullest], slots[emptier], int(loads[fullest] - loads[emptier]), lengths)
