@@ -9,6 +9,7 @@ by rendering with and without the rest; if the template rewrote anything before 
 afresh and starts another training sequence.
 """
 
+import contextlib
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -139,10 +140,8 @@ def _plain_tool_call(call: dict) -> dict:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # what the model wrote may not be JSON: the template gets it as it is
             function["arguments"] = json.loads(arguments)
-        except ValueError:
-            pass  # what the model wrote is not JSON: the template gets it as it is
     return {**call, "function": function}
 
 
@@ -209,9 +208,7 @@ def _is_answer(message: dict, turn: Turn) -> bool:
     plain = plain_message(message)
     content, calls = plain["content"], plain.get("tool_calls", [])
     if not calls:
-        return (
-            content.removesuffix(turn.end_text) == turn.sampled_text if turn.end_text else content == turn.sampled_text
-        )
+        return content.removesuffix(turn.end_text) == turn.sampled_text
     named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
     return named == _tool_calls(turn.sampled_text) and content.strip() == (turn.output.content or "").strip()
 

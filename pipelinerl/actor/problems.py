@@ -118,11 +118,8 @@ class ProblemSource:
         for epoch in sorted(progress, key=lambda item: item.epoch):
             self._begin_epoch(epoch.epoch, epoch.removed)
             settled = set(epoch.settled)
-            places = list(self._queue)
-            done = [place for place in places if place.epoch == epoch.epoch and place.position in settled]
-            self._queue = deque(
-                place for place in places if place.epoch != epoch.epoch or place.position not in settled
-            )
+            done = {place for place in self._queue if place.epoch == epoch.epoch and place.position in settled}
+            self._queue = deque(place for place in self._queue if place not in done)
             for place in done:
                 self.settle(place)
         self._next_epoch = next_epoch

@@ -9,6 +9,7 @@ same time travel as one request with ``n`` completions.
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Server:
     name: str
     url: str
     load: int = 0
-    """Completions under way."""
+    """Rollouts of the groups that use it."""
     cool_until: float = 0.0
     in_service: bool = True
     requests: set[asyncio.Task] = field(default_factory=set)
@@ -87,7 +88,7 @@ class ServerPool:
             self._changed.clear()
             await self._changed.wait()
         now = time.monotonic()
-        return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load))
+        return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load, random.random()))
 
 
 @dataclass(eq=False)
@@ -106,10 +107,21 @@ class GroupTransport:
         self._pool = pool
         self._session = session
         self._settings = settings
+        self._attempts = attempts
         self._join_limit = min(attempts, settings.max_completions_per_request)
         self._buckets: dict[tuple[bytes, bytes], _Bucket] = {}
         self._sending: set[asyncio.Task] = set()
         self.server: Server | None = None
+
+    async def settle(self) -> Server:
+        """The group's server; a new one when there is none or it left service."""
+        if self.server is None or not self.server.in_service:
+            self._leave()
+            server = await self._pool.choose()
+            if self.server is None:  # nobody else of the group chose in the meantime
+                self.server = server
+                server.load += self._attempts
+        return self.server
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         """One completion; see ``async_llm.Transport``."""
@@ -132,6 +144,12 @@ class GroupTransport:
                 bucket.timer.cancel()
         for task in self._sending:
             task.cancel()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.server is not None:
+            self.server.load -= self._attempts
+            self.server = None
 
     def _send(self, key: tuple[bytes, bytes]) -> None:
         bucket = self._buckets.pop(key, None)
@@ -159,9 +177,7 @@ class GroupTransport:
         """Repeats until an answer, a refusal, or the end of the retries. Waiting for a server costs no retry."""
         repetition = 0
         while True:
-            if self.server is None or not self.server.in_service:
-                self.server = await self._pool.choose()
-            server = self.server
+            server = await self.settle()
             try:
                 return await self._post(server, request, n)
             except TransportError as error:
@@ -172,14 +188,14 @@ class GroupTransport:
                     log.warning("request repeated server=%s repetition=%d error=%s", server.name, repetition + 1, error)
                     await asyncio.sleep(backoff_s(repetition, FIRST_BACKOFF_S))
                     repetition += 1
-                self.server = None
+                if self.server is server:
+                    self._leave()
 
     async def _post(self, server: Server, request: GenerateRequest, n: int) -> list[CallTokens]:
         task = asyncio.get_running_loop().create_task(
             post_generate(self._session, server.url, request, n=n, token=self._settings.api_token)
         )
         server.requests.add(task)
-        server.load += n
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 return await task
@@ -194,7 +210,6 @@ class GroupTransport:
         finally:
             task.cancel()
             server.requests.discard(task)
-            server.load -= n
 
 
 class Scheduler:
@@ -219,7 +234,7 @@ class Scheduler:
         """Every attempt at the problem, side by side; ends when all have ended."""
         transport = GroupTransport(self.pool, self._session, self._settings, len(start.attempts))
         try:
-            transport.server = await self.pool.choose()
+            await transport.settle()
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._run_attempt(start, attempt, transport)) for attempt in start.attempts]
         finally:
@@ -254,8 +269,7 @@ class Scheduler:
     def _llm(self, evaluation: bool, transport: GroupTransport) -> TrainableLLM:
         template = self._eval_llm if evaluation else self._train_llm
         llm = template.model_copy()
-        assert transport.server is not None
-        llm.base_url = transport.server.url
+        llm.base_url = transport.server.url if transport.server else ""
         llm.parameters = dict(template.parameters)
         llm._transport = transport
         llm._turns = []

@@ -1,0 +1,315 @@
+"""The actor role as a whole: worker processes, topics on disk, a fake server that answers as vLLM does."""
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipelinerl.actor.role import run
+from pipelinerl.config.load import compose, load_run
+from pipelinerl.errors import DomainError
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.records import (
+    ActorRecord,
+    EvaluationDone,
+    EvaluationStarted,
+    GroupDropped,
+    PreprocessorProgress,
+    RolloutGroup,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+    topics,
+)
+from pipelinerl.records.messages import EvaluationMessage
+from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
+from pipelinerl.testing import FakeServer, byte_tokenizer, save_tokenizer
+from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.cluster import Node
+
+TOKENIZER = byte_tokenizer()
+BATCH = 8
+ATTEMPTS = 4
+
+
+def answer_largest(prompt_ids: list[int], params: dict[str, Any], index: int) -> list[int]:
+    """Right for the first completion of a request, wrong for the others."""
+    numbers = [int(number) for number in re.findall(r"\d+", TOKENIZER.decode(prompt_ids))]
+    text = f"<answer>{max(numbers) if index == 0 else min(numbers)}</answer>"
+    return [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+
+
+class QuietStatus:
+    """A status that is not published: the real one registers a signal handler, which only a main thread may."""
+
+    def progress(self, **fields: Any) -> None:
+        pass
+
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+@dataclass
+class Run:
+    """A run folder with an actor in it; the test plays trainer and preprocessor."""
+
+    run_dir: Path
+    servers: list[FakeServer]
+    stop: threading.Event = field(default_factory=threading.Event)
+    task: asyncio.Task | None = None
+
+    def start(self) -> None:
+        cfg = load_run(self.run_dir)
+        backend_from_config(cfg, self.run_dir)
+        self.trainer = open_writer(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage)
+        self.preprocessor = open_writer(SingleStreamSpec(self.run_dir, topics.PREPROCESSOR), PreprocessorProgress)
+        self.actor = open_reader(SingleStreamSpec(self.run_dir, topics.ACTOR), ActorRecord, name="test")
+        self.news = open_reader(SingleStreamSpec(self.run_dir, topics.EVALUATION), EvaluationMessage, name="test")
+        self.records: list[RolloutGroup | GroupDropped] = []
+        self.evaluations: list[EvaluationStarted | EvaluationDone] = []
+        self.begin()
+
+    def begin(self) -> None:
+        world = WorldMap.load(self.run_dir)
+        context = RoleContext(
+            run_dir=self.run_dir,
+            job=world.job("actor_0"),
+            cfg=load_run(self.run_dir),
+            world=world,
+            status=QuietStatus(),  # type: ignore[arg-type]
+            stop=self.stop,
+        )
+        self.task = asyncio.create_task(asyncio.to_thread(run, context))
+
+    def update(self, version: int, *servers: int) -> None:
+        names = tuple(f"actor_llm_{i}" for i in (servers or range(len(self.servers))))
+        for server in self.servers:
+            server.version = version
+        self.trainer.write(WeightUpdateSuccess(version=version, servers=names))
+
+    def dropped(self, samples: int) -> None:
+        self.preprocessor.write(
+            PreprocessorProgress(samples_packed=0, samples_dropped=samples, dropped_by_reason={}, step=0)
+        )
+
+    def read(self) -> None:
+        self.records += [record for _, record in self.actor.read_all()]
+        self.evaluations += [record for _, record in self.news.read_all()]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.read()
+            if condition():
+                return
+            assert self.task is not None
+            if self.task.done():
+                self.task.result()
+                raise AssertionError("the actor ended early")
+            assert time.monotonic() < deadline, (self.records, self.evaluations)
+            await asyncio.sleep(0.02)
+
+    async def ended(self, timeout_s: float = 30.0) -> None:
+        assert self.task is not None
+        await asyncio.wait_for(self.task, timeout_s)
+        self.read()
+
+    async def close(self) -> None:
+        self.stop.set()
+        if self.task is not None and not self.task.done():
+            await asyncio.wait([self.task], timeout=20)
+        for stream in (self.trainer, self.preprocessor, self.actor, self.news):
+            stream.close()
+
+
+@pytest.fixture
+async def make_run(tmp_path: Path) -> AsyncIterator[Callable]:
+    runs: list[Run] = []
+
+    async def make(*overrides: str, servers: int = 1, answer: Callable = answer_largest) -> Run:
+        fakes = [FakeServer(answer) for _ in range(servers)]
+        for fake in fakes:
+            await fake.start()
+        save_tokenizer(tmp_path / "model", TOKENIZER)
+        write_config(tmp_path, overrides)
+        jobs = [
+            Job(name=f"actor_llm_{i}", kind="actor_llm", replica_idx=i, url=fake.url) for i, fake in enumerate(fakes)
+        ]
+        world = WorldMap(
+            accelerator="cpu",
+            nodes=(Node(rank=0, hostname="127.0.0.1", devices=1, cores=(0,)),),
+            jobs=(Job(name="actor_0", kind="actor"), *jobs, Job(name="finetune_0", kind="finetune")),
+            master_port=1,
+            weight_port=2,
+            weight_ports=1,
+        )
+        world.save(tmp_path)
+        result = Run(tmp_path, fakes)
+        runs.append(result)
+        return result
+
+    yield make
+    for started in runs:
+        if started.task is not None:
+            await started.close()
+        for fake in started.servers:
+            await fake.stop()
+
+
+def write_config(run_dir: Path, overrides: tuple[str, ...]) -> None:
+    base = [
+        f"output_dir={run_dir}",
+        f"model_path={run_dir / 'model'}",
+        "dataset_loader=pipelinerl.domains.largest.load_problems",
+        "++dataset_loader_params.max_number=12",
+        "++dataset_loader_params.num_test_problems=6",
+        "actor.rollout_policy=pipelinerl.domains.largest.generate_rollout",
+        f"attempts={ATTEMPTS}",
+        f"finetune.gradient_accumulation_passes={BATCH}",
+        "actor.llm_max_rollouts=16",
+        "wandb.mode=disabled",
+        "eval_every_n_versions=0",
+        "eval.at_start=false",
+        "eval.at_end=false",
+        "max_lag_steps=1",
+        "finetune.max_train_steps=10",
+        "llm.parameters.max_tokens=64",
+        "test_llm.parameters.max_tokens=64",
+    ]
+    cfg = compose("base", [*base, *overrides])
+    container = OmegaConf.to_container(cfg, resolve=True)
+    container.pop("hydra", None)
+    (run_dir / "conf").mkdir(exist_ok=True)
+    OmegaConf.save(OmegaConf.create(container), run_dir / "conf" / "config.yaml")
+
+
+async def test_groups_are_published_whole_and_paced_by_the_version(make_run: Callable) -> None:
+    run = await make_run()
+    run.start()
+    run.update(0)
+    # max_lag_steps 1 at version 0: (0 + 1 + 1) × 8 samples = 4 groups of 4.
+    await run.until(lambda: len(run.records) == 4)
+    run.update(1)
+    await run.until(lambda: len(run.records) == 6)
+    group = run.records[0]
+    assert isinstance(group, RolloutGroup)
+    assert [rollout.attempt for rollout in group.rollouts] == [0, 1, 2, 3]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0, 0.0]
+    sequence = group.rollouts[0].sequences[0]
+    (start, end, version) = sequence.spans[0]
+    assert (version, end) == (0, len(sequence.token_ids))
+    assert TOKENIZER.decode(sequence.token_ids[start:end]).endswith("</answer><|im_end|>")
+    assert all(request["sampling_params"]["n"] == ATTEMPTS for request in run.servers[0].requests)
+    assert len({record.group_id for record in run.records}) == 6
+    run.dropped(8)
+    await run.until(lambda: len(run.records) == 8)
+    run.trainer.write(TrainingDone(step=1))
+    await run.ended()
+
+
+async def test_evaluation_holds_one_version_before_training_and_at_the_end(make_run: Callable) -> None:
+    run = await make_run("eval.at_start=true", "eval.at_end=true", "eval.attempts=2")
+    run.start()
+    run.update(0)
+    await run.until(lambda: len(run.evaluations) == 2)
+    started, done = run.evaluations
+    assert isinstance(started, EvaluationStarted) and isinstance(done, EvaluationDone)
+    assert (started.version, done.version, done.num_rollouts) == (0, 0, 12)
+    assert done.success == 0.5 and done.metrics["test/success"] == 0.5 and done.metrics["complete"] == 1.0
+    run.update(3)
+    run.trainer.write(TrainingDone(step=3))
+    await run.ended()
+    assert [type(record).__name__ for record in run.evaluations[2:]] == ["EvaluationStarted", "EvaluationDone"]
+    assert run.evaluations[-1].version == 3
+
+
+async def test_evaluation_overtaken_by_weights_begins_again_on_the_new_version(make_run: Callable) -> None:
+    run = await make_run("eval.at_start=true")
+    run.servers[0].hold.clear()
+    run.start()
+    run.update(0)
+    await run.until(lambda: len(run.evaluations) == 1)
+    run.update(1)
+    await run.until(lambda: len(run.evaluations) == 2)
+    run.servers[0].hold.set()
+    await run.until(lambda: len(run.evaluations) == 3)
+    assert [record.version for record in run.evaluations] == [0, 1, 1]
+    assert isinstance(run.evaluations[-1], EvaluationDone) and run.evaluations[-1].num_rollouts == 6
+
+
+async def test_dead_server_costs_no_rollout(make_run: Callable) -> None:
+    run = await make_run(servers=2)
+    for server in run.servers:
+        server.delay_s = 0.2
+    run.start()
+    run.update(0)
+    await run.until(lambda: all(server.requests for server in run.servers))
+    await run.servers[1].stop()
+    await run.until(lambda: len(run.records) == 4)
+    assert all(isinstance(record, RolloutGroup) and len(record.rollouts) == ATTEMPTS for record in run.records)
+
+
+async def test_server_out_of_service_gives_its_requests_back_at_once(make_run: Callable) -> None:
+    run = await make_run(servers=2)
+    run.servers[1].hold.clear()
+    run.start()
+    run.update(0)
+    await run.until(lambda: bool(run.servers[1].requests))
+    run.update(0, 0)
+    await run.until(lambda: len(run.records) == 4)
+    assert all(isinstance(record, RolloutGroup) for record in run.records)
+
+
+@pytest.fixture
+def domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    def write(body: str) -> str:
+        (tmp_path / "user_domain.py").write_text(
+            "import os\nfrom pipelinerl.async_llm import llm_async_generate, make_training_text\n"
+            "from pipelinerl.llm import Prompt\nfrom pipelinerl.rollouts import BaseMetrics, RolloutResult\n"
+            "async def generate_rollout(cfg, llm, problem, session):\n" + body
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        return "actor.rollout_policy=user_domain.generate_rollout"
+
+    return write
+
+
+async def test_domain_that_always_raises_ends_the_role_with_its_name(make_run: Callable, domain: Callable) -> None:
+    run = await make_run(domain("    raise KeyError('numbers')\n"), "actor.max_domain_errors=10")
+    run.start()
+    run.update(0)
+    with pytest.raises(DomainError, match=r"user_domain.generate_rollout raised KeyError: 'numbers'.*problem: \{"):
+        await run.ended(20)
+
+
+async def test_domain_that_returns_something_else_is_a_domain_error(make_run: Callable, domain: Callable) -> None:
+    run = await make_run(domain("    return {'reward': 1}\n"), "actor.max_domain_errors=10")
+    run.start()
+    run.update(0)
+    with pytest.raises(DomainError, match="returned dict: it must return a pipelinerl.rollouts.RolloutResult"):
+        await run.ended(20)
+
+
+async def test_problem_that_kills_the_worker_is_dropped_as_poisonous(make_run: Callable, domain: Callable) -> None:
+    run = await make_run(
+        domain(
+            "    from pipelinerl.domains.largest import generate_rollout as good\n"
+            "    if problem['answer'] == 12: os._exit(7)\n"
+            "    return await good(cfg, llm, problem, session)\n"
+        ),
+        "actor.max_group_reissues=1",
+        "max_lag_steps=0",
+    )
+    run.start()
+    run.update(0)
+    await run.until(lambda: sum(isinstance(record, RolloutGroup) for record in run.records) == 2, 60)
+    dropped = [record for record in run.records if isinstance(record, GroupDropped)]
+    assert {record.reason for record in dropped} <= {"poisonous"}
