@@ -5,6 +5,7 @@ Nothing is started before everything has been checked. Returns an exit code: 0 d
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -32,6 +33,7 @@ from pipelinerl.launcher.processes import Guardian, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import Progress
+from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.observability.report import read_summary, summary_lines, write_report
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
@@ -46,8 +48,10 @@ CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
 
 
 def say(line: str) -> None:
-    """One line on the user's terminal, at once."""
-    print(line, flush=True)
+    """One line on the user's terminal, at once, and in the launcher's log; a closed terminal ends nothing."""
+    log.info("%s", line)
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         return dry_run(config, container, path, command_of)
     claim = run_dir.claim(path, container, force_restart=config.force_restart)
     with claim.lock:
+        setup_launcher_logging(path / run_dir.LOG_FILE)
         if claim.finished:
             return tell_finished(claim)
         plan = prepare(config, container, path, overrides, command_of)
@@ -138,8 +143,7 @@ def dry_run(config: Config, container: dict[str, Any], path: Path, command_of: C
     from pipelinerl.launcher.commands import printable
 
     plan = make_plan(config, container, path, command_of)
-    for line in world_table(plan.world):
-        say(line)
+    show_world(plan)
     for job in plan.world.jobs:
         say("")
         say(f"# {job.name} on {job.hostname}")
@@ -150,16 +154,15 @@ def dry_run(config: Config, container: dict[str, Any], path: Path, command_of: C
     return EXIT_DONE
 
 
-def world_table(world: WorldMap) -> list[str]:
-    """The jobs of the world, one per line."""
-    device = "gpus" if world.accelerator == "cuda" else "cores"
-    rows = [("job", "node", device, "ranks", "address")]
-    for job in world.jobs:
-        devices = job.gpus if world.accelerator == "cuda" else job.cores
-        node = f"{job.node_rank} {job.hostname}"
-        rows.append((job.name, node, ",".join(map(str, devices)) or "-", str(job.num_ranks), job.url or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def show_world(plan: Plan) -> None:
+    """The world as a table, as wide as the terminal."""
+    from rich.console import Console
+    from rich.errors import ConsoleError
+
+    from pipelinerl.world.table import render_world
+
+    with contextlib.suppress(OSError, ConsoleError):
+        Console().print(render_world(plan.config, plan.world))
 
 
 async def supervise(plan: Plan, claim: Claim, started: float) -> Ending:
@@ -182,11 +185,10 @@ async def supervise(plan: Plan, claim: Claim, started: float) -> Ending:
         report=lambda: report(plan, path, started),
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
     say(f"{'resuming' if claim.resumed else 'starting'} {path}")
-    for line in world_table(plan.world):
-        say("  " + line)
+    show_world(plan)
     guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
     progress.start()
     try:

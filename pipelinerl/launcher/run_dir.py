@@ -20,10 +20,12 @@ from omegaconf import OmegaConf
 from pipelinerl.config.load import RUN_CONFIG
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.commands import RoleCommand, start_script
+from pipelinerl.observability.report import read_summary
 from pipelinerl.world import WorldMap
 from pipelinerl.world.map import WORLD_FILE
 
 LOCK_FILE = "launcher.lock"
+LOG_FILE = "launcher.log"
 OWNED = (
     "conf",
     "status",
@@ -32,6 +34,7 @@ OWNED = (
     "checkpoints",
     "hangs",
     "wandb",
+    LOG_FILE,
     "summary.json",
     "learning_curve.png",
 )
@@ -88,7 +91,7 @@ class Claim:
     path: Path
     resumed: bool
     finished: bool
-    """A summary of this very experiment is there."""
+    """This very experiment has been trained to its last step and summarised."""
     lock: IO[str]
 
 
@@ -115,7 +118,14 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
     except BaseException:
         lock.close()
         raise
-    return Claim(path=path, resumed=resumed, finished=resumed and (path / "summary.json").is_file(), lock=lock)
+    finished = resumed and is_finished(path, container["finetune"]["max_train_steps"])
+    return Claim(path=path, resumed=resumed, finished=finished, lock=lock)
+
+
+def is_finished(path: Path, max_train_steps: int) -> bool:
+    """Whether the folder's summary covers all the steps that are asked for now."""
+    summary = read_summary(path)
+    return summary is not None and summary["optimizer_steps"] >= max_train_steps
 
 
 def built_model(path: Path, container: Mapping[str, Any]) -> tuple[str, ...]:

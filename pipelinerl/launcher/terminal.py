@@ -49,7 +49,9 @@ class Progress:
 
     def training_done(self) -> bool:
         """Whether the trainer has said so; asks the topic itself, for a thread may lag behind."""
-        return self._training_done.is_set() or any(isinstance(m, TrainingDone) for m in self._trainer_messages())
+        return self._training_done.is_set() or any(
+            isinstance(m, TrainingDone) and m.step >= self._max_train_steps for m in self._trainer_messages()
+        )
 
     def _trainer_messages(self) -> list[TrainerMessage]:
         from pipelinerl.errors import StreamError
@@ -85,7 +87,7 @@ class Progress:
         match message:
             case WeightUpdateSuccess():
                 self._pause_ms = message.pause_ms
-            case TrainingDone():
+            case TrainingDone() if message.step >= self._max_train_steps:
                 self._training_done.set()
             case SamplesProcessed():
                 if self._last is None or message.step > self._last.step:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 SECRET_VARIABLES = ("PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD", "WANDB_API_KEY", "HF_TOKEN")
 CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")
@@ -43,12 +44,20 @@ def _indent(text: str) -> str:
 
 def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
     """Send every logger of this process to stderr in the run's format."""
-    secrets = tuple(os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name))
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(EventFormatter(job_name, secrets))
+    _install(logging.StreamHandler(sys.stderr), job_name, level)
+
+
+def setup_launcher_logging(path: Path) -> None:
+    """Send every logger of the launcher to a file: the terminal is for progress and messages."""
+    _install(logging.FileHandler(path), "launcher", logging.INFO)
+
+
+def _install(handler: logging.Handler, name: str, level: int) -> None:
+    secrets = tuple(os.environ[variable] for variable in SECRET_VARIABLES if os.environ.get(variable))
+    handler.setFormatter(EventFormatter(name, secrets))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     logging.captureWarnings(True)
-    for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for chatty in CHATTY:
+        logging.getLogger(chatty).setLevel(logging.WARNING)
