@@ -1,0 +1,178 @@
+"""The one place that refuses a record which must not reach a gradient.
+
+The preprocessor checks every group before it makes samples of it, the trainer every micro-batch before it trains on it.
+A record that passes has the shapes that its class promises, token ids inside the vocabulary, exactly one finite
+log-probability per trained token, finite rewards and advantages, and members that are distinct. Anything else is a
+``RecordError`` that says which group, attempt and sequence (or which micro-batch and sample) it was.
+
+Cheap enough for every record: a few numpy reductions per array, and no copies.
+"""
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.errors import RecordError
+from pipelinerl.records.batches import MicroBatch
+from pipelinerl.records.rollouts import Rollout, RolloutGroup, TrainingSequence
+
+
+def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
+    """Raises ``RecordError`` when the group must not be trained.
+
+    Args:
+        vocab_size: token ids must be below it.
+        attempts: rollouts that a whole group has; fewer are accepted, the actor has its budget for failures.
+    """
+    if not isinstance(group.group_id, str) or not group.group_id:
+        raise RecordError(
+            f"a group of dataset {group.dataset!r} at epoch {group.epoch}, position {group.position} has no group_id"
+        )
+    where = f"group {group.group_id}"
+    if group.attempts != attempts:
+        raise RecordError(f"{where}: made for {group.attempts} attempts, but this run has {attempts}")
+    if not group.rollouts:
+        raise RecordError(f"{where}: has no rollouts")
+    seen: set[int] = set()
+    for rollout in group.rollouts:
+        if rollout.attempt in seen:
+            raise RecordError(f"{where}: attempt {rollout.attempt} is in it twice")
+        if not 0 <= rollout.attempt < attempts:
+            raise RecordError(f"{where}: attempt {rollout.attempt} is outside 0 to {attempts - 1}")
+        seen.add(rollout.attempt)
+        _check_rollout(rollout, f"{where}, attempt {rollout.attempt}", vocab_size)
+
+
+def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
+    """Raises ``RecordError`` when the micro-batch must not be trained; ``vocab_size``: token ids must be below it."""
+    where = f"micro-batch {batch.index} of step {batch.step}"
+    if not (batch.step >= 0 and 0 <= batch.index < batch.count):
+        raise RecordError(f"{where}: there are {batch.count} in the step, counted from 0")
+    num_tokens, num_segments = len(batch.token_ids), len(batch.sample_ids)
+    _check_shape(batch.token_ids, "token_ids", "i", (num_tokens,), where)
+    _check_shape(batch.segment_lengths, "segment_lengths", "i", (num_segments,), where)
+    _check_shape(batch.spans, "spans", "i", (len(batch.spans), 3), where)
+    for name, length in (("logprobs", num_tokens), ("advantages", num_tokens), ("ref_logprobs", num_tokens)):
+        if name != "ref_logprobs" or batch.ref_logprobs is not None:
+            _check_shape(getattr(batch, name), name, "f", (length,), where)
+    for name in ("segment_weights", "rewards"):
+        _check_shape(getattr(batch, name), name, "f", (num_segments,), where)
+    ends = np.cumsum(batch.segment_lengths)
+    if (batch.segment_lengths < 1).any() or (ends[-1] if num_segments else 0) != num_tokens:
+        raise RecordError(
+            f"{where}: segment_lengths are positive and add up to the number of tokens, {num_tokens}; "
+            f"they are {batch.segment_lengths.tolist()}"
+        )
+    _check_values(batch, ends, vocab_size, where)
+    _check_batch_spans(batch, ends, where)
+
+
+def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
+    _check_finite_number(rollout.reward, "reward", where)
+    for name, value in rollout.metrics.items():
+        if not isinstance(value, numbers.Real):
+            raise RecordError(f"{where}: metric {name!r} is {value!r}, not a number")
+    if not rollout.sequences:
+        raise RecordError(f"{where}: has no training sequence")
+    for index, sequence in enumerate(rollout.sequences):
+        _check_sequence(sequence, f"{where}, sequence {index}", vocab_size)
+
+
+def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> None:
+    num_tokens = len(sequence.token_ids)
+    _check_shape(sequence.token_ids, "token_ids", "i", (num_tokens,), where)
+    _check_shape(sequence.logprobs, "logprobs", "f", (len(sequence.logprobs),), where)
+    _check_shape(sequence.spans, "spans", "i", (len(sequence.spans), 3), where)
+    if num_tokens == 0:
+        raise RecordError(f"{where}: has no tokens")
+    if sequence.token_ids.min() < 0 or sequence.token_ids.max() >= vocab_size:
+        bad = _first((sequence.token_ids < 0) | (sequence.token_ids >= vocab_size))
+        raise RecordError(f"{where}: {_outside_vocabulary(sequence.token_ids, bad, vocab_size)}")
+    num_trained = _count_trained(sequence.spans, num_tokens, where)
+    if len(sequence.logprobs) != num_trained:
+        raise RecordError(f"{where}: {len(sequence.logprobs)} log-probs for {num_trained} trained tokens")
+    if not np.isfinite(sequence.logprobs).all():
+        bad = _first(~np.isfinite(sequence.logprobs))
+        raise RecordError(f"{where}: the log-prob of trained token {bad} is {sequence.logprobs[bad]}")
+    if sequence.reward is not None:
+        _check_finite_number(sequence.reward, "reward of the step", where)
+
+
+def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:
+    """Tokens that the spans cover; they must be ascending, disjoint, non-empty and within the sequence."""
+    num_trained, previous_end = 0, 0
+    for start, end, version in spans.tolist():
+        if not previous_end <= start < end <= num_tokens or version < 0:
+            raise RecordError(
+                f"{where}: span ({start}, {end}, version {version}) after position {previous_end} in {num_tokens} "
+                "tokens: spans are ascending, disjoint, not empty, within the tokens, and versions are not negative"
+            )
+        num_trained += end - start
+        previous_end = end
+    return num_trained
+
+
+def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: str) -> None:
+    """Token ids inside the vocabulary, every number finite."""
+
+    def sample(position: int) -> str:
+        return batch.sample_ids[int(np.searchsorted(ends, position, side="right"))]
+
+    if len(batch.token_ids) and (batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size):
+        bad = _first((batch.token_ids < 0) | (batch.token_ids >= vocab_size))
+        raise RecordError(f"{where}, {sample(bad)}: {_outside_vocabulary(batch.token_ids, bad, vocab_size)}")
+    for name in ("logprobs", "advantages", "ref_logprobs"):
+        values = getattr(batch, name)
+        if values is not None and not np.isfinite(values).all():
+            bad = _first(~np.isfinite(values))
+            raise RecordError(f"{where}, {sample(bad)}: {name} is {values[bad]} at position {bad}")
+    for name in ("segment_weights", "rewards"):
+        values = getattr(batch, name)
+        if not np.isfinite(values).all():
+            bad = _first(~np.isfinite(values))
+            raise RecordError(f"{where}, {batch.sample_ids[bad]}: {name} is {values[bad]}")
+
+
+def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
+    """Spans in order, each inside one segment, sampled by no later version than trains them; none in a sentinel."""
+    num_trained = _count_trained(batch.spans, len(batch.token_ids), where)
+    if batch.sentinel and num_trained:
+        raise RecordError(f"{where}: a sentinel trains nothing, but {num_trained} tokens are in spans")
+    if num_trained > batch.num_tokens:
+        raise RecordError(f"{where}: trains {num_trained} tokens, but the whole step has {batch.num_tokens}")
+    starts, span_ends, versions = batch.spans[:, 0], batch.spans[:, 1], batch.spans[:, 2]
+    segments = np.searchsorted(ends, starts, side="right")
+    crossing = segments != np.searchsorted(ends, span_ends - 1, side="right")
+    if crossing.any():
+        bad = _first(crossing)
+        name = batch.sample_ids[segments[bad]]
+        raise RecordError(f"{where}, {name}: span ({starts[bad]}, {span_ends[bad]}) goes beyond its segment")
+    if (versions > batch.step).any():
+        bad = _first(versions > batch.step)
+        name = batch.sample_ids[segments[bad]]
+        raise RecordError(
+            f"{where}, {name}: tokens of version {versions[bad]} cannot exist before step {versions[bad]}"
+        )
+
+
+def _check_shape(array: Any, name: str, kind: str, shape: tuple[int, ...], where: str) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.shape != shape:
+        wanted = {"i": "an integer", "f": "a float"}[kind]
+        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise RecordError(f"{where}: {name} is {found}; it must be {wanted} array of shape {shape}")
+
+
+def _check_finite_number(value: Any, name: str, where: str) -> None:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RecordError(f"{where}: {name} is {value!r}; it must be a finite number")
+
+
+def _outside_vocabulary(token_ids: np.ndarray, position: int, vocab_size: int) -> str:
+    return f"token id {token_ids[position]} at position {position} is outside the vocabulary of {vocab_size}"
+
+
+def _first(mask: np.ndarray) -> int:
+    """Index of the first True."""
+    return int(np.argmax(mask))

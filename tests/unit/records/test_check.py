@@ -1,0 +1,167 @@
+"""records.check: what may reach a gradient passes, everything else is refused with its identity."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipelinerl.errors import RecordError
+from pipelinerl.records import MicroBatch, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.check import check_group, check_micro_batch
+
+# Six tokens: prompt 10 11, completion 12 13 of version 3, one token of the environment, completion 15 of version 4.
+SEQUENCE = TrainingSequence(
+    token_ids=np.array([10, 11, 12, 13, 14, 15], np.int32),
+    logprobs=np.array([-0.5, -1.0, -0.25], np.float32),
+    spans=np.array([[2, 4, 3], [5, 6, 4]], np.int32),
+    finish_reason="stop",
+)
+ROLLOUTS = tuple(
+    Rollout(attempt=n, reward=float(n), sequences=(SEQUENCE,), metrics={"success": 1}, latency_s=0.1, num_llm_calls=2)
+    for n in range(2)
+)
+GROUP = RolloutGroup(
+    group_id="0-7",
+    epoch=0,
+    position=7,
+    problem_index=3,
+    actor=0,
+    domain="guessing",
+    dataset="train",
+    attempts=2,
+    rollouts=ROLLOUTS,
+    dispatched_version=3,
+    settled_before=0,
+    dispatch_index=0,
+)
+# Two segments of 3 and 2 tokens; the last two tokens of the first and the last of the second are trained.
+BATCH = MicroBatch(
+    step=4,
+    index=0,
+    count=1,
+    token_ids=np.array([1, 2, 3, 4, 5], np.int32),
+    segment_lengths=np.array([3, 2], np.int32),
+    segment_weights=np.array([0.5, 0.5], np.float32),
+    spans=np.array([[1, 3, 2], [4, 5, 4]], np.int32),
+    logprobs=np.array([0, -1, -2, 0, -3], np.float32),
+    advantages=np.array([0, 1, 1, 0, -1], np.float32),
+    ref_logprobs=None,
+    num_samples=2,
+    num_tokens=3,
+    sample_ids=("0-7/0/0", "0-7/1/0"),
+    rewards=np.array([1, 0], np.float32),
+    next_source=(1, 0),
+)
+
+
+def changed(array: np.ndarray, index: Any, value: Any) -> np.ndarray:
+    copy = array.copy()
+    copy[index] = value
+    return copy
+
+
+def group_with(**fields: Any) -> RolloutGroup:
+    """The group whose second rollout's sequence has other fields."""
+    sequence = msgspec.structs.replace(SEQUENCE, **fields)
+    second = msgspec.structs.replace(ROLLOUTS[1], sequences=(SEQUENCE, sequence))
+    return msgspec.structs.replace(GROUP, rollouts=(ROLLOUTS[0], second))
+
+
+def test_check_valid_group_and_micro_batch_pass():
+    check_group(GROUP, vocab_size=16, attempts=2)
+    check_group(group_with(reward=0.5), vocab_size=16, attempts=2)
+    check_group(msgspec.structs.replace(GROUP, rollouts=ROLLOUTS[1:]), vocab_size=16, attempts=2)
+    check_micro_batch(BATCH, vocab_size=6)
+    check_micro_batch(msgspec.structs.replace(BATCH, ref_logprobs=BATCH.logprobs), vocab_size=6)
+
+
+def test_check_sentinel_without_spans_passes():
+    sentinel = msgspec.structs.replace(BATCH, sentinel=True, spans=np.empty((0, 3), np.int32))
+    check_micro_batch(sentinel, vocab_size=6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"group_id": ""}, "dataset 'train' at epoch 0, position 7 has no group_id"),
+        ({"group_id": None}, "position 7 has no group_id"),
+        ({"attempts": 3}, "made for 3 attempts, but this run has 2"),
+        ({"rollouts": ()}, "has no rollouts"),
+        ({"rollouts": (ROLLOUTS[1], ROLLOUTS[1])}, "attempt 1 is in it twice"),
+        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], attempt=2),)}, "attempt 2 is outside 0 to 1"),
+        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("nan")),)}, "attempt 0: reward is nan"),
+        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("inf")),)}, "attempt 0: reward is inf"),
+        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], sequences=()),)}, "attempt 0: has no training sequence"),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], metrics={"note": "high"}),)},
+            "attempt 0: metric 'note' is 'high', not a number",
+        ),
+    ],
+)
+def test_check_group_with_a_bad_member_is_refused_with_its_identity(fields: dict[str, Any], message: str):
+    with pytest.raises(RecordError, match=message) as refusal:
+        check_group(msgspec.structs.replace(GROUP, **fields), vocab_size=16, attempts=2)
+    assert "group_id" in str(refusal.value) or "group 0-7" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"token_ids": changed(SEQUENCE.token_ids, 4, 16)},
+            "token id 16 at position 4 is outside",
+        ),
+        ({"token_ids": changed(SEQUENCE.token_ids, 0, -1)}, "token id -1 at position 0 is outside the vocabulary"),
+        ({"token_ids": np.empty(0, np.int32)}, "has no tokens"),
+        ({"token_ids": np.zeros((2, 3), np.int32)}, r"token_ids is int32 \(2, 3\)"),
+        ({"token_ids": np.zeros(6, np.float32)}, "token_ids is float32"),
+        ({"logprobs": SEQUENCE.logprobs[:2]}, "2 log-probs for 3 trained tokens"),
+        ({"logprobs": np.append(SEQUENCE.logprobs, np.float32(0))}, "4 log-probs for 3 trained tokens"),
+        ({"logprobs": changed(SEQUENCE.logprobs, 1, np.nan)}, "log-prob of trained token 1 is nan"),
+        ({"logprobs": changed(SEQUENCE.logprobs, 2, -np.inf)}, "log-prob of trained token 2 is -inf"),
+        ({"logprobs": [-0.5, -1.0, -0.25]}, "logprobs is list"),
+        ({"spans": np.array([[5, 6, 4], [2, 4, 3]], np.int32)}, r"span \(2, 4, version 3\) after position 6"),
+        ({"spans": np.array([[2, 4, 3], [3, 4, 4]], np.int32)}, r"span \(3, 4, version 4\) after position 4"),
+        ({"spans": np.array([[2, 4, 3], [6, 7, 4]], np.int32)}, r"span \(6, 7, version 4\) .* in 6 tokens"),
+        ({"spans": np.array([[-1, 2, 3]], np.int32)}, r"span \(-1, 2"),
+        ({"spans": np.array([[2, 2, 3]], np.int32)}, r"span \(2, 2"),
+        ({"spans": np.array([[2, 5, -3]], np.int32)}, "version -3"),
+        ({"spans": np.array([2, 5, 3], np.int32)}, r"spans is int32 \(3,\)"),
+        ({"reward": float("nan")}, "reward of the step is nan"),
+    ],
+)
+def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: dict[str, Any], message: str):
+    with pytest.raises(RecordError, match=f"^group 0-7, attempt 1, sequence 1: .*{message}"):
+        check_group(group_with(**fields), vocab_size=16, attempts=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"index": 1}, "there are 1 in the step"),
+        (
+            {"token_ids": changed(BATCH.token_ids, 3, 6)},
+            "0-7/1/0: token id 6 at position 3 is outside",
+        ),
+        ({"logprobs": changed(BATCH.logprobs, 2, np.nan)}, "0-7/0/0: logprobs is nan at position 2"),
+        ({"advantages": changed(BATCH.advantages, 4, np.inf)}, "0-7/1/0: advantages is inf at position 4"),
+        ({"ref_logprobs": changed(BATCH.logprobs, 0, np.nan)}, "0-7/0/0: ref_logprobs is nan at position 0"),
+        ({"rewards": changed(BATCH.rewards, 1, np.nan)}, "0-7/1/0: rewards is nan"),
+        ({"segment_weights": changed(BATCH.segment_weights, 0, np.inf)}, "0-7/0/0: segment_weights is inf"),
+        ({"logprobs": BATCH.logprobs[:4]}, r"logprobs is float32 \(4,\)"),
+        ({"advantages": BATCH.advantages[:4]}, r"advantages is float32 \(4,\)"),
+        ({"ref_logprobs": BATCH.logprobs[:4]}, r"ref_logprobs is float32 \(4,\)"),
+        ({"sample_ids": ("0-7/0/0",)}, "segment_lengths is int32"),
+        ({"segment_lengths": np.array([3, 1], np.int32)}, "add up to the number of tokens, 5"),
+        ({"segment_lengths": np.array([5, 0], np.int32)}, "segment_lengths are positive"),
+        ({"spans": np.array([[1, 4, 2]], np.int32)}, r"0-7/0/0: span \(1, 4\) goes beyond its segment"),
+        ({"spans": np.array([[4, 5, 5]], np.int32)}, "0-7/1/0: tokens of version 5 do not exist"),
+        ({"spans": np.array([[4, 6, 3]], np.int32)}, r"span \(4, 6, version 3\)"),
+        ({"sentinel": True}, "a sentinel trains nothing, but 3 tokens"),
+        ({"num_tokens": 2}, "trains 3 tokens, but the whole step has 2"),
+    ],
+)
+def test_check_bad_micro_batch_is_refused_with_its_identity(fields: dict[str, Any], message: str):
+    with pytest.raises(RecordError, match=f"^micro-batch [01] of step 4.*{message}"):
+        check_micro_batch(msgspec.structs.replace(BATCH, **fields), vocab_size=6)
