@@ -40,10 +40,11 @@ class _Closing:
 class TopicWriter(_Closing, Generic[R]):
     """Appends records of one type to one stream; its only writer."""
 
-    def __init__(self, spec: SingleStreamSpec, appender: Appender, codec: Codec[R]):
+    def __init__(self, spec: SingleStreamSpec, appender: Appender, codec: Codec[R], max_record_bytes: int):
         self.spec = spec
         self._appender = appender
         self._codec = codec
+        self._max_record_bytes = max_record_bytes
 
     @property
     def next_offset(self) -> int:
@@ -52,7 +53,13 @@ class TopicWriter(_Closing, Generic[R]):
 
     def write(self, record: R) -> int:
         """Appends ``record`` and returns its offset; raises ``StreamError`` when it is not there afterwards."""
-        return self._appender.append(self._codec.encode(record))
+        payload = self._codec.encode(record)
+        if len(payload) > self._max_record_bytes:
+            raise StreamError(
+                f"{self.spec}: record {self.next_offset} has {len(payload)} bytes, but streams.max_record_mb is "
+                f"{self._max_record_bytes >> 20}: raise it or write smaller records"
+            )
+        return self._appender.append(payload)
 
     def last(self) -> tuple[int, R] | None:
         """The newest record with its offset, for continuing after a restart; None in an empty stream."""
@@ -192,7 +199,9 @@ def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
     Args:
         record_type: a Struct, or a union of tagged Structs; other records are refused.
     """
-    return TopicWriter(spec, get_streams_backend().open_appender(spec), Codec(record_type))
+    backend = get_streams_backend()
+    codec: Codec[Any] = Codec(record_type)
+    return TopicWriter(spec, backend.open_appender(spec), codec, backend.max_record_bytes)
 
 
 def open_reader(
@@ -206,7 +215,8 @@ def open_reader(
             when the run begins, not later. None: the reader leaves no trace and keeps nothing.
         start: first offset to read; None = the durable position, or the oldest record where there is none.
     """
-    return TopicReader(spec, get_streams_backend().open_cursor(spec, name, start), Codec(record_type))
+    codec: Codec[Any] = Codec(record_type)
+    return TopicReader(spec, get_streams_backend().open_cursor(spec, name, start), codec)
 
 
 def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> StreamWriter:

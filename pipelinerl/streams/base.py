@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelinerl.streams.frames import Buffer
+from pipelinerl.streams.frames import MAX_PAYLOAD_BYTES, Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 
 MAX_RECORDS_PER_READ = 256
@@ -72,6 +72,9 @@ class StreamStats:
 
 class Backend(ABC):
     """Opens streams; holds the connection settings. A Backend may be used by several threads, what it opens may not."""
+
+    max_record_bytes: int = MAX_PAYLOAD_BYTES
+    """Larger records are refused, when written and when read."""
 
     @abstractmethod
     def open_appender(self, spec: SingleStreamSpec) -> Appender:

@@ -65,13 +65,13 @@ class FilesBackend(Backend):
             raise ConfigError(f"streams.max_record_mb is {max_record_mb}: it must be 1 to 2047")
         self._segment_bytes = segment_mb << 20
         self._fsync: Fsync = fsync
-        self._max_bytes = max_record_mb << 20
+        self.max_record_bytes = max_record_mb << 20
 
     def open_appender(self, spec: SingleStreamSpec) -> Appender:
-        return FilesAppender(spec, segment_bytes=self._segment_bytes, fsync=self._fsync, max_bytes=self._max_bytes)
+        return FilesAppender(spec, self._segment_bytes, self._fsync, self.max_record_bytes)
 
     def open_cursor(self, spec: SingleStreamSpec, name: str | None, start: int | None) -> Cursor:
-        return FilesCursor(spec, name, start, max_bytes=self._max_bytes)
+        return FilesCursor(spec, name, start, max_bytes=self.max_record_bytes)
 
     def specs(self, exp_path: Path) -> list[SingleStreamSpec]:
         root = Path(exp_path) / "streams"
@@ -85,7 +85,7 @@ class FilesBackend(Backend):
         with _clear_errors("read", spec.path):
             bases = _bases(spec.path)
             size = sum(_segment_path(spec.path, base).stat().st_size for base in bases)
-            end = _scan(spec.path, bases[-1], self._max_bytes).next_offset if bases else 0
+            end = _scan(spec.path, bases[-1], self.max_record_bytes).next_offset if bases else 0
             return StreamStats(
                 spec=spec,
                 first_offset=bases[0] if bases else 0,
@@ -101,7 +101,7 @@ class FilesBackend(Backend):
 
 
 class FilesAppender(Appender):
-    def __init__(self, spec: SingleStreamSpec, *, segment_bytes: int, fsync: Fsync, max_bytes: int):
+    def __init__(self, spec: SingleStreamSpec, segment_bytes: int, fsync: Fsync, max_bytes: int):
         self._path = spec.path
         self._segment_bytes = segment_bytes
         self._fsync = fsync

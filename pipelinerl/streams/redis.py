@@ -94,14 +94,14 @@ class RedisBackend(Backend):
     ):
         self._address = {"host": host, "port": port, "password": password}
         self._run_id = run_id
-        self._max_bytes = max_record_mb << 20
+        self.max_record_bytes = max_record_mb << 20
         self._outage_timeout_s = outage_timeout_s
 
     def open_appender(self, spec: SingleStreamSpec) -> Appender:
         return RedisAppender(spec, self._key(spec), self._connect())
 
     def open_cursor(self, spec: SingleStreamSpec, name: str | None, start: int | None) -> Cursor:
-        return RedisCursor(spec, self._key(spec), self._connect(), name, start, max_bytes=self._max_bytes)
+        return RedisCursor(spec, self._key(spec), self._connect(), name, start, max_bytes=self.max_record_bytes)
 
     def specs(self, exp_path: Path) -> list[SingleStreamSpec]:
         prefix = self._prefix(exp_path)
