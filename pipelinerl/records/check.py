@@ -74,8 +74,6 @@ def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
     for name, value in rollout.metrics.items():
         if not isinstance(value, numbers.Real):
             raise RecordError(f"{where}: metric {name!r} is {value!r}, not a number")
-    if not rollout.sequences:
-        raise RecordError(f"{where}: has no training sequence")
     for index, sequence in enumerate(rollout.sequences):
         _check_sequence(sequence, f"{where}, sequence {index}", vocab_size)
 

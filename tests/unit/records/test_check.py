@@ -81,6 +81,11 @@ def test_check_sentinel_without_spans_passes():
     check_micro_batch(sentinel, vocab_size=6)
 
 
+def test_check_group_rollout_that_trains_nothing_is_no_reason_to_refuse_its_group():
+    masked = msgspec.structs.replace(ROLLOUTS[0], sequences=())
+    check_group(msgspec.structs.replace(GROUP, rollouts=(masked, ROLLOUTS[1])), vocab_size=16, attempts=2)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -92,7 +97,6 @@ def test_check_sentinel_without_spans_passes():
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], attempt=2),)}, "attempt 2 is outside 0 to 1"),
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("nan")),)}, "attempt 0: reward is nan"),
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("inf")),)}, "attempt 0: reward is inf"),
-        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], sequences=()),)}, "attempt 0: has no training sequence"),
         (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], metrics={"note": "high"}),)},
             "attempt 0: metric 'note' is 'high', not a number",
@@ -156,7 +160,7 @@ def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: di
         ({"segment_lengths": np.array([3, 1], np.int32)}, "add up to the number of tokens, 5"),
         ({"segment_lengths": np.array([5, 0], np.int32)}, "segment_lengths are positive"),
         ({"spans": np.array([[1, 4, 2]], np.int32)}, r"0-7/0/0: span \(1, 4\) goes beyond its segment"),
-        ({"spans": np.array([[4, 5, 5]], np.int32)}, "0-7/1/0: tokens of version 5 do not exist"),
+        ({"spans": np.array([[4, 5, 5]], np.int32)}, "0-7/1/0: tokens of version 5 cannot exist"),
         ({"spans": np.array([[4, 6, 3]], np.int32)}, r"span \(4, 6, version 3\)"),
         ({"sentinel": True}, "a sentinel trains nothing, but 3 tokens"),
         ({"num_tokens": 2}, "trains 3 tokens, but the whole step has 2"),
