@@ -25,7 +25,7 @@ class GroupReader:
     Args:
         reader: topic `actor`, placed at ``source[0]``.
         source: first rollout that is wanted.
-        vocab_size: size of the model's vocabulary; None = token ids have no upper bound here.
+        vocab_size: token ids must be below it.
         attempts: rollouts that a group may have at most.
     """
 
@@ -35,7 +35,7 @@ class GroupReader:
         source: Source,
         *,
         shaping: Shaping,
-        vocab_size: int | None,
+        vocab_size: int,
         attempts: int,
     ):
         self._reader = reader
@@ -71,11 +71,12 @@ class GroupReader:
             return refused_group(offset, group)
 
 
-def read_vocab_size(model_path: str) -> int | None:
-    """Vocabulary of a model folder; None where it is not a local folder (the trainer checks token ids again)."""
+def read_vocab_size(model_path: str) -> int:
+    """Vocabulary of a model folder or of a model on the Hugging Face hub."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
-        return None
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(model_path, "config.json"))
     config = json.loads(path.read_text())
-    size = {**config, **config.get("text_config", {})}.get("vocab_size")
-    return int(size) if size is not None else None
+    return int({**config, **config.get("text_config", {})}["vocab_size"])

@@ -28,6 +28,8 @@ TOO_LONG = "too_long"
 ZERO_ADVANTAGE = "zero_advantage"
 LAG = "lag"
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -77,8 +79,9 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
     Raises:
         RecordError: an advantage is not finite, or a first token is marked as trained.
     """
-    advantages = [np.asarray(member) for member in sequence_advantages(group.rollouts, shaping)]
-    _check_advantages(group, advantages)
+    with np.errstate(over="ignore", invalid="ignore"):
+        advantages = sequence_advantages(group.rollouts, shaping)
+    _check_numbers(group, advantages)
     zero = shaping.filter_zero_advantage_groups and shaping.advantage != "value"
     drop_group = ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
     return [
@@ -133,10 +136,14 @@ def _step_rewards(rollout: Rollout, penalty: float) -> list[float]:
     return rewards
 
 
-def _check_advantages(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:
+def _check_numbers(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:
+    """Rewards and advantages are finite in float32; no first token is trained, since nothing predicts it."""
     for rollout, member in zip(group.rollouts, advantages, strict=True):
-        if not np.isfinite(member.astype(np.float32)).all():
-            raise RecordError(f"{group.group_id}/{rollout.attempt}: advantage {member.tolist()} is not finite")
+        for name, values in (("advantage", member), ("reward", np.array([rollout.reward]))):
+            if not (np.abs(values) < MAX_FLOAT32).all():
+                raise RecordError(
+                    f"{group.group_id}/{rollout.attempt}: {name} {values.tolist()} is not finite in float32"
+                )
         for i, sequence in enumerate(rollout.sequences):
             if len(sequence.spans) and sequence.spans[0, 0] < 1:
                 raise RecordError(

@@ -1,0 +1,225 @@
+"""Advantages and aggregation weights against hand computation and an independent float64 oracle (fractions, loops)."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.errors import RecordError
+from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages, returns_from_turn
+from pipelinerl.preprocess.aggregation import rollout_weights
+from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages
+from pipelinerl.preprocess.shaping import soft_overlong_penalty
+from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+
+KINDS = ("loo", "group_mean", "group_std", "batch_std", "value")
+
+
+def sequence(
+    turn: int = 0, reward: float | None = None, completion: int = 3, finish_reason: str = "stop"
+) -> TrainingSequence:
+    return TrainingSequence(
+        token_ids=np.arange(completion + 2, dtype=np.int32),
+        logprobs=np.full(completion, -0.5, np.float32),
+        spans=np.array([[2, 2 + completion, 0]], np.int32),
+        finish_reason=finish_reason,
+        turn=turn,
+        reward=reward,
+    )
+
+
+def rollout(attempt: int, reward: float, *sequences: TrainingSequence) -> Rollout:
+    return Rollout(
+        attempt=attempt,
+        reward=reward,
+        sequences=sequences or (sequence(),),
+        metrics={},
+        latency_s=0.0,
+        num_llm_calls=max(1, len(sequences)),
+    )
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    return RolloutGroup(
+        group_id="0-7",
+        epoch=0,
+        position=7,
+        problem_index=0,
+        actor=0,
+        domain="d",
+        dataset="train",
+        attempts=len(rollouts),
+        rollouts=rollouts,
+        dispatched_version=0,
+        settled_before=0,
+        dispatch_index=0,
+    )
+
+
+def oracle(kind: str, rewards: list[float]) -> list[float]:
+    """The formulas of docs/algorithms.md §1, one member at a time, in exact fractions (square root aside)."""
+    exact = [Fraction(r) for r in rewards]
+    n = len(exact)
+    mean = sum(exact) / n
+    if kind == "value":
+        return [float(r) for r in exact]
+    if kind == "group_mean":
+        return [float(r - mean) for r in exact]
+    if kind == "group_std":
+        if n == 1:
+            return [0.0]
+        std = math.sqrt(sum((r - mean) ** 2 for r in exact) / (n - 1))
+        return [float(r - mean) / (std + 1e-4) for r in exact]
+    return [float(r - (sum(exact) - r) / (n - 1)) if n > 1 else 0.0 for r in exact]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    rewards=st.lists(st.floats(-100, 100, allow_nan=False, width=32), min_size=1, max_size=16),
+)
+@settings(max_examples=300, deadline=None)
+def test_group_advantages_any_rewards_equal_the_exact_formula(kind, rewards):
+    actual = group_advantages(np.array(rewards, np.float64), kind)
+    np.testing.assert_allclose(actual, oracle(kind, rewards), rtol=1e-9, atol=1e-9)
+
+
+def test_group_advantages_by_hand():
+    rewards = np.array([1.0, 0.0, 0.0, 1.0])
+    np.testing.assert_allclose(group_advantages(rewards, "loo"), [2 / 3, -2 / 3, -2 / 3, 2 / 3], rtol=1e-12)
+    np.testing.assert_allclose(group_advantages(rewards, "group_mean"), [0.5, -0.5, -0.5, 0.5], rtol=1e-12)
+    std = math.sqrt(1 / 3)
+    np.testing.assert_allclose(
+        group_advantages(rewards, "group_std"), np.array([0.5, -0.5, -0.5, 0.5]) / (std + 1e-4), rtol=1e-12
+    )
+
+
+def test_batch_std_scale_gives_unit_deviation_with_ddof_1():
+    advantages = np.array([2.0, -1.0, 0.5, 4.0, -3.0])
+    mean = advantages.sum() / 5
+    std = math.sqrt(sum((a - mean) ** 2 for a in advantages) / 4)
+    assert batch_std_scale(advantages) == pytest.approx(1 / std, rel=1e-12)
+
+
+@pytest.mark.parametrize("advantages", [[], [0.7], [0.0, 0.0, 0.0], [1e-9, -1e-9]])
+def test_batch_std_scale_nothing_to_normalise_is_one(advantages):
+    assert batch_std_scale(np.array(advantages)) == 1.0
+
+
+def per_sequence(*rollouts: Rollout, kind: str = "loo") -> list[list[float]]:
+    shaping = Shaping(advantage=kind, seq_length=100)
+    return [[float(a) for a in member] for member in sequence_advantages(rollouts, shaping)]
+
+
+def test_multi_turn_rollouts_are_one_member_each_whatever_their_sequences():
+    """Guessing: rewards 1.8, −1.9 and 0.4 after 1, 3 and 2 turns. Baselines: (−1.9+0.4)/2, (1.8+0.4)/2, (1.8−1.9)/2."""
+    a = rollout(0, 1.8, sequence(0))
+    b = rollout(1, -1.9, sequence(0), sequence(1), sequence(2))
+    c = rollout(2, 0.4, sequence(0), sequence(1))
+    actual = per_sequence(a, b, c)
+    assert [len(member) for member in actual] == [1, 3, 2]
+    for member, expected in zip(actual, [1.8 + 0.75, -1.9 - 1.1, 0.4 + 0.05], strict=True):
+        assert member == pytest.approx([expected] * len(member), rel=1e-12)
+
+
+def test_multi_turn_survivors_of_a_turn_are_no_baseline():
+    """Only b reached turn 1: over the survivors its advantage there would be 0, over all members it is 1 − 0 = 1."""
+    a = rollout(0, 0.0, sequence(0))
+    b = rollout(1, 1.0, sequence(0), sequence(1))
+    assert per_sequence(a, b) == [[-1.0], [1.0, 1.0]]
+
+
+def test_per_step_rewards_compare_returns_from_each_turn_on_over_all_members():
+    """The worked example of `advantages`: (1, 2), (0, 1, 3) and (2,)."""
+    a = rollout(0, 9.0, sequence(0, 1.0), sequence(1, 2.0))
+    b = rollout(1, 9.0, sequence(0, 0.0), sequence(1, 1.0), sequence(2, 3.0))
+    c = rollout(2, 9.0, sequence(0, 2.0))
+    points, returns = returns_from_turn([[0, 1], [0, 1, 2], [0]], [[1, 2], [0, 1, 3], [2]])
+    assert points.tolist() == [0, 1, 2]
+    assert returns.tolist() == [[3, 2, 0], [4, 4, 3], [2, 0, 0]]
+    assert per_sequence(a, b, c) == [[0.0, 0.0], [1.5, 3.0, 3.0], [-1.5]]
+
+
+def test_per_step_rewards_merged_turns_count_from_their_first_turn():
+    """a: turns 0–1 merged (reward 1) and turn 2 (reward 5); b: turn 0 (2) and turns 1–2 merged (4).
+
+    Returns from turn 0: 6, 6; from turn 1: a 5 (only turn 2 begins there or later), b 4; from turn 2: a 5, b 0.
+    """
+    a = rollout(0, 0.0, sequence(0, 1.0), sequence(2, 5.0))
+    b = rollout(1, 0.0, sequence(0, 2.0), sequence(1, 4.0))
+    assert per_sequence(a, b) == [[0.0, 5.0], [0.0, -1.0]]
+
+
+def test_per_step_rewards_group_std_uses_the_deviation_of_the_same_turn():
+    a = rollout(0, 0.0, sequence(0, 1.0), sequence(1, 3.0))
+    b = rollout(1, 0.0, sequence(0, 1.0))
+    deviation_0, deviation_1 = math.sqrt(4.5), math.sqrt(4.5)
+    assert per_sequence(a, b, kind="group_std")[0] == pytest.approx(
+        [1.5 / (deviation_0 + 1e-4), 1.5 / (deviation_1 + 1e-4)], rel=1e-12
+    )
+
+
+def test_sequence_without_step_reward_counts_with_its_rollouts_reward():
+    a = rollout(0, 2.0, sequence(0))
+    b = rollout(1, 7.0, sequence(0, 1.0), sequence(1, 4.0))
+    assert per_sequence(a, b) == [[2.0 - 5.0], [5.0 - 2.0, 4.0 - 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(10, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (120, -1.0)]
+)
+def test_soft_overlong_penalty_falls_linearly_over_the_buffer(tokens, expected):
+    assert soft_overlong_penalty(tokens, max_tokens=100, buffer_tokens=20) == pytest.approx(expected, abs=1e-12)
+
+
+def test_soft_overlong_penalty_enters_the_baseline_by_the_longest_completion():
+    """Rewards 1 and 1; the second has completions of 3 and 9 of at most 10 tokens, buffer 4: penalty (10−9)/4 − 1."""
+    shaping = Shaping(seq_length=100, overlong_buffer_tokens=4, max_tokens=10)
+    a, b = rollout(0, 1.0), rollout(1, 1.0, sequence(0, None, 3), sequence(1, None, 9))
+    first, second = sequence_advantages([a, b], shaping)
+    np.testing.assert_allclose(first, [0.75], rtol=1e-12)
+    np.testing.assert_allclose(second, [-0.75, -0.75], rtol=1e-12)
+
+
+def test_prepare_group_infinite_advantage_is_refused_with_the_samples_identity():
+    with pytest.raises(RecordError, match=r"0-7/0: advantage .* is not finite in float32"):
+        prepare_group(0, group(rollout(0, 1e300), rollout(1, -1e300)), Shaping(seq_length=100))
+
+
+TOKENS = np.array([10, 30, 20, 40])
+GROUPS = ["g", "g", "h", "h"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("sum_over_batch", [1 / 4] * 4),
+        ("token_mean", [1 / 100] * 4),
+        ("sample_mean", [1 / 40, 1 / 120, 1 / 80, 1 / 160]),
+        ("prompt_mean", [1 / 80, 1 / 80, 1 / 120, 1 / 120]),
+    ],
+)
+def test_rollout_weights_by_hand(kind, expected):
+    actual = rollout_weights(kind, TOKENS, GROUPS, np.ones(4, bool))
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("sum_over_batch", [1 / 4, 0, 1 / 4, 1 / 4]),
+        ("token_mean", [1 / 70, 0, 1 / 70, 1 / 70]),
+        ("sample_mean", [1 / 40, 0, 1 / 80, 1 / 160]),
+        ("prompt_mean", [1 / 20, 0, 1 / 120, 1 / 120]),
+    ],
+)
+def test_rollout_weights_zero_weight_rollouts_stay_members_but_their_tokens_count_nowhere(kind, expected):
+    actual = rollout_weights(kind, TOKENS, GROUPS, np.array([True, False, True, True]))
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"])
+def test_rollout_weights_nothing_weighted_is_all_zero(kind):
+    assert rollout_weights(kind, TOKENS, GROUPS, np.zeros(4, bool)).tolist() == [0, 0, 0, 0]

@@ -1,0 +1,142 @@
+"""Micro-batches by hand, and the invariant that packing changes neither tokens nor loss weights."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.samples import Sample, Shaping, prepare_group
+from pipelinerl.preprocess.synthetic import make_groups
+from pipelinerl.records import TrainingSequence
+from pipelinerl.records.check import check_micro_batch
+
+
+def sequence(first: int, spans, total: int) -> TrainingSequence:
+    spans_R3 = np.array(spans, np.int32)
+    count = int((spans_R3[:, 1] - spans_R3[:, 0]).sum())
+    return TrainingSequence(
+        token_ids=np.arange(first, first + total, dtype=np.int32),
+        logprobs=-np.arange(1, count + 1, dtype=np.float32),
+        spans=spans_R3,
+        finish_reason="stop",
+    )
+
+
+def by_hand(**fields) -> Sample:
+    defaults = {"reward": 1.0, "num_tokens": 0, "weighted": True}
+    return Sample(**(defaults | fields))
+
+
+A = by_hand(
+    sample_id="0-0/0",
+    group_id="0-0",
+    source=(0, 0),
+    reward=2.0,
+    sequences=((0, sequence(10, [[1, 3, 5], [4, 5, 6]], 5)), (1, sequence(20, [[2, 3, 6]], 3))),
+    advantages=(0.5, -0.5),
+    ref_logprobs=(np.array([-7.0, -8.0, -9.0], np.float32), np.array([-3.0], np.float32)),
+    num_trained=4,
+)
+B = by_hand(
+    sample_id="0-0/1",
+    group_id="0-0",
+    source=(0, 1),
+    sequences=((0, sequence(30, [[1, 2, 4]], 2)),),
+    advantages=(3.0,),
+    ref_logprobs=(np.array([-5.0], np.float32),),
+    num_trained=1,
+)
+BATCH = OptimizerBatch(step=6, samples=(A, B), next_source=(0, 2))
+
+
+def test_collate_one_micro_batch_by_hand():
+    ((mb,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10, with_reference=True, aggregation="sample_mean"))
+    assert mb.sample_ids == ("0-0/0/0", "0-0/0/1", "0-0/1/0")
+    assert (mb.step, mb.index, mb.count, mb.num_samples, mb.num_tokens) == (6, 0, 1, 2, 5)
+    assert mb.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22, 30, 31]
+    assert mb.segment_lengths.tolist() == [5, 3, 2]
+    assert mb.spans.tolist() == [[1, 3, 5], [4, 5, 6], [7, 8, 6], [9, 10, 4]]
+    assert mb.logprobs.tolist() == [0, -1, -2, 0, -3, 0, 0, -1, 0, -1]
+    assert mb.advantages.tolist() == [0, 0.5, 0.5, 0, 0.5, 0, 0, -0.5, 0, 3]
+    assert mb.ref_logprobs.tolist() == [0, -7, -8, 0, -9, 0, 0, -3, 0, -5]
+    assert mb.rewards.tolist() == [2, 2, 1]
+    np.testing.assert_allclose(mb.segment_weights, [1 / 8, 1 / 8, 1 / 2], rtol=1e-7)
+    assert mb.next_source == (0, 2)
+    assert not mb.sentinel
+    check_micro_batch(mb, vocab_size=40)
+    assert {a.dtype.name for a in (mb.token_ids, mb.spans, mb.segment_lengths)} == {"int32"}
+    assert {a.dtype.name for a in (mb.logprobs, mb.advantages, mb.ref_logprobs, mb.rewards)} == {"float32"}
+
+
+def test_collate_batch_std_divides_by_the_deviation_over_rollouts():
+    """A's steps differ and count singly: std of (0.5, −0.5, 3) with ddof 1."""
+    ((mb,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10, advantage="batch_std"))
+    std = np.std([0.5, -0.5, 3.0], ddof=1)
+    np.testing.assert_allclose(mb.advantages[[1, 7, 9]], np.array([0.5, -0.5, 3.0]) / std, rtol=1e-6)
+    assert mb.ref_logprobs is None
+
+
+def test_collate_fewer_sequences_than_ranks_sends_valid_sentinels():
+    ranks = collate(BATCH, Collation(num_ranks=4, seq_length=10, with_reference=True))
+    assert [len(rank) for rank in ranks] == [1, 1, 1, 1]
+    sentinels = [mb for rank in ranks for mb in rank if mb.sentinel]
+    assert len(sentinels) == 1
+    assert sentinels[0].spans.shape == (0, 3)
+    assert sentinels[0].segment_weights.tolist() == [0]
+    for rank in ranks:
+        check_micro_batch(rank[0], vocab_size=40)
+
+
+def test_collate_zero_weight_rollout_is_packed_with_weight_zero():
+    zero = by_hand(
+        sample_id="0-0/1",
+        group_id="0-0",
+        source=(0, 1),
+        sequences=B.sequences,
+        advantages=B.advantages,
+        num_trained=1,
+        weighted=False,
+    )
+    batch = OptimizerBatch(step=6, samples=(A, zero), next_source=(0, 2))
+    ((mb,),) = collate(batch, Collation(num_ranks=1, seq_length=10, aggregation="token_mean"))
+    np.testing.assert_allclose(mb.segment_weights, [0.25, 0.25, 0.0], rtol=1e-7)
+    assert mb.num_samples == 2
+
+
+def token_contributions(ranks) -> dict[tuple[str, int], tuple]:
+    """For every trained token: id, log-prob, advantage, version and weight, by (segment, position in it)."""
+    found = {}
+    for mb in (mb for rank in ranks for mb in rank):
+        ends = np.cumsum(mb.segment_lengths)
+        for start, end, version in mb.spans.tolist():
+            for t in range(start, end):
+                s = int(np.searchsorted(ends, t, side="right"))
+                place = (mb.sample_ids[s], t - int(ends[s] - mb.segment_lengths[s]))
+                assert place not in found
+                found[place] = (
+                    int(mb.token_ids[t]),
+                    float(mb.logprobs[t]),
+                    float(mb.advantages[t]),
+                    version,
+                    float(mb.segment_weights[s]),
+                )
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_collate_any_packing_yields_the_same_trained_tokens_and_weights(aggregation, turns):
+    shaping = Shaping(seq_length=9000)
+    samples = [
+        s for i, g in enumerate(make_groups(1, 2, attempts=4, turns=turns)) for s in prepare_group(i, g, shaping)
+    ]
+    batch = OptimizerBatch(step=1, samples=tuple(samples), next_source=(2, 0))
+    common = {"aggregation": aggregation}
+    reference = token_contributions(collate(batch, Collation(num_ranks=1, seq_length=10**6, **common)))
+    assert len(reference) == sum(s.num_trained for s in samples)
+    for collation in (
+        Collation(num_ranks=1, seq_length=9000, **common),
+        Collation(num_ranks=3, seq_length=9000, **common),
+        Collation(num_ranks=2, seq_length=9000, sequences_per_micro_batch=2, **common),
+    ):
+        assert token_contributions(collate(batch, collation)) == reference

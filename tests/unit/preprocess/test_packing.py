@@ -1,0 +1,96 @@
+"""Packing: nothing lost, capacity kept, ranks in lock-step, by hand and by property."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.preprocess.metrics import packing_quality
+from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
+
+
+def loads(plan, lengths):
+    return np.array([[sum(lengths[i] for i in slot) for slot in rank] for rank in plan])
+
+
+def members(plan):
+    return sorted(i for rank in plan for slot in rank for i in slot)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=80),
+    num_ranks=st.integers(1, 9),
+    capacity=st.integers(100, 400),
+)
+@settings(max_examples=300, deadline=None)
+def test_plan_packed_any_lengths_keeps_every_sequence_once_within_capacity(lengths, num_ranks, capacity):
+    plan = plan_packed(lengths, num_ranks, capacity)
+    assert members(plan) == list(range(len(lengths)))
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert loads(plan, lengths).max() <= capacity
+    assert plan == plan_packed(lengths, num_ranks, capacity)
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), num_ranks=st.integers(1, 5))
+@settings(max_examples=200, deadline=None)
+def test_plan_packed_sentinels_only_where_sequences_are_fewer_than_slots(lengths, num_ranks):
+    plan = plan_packed(lengths, num_ranks, 128)
+    slots = [slot for rank in plan for slot in rank]
+    empty = sum(not slot for slot in slots)
+    assert empty == max(0, len(slots) - len(lengths))
+
+
+def test_plan_packed_exact_fit_uses_the_fewest_rounds():
+    """8 + 2, 7 + 3, 6 + 4 and 5 + 5 fill four slots of 10: two rounds on two ranks, nothing to spare."""
+    lengths = [8, 7, 6, 5, 5, 4, 3, 2]
+    assert loads(plan_packed(lengths, 2, 10), lengths).tolist() == [[10, 10], [10, 10]]
+
+
+def test_plan_packed_one_long_sequence_is_levelled_by_the_others():
+    lengths = [9, 3, 3, 3]
+    assert loads(plan_packed(lengths, 2, 20), lengths).tolist() == [[9], [9]]
+
+
+def test_plan_packed_fewer_sequences_than_ranks_leaves_single_slots_empty():
+    assert sorted(map(str, plan_packed([5, 4], 4, 10))) == ["[[0]]", "[[1]]", "[[]]", "[[]]"]
+
+
+@pytest.mark.parametrize("samples", [256, 1024])
+def test_plan_packed_log_normal_lengths_level_ranks_and_rounds(samples):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(np.log(1500), 0.8, samples), 200, 8000).astype(int).tolist()
+        tokens = loads(plan_packed(lengths, 8, 16_384), lengths)
+        quality = packing_quality(tokens, 0, 16_384)
+        assert quality.rank_imbalance < 0.01
+        assert quality.lockstep > 0.97
+        assert quality.level > 0.97
+        assert tokens.shape[1] == -(-sum(lengths) // (8 * 16_384)), "no round more than the tokens need"
+
+
+def test_plan_unpacked_full_micro_batches_of_neighbours_in_length():
+    lengths = [1, 9, 2, 8, 3, 7, 4, 6]
+    plan = plan_unpacked(lengths, 2, 2)
+    assert members(plan) == list(range(8))
+    assert {tuple(sorted(lengths[i] for i in slot)) for rank in plan for slot in rank} == {
+        (8, 9),
+        (6, 7),
+        (3, 4),
+        (1, 2),
+    }
+    assert [len(rank) for rank in plan] == [2, 2]
+
+
+def test_plan_unpacked_uneven_count_spreads_without_sentinels():
+    plan = plan_unpacked([5] * 10, 2, 4)
+    assert sorted(len(slot) for rank in plan for slot in rank) == [2, 2, 3, 3]
+
+
+def test_packing_quality_by_hand():
+    """Ranks 8 + 4 and 6 + 0 of capacity 10: 18 of 40 filled; mean per rank 9; rounds cost 8 and 4."""
+    quality = packing_quality(np.array([[8, 4], [6, 0]]), 1, 10)
+    assert quality.filled == pytest.approx(18 / 40)
+    assert quality.level == pytest.approx(18 / 32)
+    assert quality.rank_imbalance == pytest.approx(3 / 9)
+    assert quality.lockstep == pytest.approx(18 / (2 * 12))

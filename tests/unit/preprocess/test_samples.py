@@ -1,0 +1,121 @@
+"""One group becomes samples: filters, shaping, identity, and what each sample knows of itself."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipelinerl.errors import RecordError
+from pipelinerl.preprocess.samples import Shaping, prepare_group, refused_group
+from pipelinerl.preprocess.shaping import longest_completion
+from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+
+SHAPING = Shaping(seq_length=20)
+
+
+def sequence(*, tokens: int = 6, spans=((2, 6, 3),), finish_reason: str = "stop", turn: int = 0) -> TrainingSequence:
+    spans_R3 = np.array(spans, np.int32).reshape(-1, 3)
+    return TrainingSequence(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(int((spans_R3[:, 1] - spans_R3[:, 0]).sum()), -0.5, np.float32),
+        spans=spans_R3,
+        finish_reason=finish_reason,
+        turn=turn,
+    )
+
+
+def group(*members: tuple[float, tuple[TrainingSequence, ...]]) -> RolloutGroup:
+    return RolloutGroup(
+        group_id="0-3",
+        epoch=0,
+        position=3,
+        problem_index=0,
+        actor=0,
+        domain="d",
+        dataset="train",
+        attempts=len(members),
+        rollouts=tuple(
+            Rollout(attempt=i, reward=reward, sequences=sequences, metrics={}, latency_s=0.0, num_llm_calls=1)
+            for i, (reward, sequences) in enumerate(members)
+        ),
+        dispatched_version=0,
+        settled_before=0,
+        dispatch_index=0,
+    )
+
+
+def test_prepare_group_sample_knows_place_identity_versions_and_counts():
+    two = (sequence(spans=((2, 4, 5), (4, 6, 7))), sequence(tokens=9, spans=((3, 5, 6),), turn=1))
+    first, second = prepare_group(11, group((1.0, two), (0.0, (sequence(),))), SHAPING)
+    assert (first.sample_id, first.source, first.after) == ("0-3/0", (11, 0), (11, 1))
+    assert (first.num_tokens, first.num_trained) == (15, 6)
+    assert (first.oldest_version, first.newest_version) == (5, 7)
+    assert first.advantages == (1.0, 1.0)
+    assert (second.source, second.advantages, second.reward) == ((11, 1), (-1.0,), 0.0)
+    assert first.drop_reason is None
+    assert first.weighted
+
+
+def test_prepare_group_rollout_without_trained_tokens_is_dropped_but_stays_in_the_baseline():
+    masked = sequence(spans=())
+    samples = prepare_group(0, group((3.0, (masked,)), (0.0, ()), (0.0, (sequence(),))), SHAPING)
+    assert [s.drop_reason for s in samples] == ["no_trained_tokens", "no_trained_tokens", None]
+    assert samples[2].advantages == (-1.5,)
+
+
+def test_prepare_group_sequence_without_trained_tokens_is_left_out():
+    sample, _ = prepare_group(0, group((1.0, (sequence(spans=()), sequence(turn=1))), (0.0, (sequence(),))), SHAPING)
+    assert [index for index, _ in sample.sequences] == [1]
+    assert sample.num_tokens == 6
+
+
+def test_prepare_group_sequence_beyond_seq_length_is_dropped_alone():
+    long = sequence(tokens=21, spans=((2, 21, 0),))
+    samples = prepare_group(0, group((1.0, (long,)), (0.0, (sequence(),))), SHAPING)
+    assert [s.drop_reason for s in samples] == ["too_long", None]
+
+
+@pytest.mark.parametrize(("rewards", "reason"), [((1.0, 1.0), "zero_advantage"), ((1.0, 0.0), None)])
+def test_prepare_group_zero_advantage_filter_drops_whole_groups_that_teach_nothing(rewards, reason):
+    shaping = Shaping(seq_length=20, filter_zero_advantage_groups=True)
+    samples = prepare_group(0, group(*((reward, (sequence(),)) for reward in rewards)), shaping)
+    assert [s.drop_reason for s in samples] == [reason, reason]
+
+
+def test_prepare_group_value_advantage_carries_rewards_and_is_not_filtered():
+    shaping = Shaping(seq_length=20, advantage="value", filter_zero_advantage_groups=True)
+    samples = prepare_group(0, group((0.0, (sequence(),)), (0.0, (sequence(),))), shaping)
+    assert [(s.drop_reason, s.advantages) for s in samples] == [(None, (0.0,))] * 2
+
+
+def test_prepare_group_overlong_filter_goes_by_the_servers_finish_reason():
+    shaping = Shaping(seq_length=20, overlong_filtering=True)
+    cut, ended = sequence(finish_reason="length"), sequence(tokens=20, spans=((1, 20, 0),))
+    samples = prepare_group(0, group((1.0, (cut,)), (0.0, (ended,))), shaping)
+    assert [(s.weighted, s.drop_reason) for s in samples] == [(False, None), (True, None)]
+
+
+def test_prepare_group_first_token_trained_is_refused_with_identity():
+    bad = sequence(spans=((0, 6, 0),))
+    with pytest.raises(RecordError, match="0-3/1/0: its first token"):
+        prepare_group(0, group((1.0, (sequence(),)), (0.0, (bad,))), SHAPING)
+
+
+def test_prepare_group_reward_beyond_float32_is_refused_with_identity():
+    with pytest.raises(RecordError, match="0-3/0: reward"):
+        prepare_group(0, group((1e39, (sequence(),)), (1e39, (sequence(),))), SHAPING)
+
+
+def test_refused_group_every_member_is_invalid():
+    samples = refused_group(4, group((float("nan"), (sequence(),)), (0.0, ())))
+    assert [(s.sample_id, s.source, s.drop_reason) for s in samples] == [
+        ("0-3/0", (4, 0), "invalid"),
+        ("0-3/1", (4, 1), "invalid"),
+    ]
+
+
+def test_longest_completion_joins_spans_of_one_completion_over_weight_versions():
+    """Completions 2–9 (three versions) and 12–15 in one sequence, 1–6 in another."""
+    merged = sequence(tokens=15, spans=((2, 5, 0), (5, 6, 1), (6, 9, 2), (12, 15, 2)))
+    member = group((0.0, (merged, sequence(spans=((1, 6, 0),))))).rollouts[0]
+    assert longest_completion(member) == 7
+    assert longest_completion(msgspec.structs.replace(member, sequences=())) == 0
