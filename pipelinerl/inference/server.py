@@ -87,7 +87,9 @@ async def _serve(args: Namespace, takes_weights: bool, status: RoleStatus) -> No
 
 async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, takes_weights: bool, status: RoleStatus) -> Any:
     tasks = await client.get_supported_tasks()
+    level = logging.getLogger().level
     app = build_app(args, tasks, client.model_config)
+    logging.getLogger().setLevel(level)  # a dependency of vLLM's application raises it to ERROR when it is imported
     await init_app_state(client, app.state, args, tasks)
     updates = None
     if takes_weights:

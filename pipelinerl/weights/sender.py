@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipelinerl.errors import DeadlineError, WeightUpdateError
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.group import TransferGroup, first_line, host_store, join
 from pipelinerl.weights.layout import Layout, buckets
@@ -36,6 +36,7 @@ from pipelinerl.weights.protocol import (
     WeightUpdateRequest,
 )
 from pipelinerl.world import Job
+from pipelinerl.world.map import WEIGHT_PORTS_PER_SERVER
 
 log = logging.getLogger(__name__)
 
@@ -81,19 +82,31 @@ class Link:
 
     server: Job
     port: int
+    client: httpx.Client
+    watch_client: httpx.Client
     store: dist.TCPStore | None = None
     group: TransferGroup | None = None
     spec: GroupSpec | None = None
     held: int | None = None
     """Version whose bytes the server's staging holds."""
     in_service: bool = False
-    is_up: bool = False
-    """Out of service, but answering: can be re-admitted."""
+    is_up: bool = True
+    """Worth a push: it answers, or nobody has asked yet."""
+    pushes: int = 0
+    """Counts ended pushes, so that the watcher can tell an answer that is older than one."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held for assignments only."""
 
     def drop(self) -> None:
+        """Out of service, and out of mind until the watcher hears from it."""
         self.group = self.spec = self.held = None
         self.in_service = self.is_up = False
+
+    def close(self) -> None:
+        self.drop()
+        self.store = None
+        self.client.close()
+        self.watch_client.close()
 
 
 class WeightSender:
@@ -111,9 +124,9 @@ class WeightSender:
         delta: send only what changed where the server holds the previous version and that is smaller.
 
     >>> sender = WeightSender(world.get("actor_llm"), backend="gloo", ...)
-    >>> sender.wait_for_servers(timeout_s=600)
     >>> sender.send_async(version, named_tensors, specs)   # returns after the snapshot
     >>> report = sender.wait()
+    >>> changed = sender.poll_returning_servers(version, named_tensors, specs)   # between steps; None = no change
     """
 
     def __init__(
@@ -131,14 +144,21 @@ class WeightSender:
     ):
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_mb << 20, timeout_s
         self._host, self._device, self._delta = host, torch.device(device), delta
+        headers = {"Authorization": f"Bearer {secret}"}
         self._links = {
-            server.name: Link(server, port_base + 2 * index if port_base else 0) for index, server in enumerate(servers)
+            server.name: Link(
+                server=server,
+                port=port_base + WEIGHT_PORTS_PER_SERVER * index if port_base else 0,
+                client=httpx.Client(base_url=server.url, headers=headers, timeout=WATCH_TIMEOUT_S),
+                watch_client=httpx.Client(base_url=server.url, timeout=WATCH_TIMEOUT_S),
+            )
+            for index, server in enumerate(servers)
         }
-        self._headers = {"Authorization": f"Bearer {secret}"}
         self._pool = ThreadPoolExecutor(max(len(servers), 1), thread_name_prefix="weight-push")
         self._snapshot: Snapshot | None = None
         self._spare: torch.Tensor | None = None
         self._push: Future[UpdateReport] | None = None
+        self._announced: tuple[str, ...] = ()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weight-watcher", daemon=True)
         self._watcher.start()
@@ -148,25 +168,10 @@ class WeightSender:
         """Servers that hold the newest version that was pushed."""
         return tuple(name for name, link in self._links.items() if link.in_service)
 
-    def poll_returning_servers(self) -> tuple[str, ...]:
-        """Servers out of service that answer: give them the current weights with `readmit_async`. Never blocks."""
+    @property
+    def returning(self) -> tuple[str, ...]:
+        """Servers out of service that answer."""
         return tuple(name for name, link in self._links.items() if link.is_up and not link.in_service)
-
-    def wait_for_servers(self, timeout_s: float, stop: threading.Event | None = None) -> None:
-        """Wait until every server answers, for the first update of a run.
-
-        Raises:
-            DeadlineError: some do not; the message names them.
-        """
-        deadline = time.monotonic() + timeout_s
-        while missing := [name for name, link in self._links.items() if not (link.is_up or link.in_service)]:
-            if stop is not None and stop.is_set():
-                return
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"{', '.join(missing)} did not answer within {timeout_s:g} s: see <run folder>/{missing[0]}/log.txt"
-                )
-            time.sleep(0.05)
 
     def send(
         self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
@@ -191,14 +196,26 @@ class WeightSender:
         targets = [link for link in self._links.values() if link.in_service or link.is_up]
         self._start_push(snapshot, targets)
 
-    def readmit_async(self) -> bool:
-        """Push the newest snapshot to the servers that came back; False if there is nobody or nothing to push."""
-        assert self._push is None, "wait() for the previous update first"
-        targets = [self._links[name] for name in self.poll_returning_servers()]
-        if self._snapshot is None or not targets:
-            return False
-        self._start_push(self._snapshot, targets)
-        return True
+    def poll_returning_servers(
+        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
+    ) -> UpdateReport | None:
+        """Give servers that came back the current weights.
+
+        Costs nothing while the servers in service stay the same; ``params`` are read only when ``version`` is not
+        the one of the last `send`, whose snapshot is kept.
+
+        Returns:
+            A report when the servers in service changed (one came back, or one lost its weights), else None.
+        """
+        assert self._push is None, "wait() for the update under way first"
+        targets = [self._links[name] for name in self.returning]
+        if not targets and self.in_service == self._announced:
+            return None
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.version != version:
+            snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
+        self._start_push(snapshot, targets)
+        return self.wait()
 
     @property
     def is_pushing(self) -> bool:
@@ -214,9 +231,11 @@ class WeightSender:
         """The report of the update under way. Ends within the time-out: every push has its own deadline."""
         assert self._push is not None, "no update is under way"
         try:
-            return self._push.result()
+            report = self._push.result()
         finally:
             self._push = None
+        self._announced = report.servers
+        return report
 
     def close(self) -> None:
         """Stop watching and let go of all connections."""
@@ -224,8 +243,7 @@ class WeightSender:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._watcher.join(WATCH_TIMEOUT_S)
         for link in self._links.values():
-            link.drop()
-            link.store = None
+            link.close()
 
     def _take_snapshot(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
         """Copy into host memory that is allocated once (twice with delta: the previous version is the base)."""
@@ -262,7 +280,6 @@ class WeightSender:
                 sent = max(sent, num_bytes)
             except Exception as error:  # one server's failure, whatever it is, takes that server out of service
                 errors[name] = first_line(error)
-                self._links[name].drop()
                 log.error("event=server_out_of_service server=%s version=%d error=%s", name, snapshot.version, error)
         report = UpdateReport(
             version=snapshot.version,
@@ -275,59 +292,68 @@ class WeightSender:
         result.set_result(report)
 
     def _push_to(self, link: Link, snapshot: Snapshot) -> tuple[WeightUpdateAnswer, int]:
-        """One server's update, dense if it refuses the delta."""
+        """One server's update, dense if it refuses the delta; afterwards the server is in service or out of it."""
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            answer, num_bytes = self._delta_or_dense(link, snapshot, deadline)
+        except BaseException:
+            with link.lock:
+                link.pushes += 1
+                link.drop()
+            raise
         with link.lock:
-            deadline = time.monotonic() + self._timeout_s
-            has_base = snapshot.delta is not None and link.held == snapshot.base_version
-            try:
-                answer, num_bytes = self._transfer(link, snapshot, snapshot.delta if has_base else None, deadline)
-            except WeightUpdateError as error:
-                if not has_base or STALE_BASE not in str(error):
-                    raise
-                link.group = None
-                answer, num_bytes = self._transfer(link, snapshot, None, deadline)
+            link.pushes += 1
             link.held, link.in_service, link.is_up = snapshot.version, True, False
-            return answer, num_bytes
+        return answer, num_bytes
+
+    def _delta_or_dense(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
+        if snapshot.delta is None or link.held != snapshot.base_version:
+            return self._transfer(link, snapshot, None, deadline)
+        try:
+            return self._transfer(link, snapshot, snapshot.delta, deadline)
+        except WeightUpdateError as error:
+            if STALE_BASE not in str(error):
+                raise
+            return self._transfer(link, snapshot, None, deadline)
 
     def _transfer(
         self, link: Link, snapshot: Snapshot, delta: torch.Tensor | None, deadline: float
     ) -> tuple[WeightUpdateAnswer, int]:
+        """Bytes in one thread, request and answer in this one; whichever fails ends the other."""
         payload = snapshot.buffer if delta is None else delta
-        with httpx.Client(base_url=link.server.url, headers=self._headers, timeout=WATCH_TIMEOUT_S) as client:
-            if link.group is None:
-                link.spec = self._new_group(link, client)
-            assert link.spec is not None
-            request = WeightUpdateRequest(
-                version=snapshot.version,
-                params=snapshot.layout.specs,
-                group=link.spec,
-                bucket_bytes=self._bucket_bytes,
-                timeout_s=RECEIVE_SHARE * (deadline - time.monotonic()),
-                base_version=None if delta is None else snapshot.base_version,
-                payload_bytes=None if delta is None else delta.numel(),
-            )
-            ended = threading.Event()
-            transfer = threading.Thread(
-                target=self._broadcast, args=(link, payload, deadline, ended), name="weight-bytes", daemon=True
-            )
-            transfer.start()
-            try:
-                answer = self._post(client, link, request, deadline)
-                transfer.join()
-                return answer, payload.numel()
-            except BaseException:
-                link.group = None
-                raise
-            finally:
-                ended.set()
+        if link.group is None:
+            link.spec = self._new_group(link)
+        assert link.spec is not None
+        request = WeightUpdateRequest(
+            version=snapshot.version,
+            params=snapshot.layout.specs,
+            group=link.spec,
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=RECEIVE_SHARE * (deadline - time.monotonic()),
+            base_version=None if delta is None else snapshot.base_version,
+            payload_bytes=None if delta is None else delta.numel(),
+        )
+        ended = threading.Event()
+        transfer = threading.Thread(
+            target=self._broadcast, args=(link, payload, deadline, ended), name="weight-bytes", daemon=True
+        )
+        transfer.start()
+        try:
+            answer = self._post(link, request, deadline)
+            transfer.join()
+            return answer, payload.numel()
+        except BaseException:
+            link.group = None
+            raise
+        finally:
+            ended.set()
 
-    def _post(
-        self, client: httpx.Client, link: Link, request: WeightUpdateRequest, deadline: float
-    ) -> WeightUpdateAnswer:
+    def _post(self, link: Link, request: WeightUpdateRequest, deadline: float) -> WeightUpdateAnswer:
         timeout = httpx.Timeout(max(deadline - time.monotonic(), 0.1), connect=WATCH_TIMEOUT_S)
         body = msgspec.json.encode(request)
+        headers = {"Content-Type": "application/json"}
         try:
-            response = client.post(PATH, content=body, headers={"Content-Type": "application/json"}, timeout=timeout)
+            response = link.client.post(PATH, content=body, headers=headers, timeout=timeout)
         except httpx.TimeoutException as error:
             raise WeightUpdateError(
                 f"{link.server.name} has not version {request.version} within weights.timeout_s={self._timeout_s:g}"
@@ -360,9 +386,9 @@ class WeightSender:
                 link.group = None
             log.warning("event=transfer_ended server=%s error=%s", link.server.name, first_line(error))
 
-    def _new_group(self, link: Link, client: httpx.Client) -> GroupSpec:
+    def _new_group(self, link: Link) -> GroupSpec:
         """A fresh name in this server's store, for as many workers as the server says it has."""
-        info = _weight_info(client)
+        info = _weight_info(link.client)
         if link.store is None:
             link.store = host_store(self._host, link.port, self._timeout_s)
         return GroupSpec(
@@ -382,24 +408,22 @@ class WeightSender:
 
     def _watch_one(self, link: Link) -> None:
         """A server that lost its weights (restarted) leaves service; one that answers may be re-admitted."""
-        if not link.lock.acquire(blocking=False):
-            return
-        try:
-            version = _version_of(link.server)
+        pushes = link.pushes
+        version = _version_of(link)
+        with link.lock:
+            if link.pushes != pushes:
+                return
             if link.in_service and version == NEVER_UPDATED:
                 log.warning("event=server_restarted server=%s", link.server.name)
                 link.drop()
             if not link.in_service:
                 link.is_up = version is not None
-        finally:
-            link.lock.release()
 
 
-def _version_of(server: Job) -> str | None:
+def _version_of(link: Link) -> str | None:
     """What the server says it holds; None if it does not answer."""
     with contextlib.suppress(httpx.HTTPError, WeightUpdateError):
-        with httpx.Client(base_url=server.url, timeout=WATCH_TIMEOUT_S) as client:
-            return _weight_info(client).weight_version
+        return _weight_info(link.watch_client).weight_version
     return None
 
 

@@ -1,0 +1,2 @@
+async def score_tokens(session, url, token_ids):
+    raise NotImplementedError
