@@ -1,0 +1,195 @@
+"""After a run: what the model of docs/algorithms.md §8 predicts from the run's own rates, beside what the run measured.
+
+The rates that go in are those of each side alone: the trainer's tokens per second of its steps, and the servers' tokens
+per second from the latency of a rollout while so many are in flight (Little's law). Throughput and lag come out.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config.load import load_run
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.plan.lengths import Lengths
+from pipelinerl.records import ActorRecord, EvaluationDone, RolloutGroup
+from pipelinerl.records.messages import EvaluationMessage
+from pipelinerl.records.topics import ACTOR, EVALUATION
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
+from pipelinerl.world import WorldMap
+
+WARM_UP_SHARE = 0.1
+"""Of the optimizer steps: compilation, empty queues."""
+MAX_GROUPS = 2000
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prediction is made from."""
+
+    batch_size: int
+    in_flight: int
+    """Rollouts that may be generated at a time over all servers."""
+    latency_s: float
+    """Mean time of a rollout."""
+    train_tokens_per_s: float
+    """The whole trainer, counting only the time of its steps and pushes."""
+    mean_tokens: float
+    longest_tokens: float
+    mean_square_tokens: float | None = None
+    """None when the lengths of the run are gone."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity."""
+
+    name: str
+    predicted: float
+    measured: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return None if self.measured is None or not self.predicted else self.measured / self.predicted
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Throughput and in-flight lag of a pipeline."""
+
+    generation_rate: float
+    training_rate: float
+    rate: float
+    largest_in_flight_lag: float
+    mean_in_flight_lag: float | None
+
+    @property
+    def trainer_waits(self) -> float:
+        """Share of the trainer's time without work."""
+        return 1.0 - self.rate / self.training_rate
+
+
+def predict(facts: RunFacts) -> Prediction:
+    """r = min(generation, training); a token's in-flight lag is the optimizer steps until its sequence ends."""
+    generation = facts.in_flight * facts.mean_tokens / facts.latency_s
+    rate = min(generation, facts.train_tokens_per_s)
+    token_time = facts.latency_s / facts.mean_tokens
+    steps_per_s = rate / (facts.mean_tokens * facts.batch_size)
+    remaining = None if facts.mean_square_tokens is None else facts.mean_square_tokens / (2 * facts.mean_tokens)
+    return Prediction(
+        generation_rate=generation,
+        training_rate=facts.train_tokens_per_s,
+        rate=rate,
+        largest_in_flight_lag=facts.longest_tokens * token_time * steps_per_s,
+        mean_in_flight_lag=None if remaining is None else remaining * token_time * steps_per_s,
+    )
+
+
+def compare(facts: RunFacts, steps: Sequence[dict[str, Any]]) -> tuple[Prediction, tuple[Line, ...]]:
+    """Prediction and measurement, quantity by quantity; ``steps`` are the trainer's points after the warm-up."""
+    prediction = predict(facts)
+    seconds = steps[-1]["time"] - steps[0]["time"]
+    lines = [
+        Line(
+            name="trained tokens/s",
+            predicted=prediction.rate,
+            measured=sum(point["tokens"] for point in steps[1:]) / seconds,
+        ),
+        Line(
+            name="trainer waits for data (share of time)",
+            predicted=prediction.trainer_waits,
+            measured=sum(point["wait_s"] for point in steps[1:]) / seconds,
+        ),
+    ]
+    if prediction.mean_in_flight_lag is not None:
+        lines.append(
+            Line(
+                name="mean in-flight lag (optimizer steps)",
+                predicted=prediction.mean_in_flight_lag,
+                measured=_weighted(steps, "lag_in_flight_mean"),
+            )
+        )
+    lines.append(
+        Line(
+            name="largest lag (in flight / with queues, optimizer steps)",
+            predicted=prediction.largest_in_flight_lag,
+            measured=max(point["lag_max"] for point in steps),
+        )
+    )
+    return prediction, tuple(lines)
+
+
+def facts_of_run(
+    cfg: Config,
+    world: WorldMap,
+    actor_points: Sequence[dict[str, Any]],
+    steps: Sequence[dict[str, Any]],
+    lengths: Lengths | None,
+) -> RunFacts:
+    """Rates of a run from its metrics and, where they still exist, its rollouts."""
+    latest = next((point for point in reversed(actor_points) if "latency_s" in point), None)
+    if latest is None or len(steps) < 3:
+        raise ConfigError("the run has too few metrics to compare: it needs at least 4 optimizer steps")
+    slots = cfg.actor.llm_max_rollouts * len(world.get("actor_llm"))
+    if cfg.max_lag_steps is not None:
+        slots = min(slots, (cfg.max_lag_steps + 1) * cfg.batch_size)
+    busy = sum(point["step_s"] + point.get("push_wait_s", 0.0) for point in steps)
+    return RunFacts(
+        batch_size=cfg.batch_size,
+        in_flight=slots,
+        latency_s=latest["latency_s"],
+        train_tokens_per_s=sum(point["tokens"] for point in steps) / busy,
+        mean_tokens=lengths.mean if lengths else latest["output_tokens"],
+        longest_tokens=lengths.longest if lengths else latest["output_tokens_max"],
+        mean_square_tokens=lengths.mean_square if lengths else None,
+    )
+
+
+def compare_run(run_dir: Path) -> tuple[RunFacts, Prediction, tuple[Line, ...]]:
+    """Compare a finished (or running) run folder."""
+    cfg, world = load_run(run_dir), WorldMap.load(run_dir)
+    points = {point["step"]: point for point in read_metrics(run_dir, "finetune")}
+    steps = [points[step] for step in sorted(points)]
+    steps = steps[int(len(steps) * WARM_UP_SHARE) :]
+    facts = facts_of_run(cfg, world, read_metrics(run_dir, "actor"), steps, run_lengths(cfg, run_dir))
+    prediction, lines = compare(facts, steps)
+    return facts, prediction, lines
+
+
+def run_lengths(cfg: Config, run_dir: Path) -> Lengths | None:
+    """Completion lengths of the rollouts that the files of topic `actor` still hold."""
+    if cfg.streams.backend != "files":
+        return None
+    _read_files_of(cfg)
+    tokens: list[int] = []
+    for replica in range(cfg.world.replicas):
+        with open_reader(SingleStreamSpec(run_dir, ACTOR, replica), ActorRecord, name=None) as reader:
+            while len(tokens) < MAX_GROUPS * cfg.attempts and (batch := reader.poll(0)):
+                groups = (record for _, record in batch if isinstance(record, RolloutGroup))
+                tokens += [
+                    sum(len(sequence.logprobs) for sequence in rollout.sequences)
+                    for group in groups
+                    for rollout in group.rollouts
+                ]
+    return Lengths.from_samples(tokens) if any(tokens) else None
+
+
+def run_evaluations(run_dir: Path) -> list[tuple[float, float]]:
+    """(optimizer steps, success) of every evaluation in the run's topic `evaluation`."""
+    _read_files_of(load_run(run_dir))
+    with open_reader(SingleStreamSpec(run_dir, EVALUATION), EvaluationMessage, name=None) as reader:
+        done = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
+    return sorted({message.version: message.success for message in done}.items())
+
+
+def _read_files_of(cfg: Config) -> None:
+    if cfg.streams.backend != "files":
+        raise ConfigError("streams.backend is redis: its topics are gone with the run, only the metrics remain")
+    set_streams_backend("files")
+
+
+def _weighted(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    known = [point for point in steps if point.get(name) is not None]
+    total = sum(point["tokens"] for point in known)
+    return sum(point[name] * point["tokens"] for point in known) / total if total else None

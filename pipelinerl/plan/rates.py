@@ -1,0 +1,93 @@
+"""Rates of decoding and training per device, in tokens/s: measured points, or assumed from model and GPU.
+
+Assumed rates are a roofline with the efficiencies below: good for choosing a first split, to be replaced by measured
+ones (``python -m pipelinerl.plan compare RUN``).
+"""
+
+import msgspec
+import numpy as np
+
+from pipelinerl.plan.throughput import Utilisation
+from pipelinerl.world.memory import RUNTIME_BYTES
+from pipelinerl.world.model_shape import ModelShape
+
+DECODE_BANDWIDTH_EFFICIENCY = 0.6
+DECODE_COMPUTE_EFFICIENCY = 0.4
+TRAIN_COMPUTE_EFFICIENCY = 0.35
+TRAIN_FLOPS_PER_PARAMETER = 8
+"""2 forward, 4 backward, 2 again with gradient checkpointing."""
+VLLM_SHARE = 0.9
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Data-sheet numbers."""
+
+    flops: float
+    """Dense 16-bit operations per second."""
+    bandwidth: float
+    """Bytes per second."""
+    memory: float
+    """Bytes."""
+
+
+GPUS = {
+    "A100": Gpu(flops=312e12, bandwidth=2.0e12, memory=80e9),
+    "L40S": Gpu(flops=362e12, bandwidth=0.86e12, memory=48e9),
+    "H100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
+    "H200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
+    "B200": Gpu(flops=2250e12, bandwidth=8.0e12, memory=180e9),
+}
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device does alone."""
+
+    decode: Utilisation
+    """tokens/s with h sequences at a time on the device"""
+    train: float
+    """tokens/s"""
+    max_concurrency: int
+    """Sequences per device that fit in memory, or the largest measured batch."""
+    source: str
+
+
+def measured_rates(decode_points: dict[float, float], train: float) -> Rates:
+    """Rates through measured (sequences, tokens/s) points, linear between them and from the origin."""
+    if not decode_points or min(decode_points) <= 0 or min(*decode_points.values(), train) <= 0:
+        raise ValueError(
+            "measured rates must be positive: give at least one sequences:tokens_per_second and a train rate"
+        )
+    heights = np.array([0.0, *sorted(decode_points)])
+    rates = np.array([0.0, *(decode_points[h] for h in sorted(decode_points))])
+
+    def decode(h: np.ndarray | float) -> np.ndarray:
+        return np.interp(h, heights, rates)
+
+    return Rates(decode=decode, train=train, max_concurrency=int(heights[-1]), source="measured")
+
+
+def assumed_rates(shape: ModelShape, gpu: Gpu, *, mean_context: float, devices_per_server: int = 1) -> Rates:
+    """Roofline: a decoding step reads the weights and every sequence's cache, and computes 2 FLOP per parameter."""
+    weight_bytes = 2 * shape.parameters / devices_per_server
+    cache_bytes = shape.kv_bytes_per_token() * mean_context
+    bandwidth = DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth
+    flops = DECODE_COMPUTE_EFFICIENCY * gpu.flops
+    free = VLLM_SHARE * gpu.memory - weight_bytes - RUNTIME_BYTES
+    if free < cache_bytes:
+        raise ValueError(
+            f"a server of {devices_per_server} GPU(s) of {gpu.memory / 1e9:.0f} GB cannot hold "
+            f"{shape.parameters / 1e9:.1f}B parameters and one sequence: use more GPUs per server (--gpus-per-llm)"
+        )
+
+    def decode(h: np.ndarray | float) -> np.ndarray:
+        h = np.asarray(h, dtype=np.float64)
+        reading = (weight_bytes + h * cache_bytes) / bandwidth
+        computing = 2 * shape.active_parameters * h / flops
+        return h / np.maximum(reading, computing)
+
+    return Rates(
+        decode=decode,
+        train=TRAIN_COMPUTE_EFFICIENCY * gpu.flops / (TRAIN_FLOPS_PER_PARAMETER * shape.active_parameters),
+        max_concurrency=max(int(free / cache_bytes), 1),
+        source="assumed",
+    )

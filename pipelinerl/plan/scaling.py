@@ -1,0 +1,141 @@
+"""Scaling fit R(C) = R0 + (A − R0) / (1 + (C_mid/C)^B) (docs/algorithms.md §9, arXiv 2510.13786).
+
+A is the performance that the recipe approaches, B how fast, C_mid the compute at which half of the gain is made. The
+fit is a grid over A and C_mid with B fitted at each point, refined around the best; A's error is the range of the
+profile likelihood in which the sum of squares rises by one residual variance.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+EXPONENTS = np.geomspace(0.1, 10.0, 41)
+GRID = 21
+REFINEMENTS = 5
+PARAMETERS = 3
+
+
+class ScalingFit(msgspec.Struct, frozen=True, kw_only=True):
+    """The fitted curve."""
+
+    asymptote: float
+    """A"""
+    asymptote_error: float
+    """One standard error; infinite when the data do not bound A."""
+    exponent: float
+    """B"""
+    midpoint: float
+    """C_mid, in the unit of the compute given"""
+    start: float
+    """R0"""
+    residual: float
+    """Root mean square of what the curve leaves."""
+
+    def predict(self, compute: Sequence[float] | np.ndarray) -> np.ndarray:
+        return scaling_curve(np.asarray(compute, dtype=np.float64), self)
+
+
+def scaling_curve(compute: np.ndarray, fit: ScalingFit) -> np.ndarray:
+    return fit.start + (fit.asymptote - fit.start) / (1.0 + (fit.midpoint / compute) ** fit.exponent)
+
+
+def fit_scaling(
+    compute: Sequence[float], reward: Sequence[float], *, start: float | None = None, ceiling: float = 1.0
+) -> ScalingFit:
+    """Fit the curve to rewards at growing compute.
+
+    Args:
+        compute: [n] positive, in any unit (GPU hours, tokens, optimizer steps); n ≥ 5.
+        reward: [n] held-out success or reward.
+        start: R0; None = the reward at the smallest compute.
+        ceiling: largest possible A (1 for success rates).
+
+    Raises:
+        ValueError: too few points, or rewards that do not rise above R0.
+    """
+    c, r = np.asarray(compute, dtype=np.float64), np.asarray(reward, dtype=np.float64)
+    if len(c) != len(r) or len(c) < PARAMETERS + 2 or c.min() <= 0:
+        raise ValueError(
+            f"a scaling fit needs at least {PARAMETERS + 2} pairs of positive compute and reward, got {len(c)}"
+        )
+    r0 = float(r[np.argmin(c)]) if start is None else start
+    if r.max() <= r0 or ceiling <= r0:
+        raise ValueError(f"the rewards (at most {r.max():g}) do not rise above R0 = {r0:g}: nothing to fit")
+    asymptotes = np.linspace(r0 + 0.5 * (r.max() - r0), ceiling, GRID)
+    midpoints = np.geomspace(c.min() / 10, c.max() * 10, GRID)
+    best = _best(c, r, r0, asymptotes, midpoints)
+    profile = _Profile(c, r, r0, midpoints)
+    width = asymptotes[1] - asymptotes[0]
+    for _ in range(REFINEMENTS):
+        around = np.linspace(max(best[1] - 2 * width, r0), min(best[1] + 2 * width, ceiling), GRID)
+        around = around[around > r0]
+        sums = [profile(a)[0] for a in around]
+        asymptote = float(around[int(np.argmin(sums))])
+        best = (min(sums), asymptote)
+        width = max(width * 4 / (GRID - 1), 1e-9)
+    total, midpoint, exponent = profile(best[1])
+    return ScalingFit(
+        asymptote=best[1],
+        asymptote_error=_asymptote_error(profile, best[1], total, len(c), r0, ceiling),
+        exponent=exponent,
+        midpoint=midpoint,
+        start=r0,
+        residual=float(np.sqrt(total / len(c))),
+    )
+
+
+def _best(
+    c: np.ndarray, r: np.ndarray, r0: float, asymptotes: np.ndarray, midpoints: np.ndarray
+) -> tuple[float, float]:
+    sums = [_sums(c, r, r0, a, midpoints, EXPONENTS).min() for a in asymptotes]
+    return float(min(sums)), float(asymptotes[int(np.argmin(sums))])
+
+
+def _sums(
+    c: np.ndarray, r: np.ndarray, r0: float, asymptote: float, midpoints: np.ndarray, exponents: np.ndarray
+) -> np.ndarray:
+    """[M, E] sums of squares over the data."""
+    ratio = np.log(midpoints)[:, None, None] - np.log(c)
+    curve = r0 + (asymptote - r0) / (1.0 + np.exp(np.clip(exponents[None, :, None] * ratio, -700, 700)))
+    return ((curve - r) ** 2).sum(axis=-1)
+
+
+class _Profile:
+    """Least sum of squares at a given A, with the C_mid and B that reach it."""
+
+    def __init__(self, c: np.ndarray, r: np.ndarray, r0: float, midpoints: np.ndarray):
+        self.c, self.r, self.r0, self.midpoints = c, r, r0, midpoints
+
+    def __call__(self, asymptote: float) -> tuple[float, float, float]:
+        midpoints, exponents = self.midpoints, EXPONENTS
+        for _ in range(REFINEMENTS):
+            sums = _sums(self.c, self.r, self.r0, asymptote, midpoints, exponents)
+            i, j = np.unravel_index(int(sums.argmin()), sums.shape)
+            best = (float(sums[i, j]), float(midpoints[i]), float(exponents[j]))
+            midpoints = _zoom(midpoints, int(i))
+            exponents = _zoom(exponents, int(j))
+        return best
+
+
+def _zoom(grid: np.ndarray, index: int) -> np.ndarray:
+    return np.geomspace(grid[max(index - 2, 0)], grid[min(index + 2, len(grid) - 1)], GRID)
+
+
+def _asymptote_error(profile: _Profile, asymptote: float, total: float, count: int, r0: float, ceiling: float) -> float:
+    """Half the range of A whose sum of squares stays within one residual variance of the best."""
+    limit = total + max(total, 1e-18) / (count - PARAMETERS)
+    high = _crossing(profile, asymptote, ceiling, limit)
+    low = _crossing(profile, asymptote, r0 + 1e-9 * max(abs(r0), 1.0), limit)
+    sides = [abs(side - asymptote) for side in (low, high) if side is not None]
+    return max(sides) if sides else float("inf")
+
+
+def _crossing(profile: _Profile, inside: float, outside: float, limit: float) -> float | None:
+    """Where the profile reaches the limit between the best A and a bound; None if it never does."""
+    if profile(outside)[0] <= limit:
+        return None
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if profile(middle)[0] <= limit else (inside, middle)
+    return (inside + outside) / 2

@@ -1,0 +1,173 @@
+"""Throughput and lag of pipelined and conventional training (docs/algorithms.md §8, arXiv 2509.19128 A.4).
+
+Unit of work: one token at the decoding speed of one fully utilised device; rates are in tokens per unit of time. With
+absolute rates (tokens/s) instead of utilisations the same formulas give tokens/s.
+
+    N  devices                          I  devices that generate
+    B  sequences per optimizer step     G  optimizer steps per phase (conventional)
+    H  sequences at a time per generating device
+    U(h)  decoding rate of a device with h sequences      τ  training time of one token on one device
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+
+from pipelinerl.plan.lengths import Lengths
+
+Utilisation = Callable[[np.ndarray | float], np.ndarray]
+
+CONCURRENCY_STEP = 8
+"""Concurrency is searched in multiples of this: engines pad their batches."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What has to be done, on how many devices."""
+
+    devices: int
+    batch_size: int
+    lengths: Lengths
+    train_time: float
+    """τ"""
+    utilisation: Utilisation
+    """U"""
+    max_concurrency: int = 250
+    """Largest H per device that memory (or the fit of U) allows."""
+    devices_per_server: int = 1
+    devices_per_trainer_group: int = 1
+    """Sequence parallelism: trainer devices come in groups of this size."""
+
+
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run the pipeline."""
+
+    generating: int
+    """I"""
+    concurrency: int
+    """H per device"""
+    rate: float
+    generation_rate: float
+    training_rate: float
+    largest_lag: int
+    mean_in_flight_lag: float
+    """Token-weighted; what queueing and packing add comes on top."""
+
+
+def saturating_utilisation(peak: float, scale: float) -> Utilisation:
+    """U(h) = peak · (1 − e^(−h/scale))."""
+
+    def utilisation(h: np.ndarray | float) -> np.ndarray:
+        return -peak * np.expm1(-np.asarray(h, dtype=np.float64) / scale)
+
+    return utilisation
+
+
+PAPER_UTILISATION = saturating_utilisation(1.8, 800.0)
+"""Fit for h ≤ 250 of arXiv 2509.19128 A.4."""
+PAPER_TRAIN_TIME = 4.92
+
+
+def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
+    """Tokens per time of all N devices while a phase of B·G sequences is generated, its tail included.
+
+    Above ``max_concurrency`` sequences per device the rest waits: the devices are full until the last has started, and
+    then drain with lengths as seen at a random moment of steady generation.
+    """
+    sequences = work.batch_size * steps_per_phase / work.devices
+    tokens = sequences * work.lengths.mean
+    if sequences <= work.max_concurrency:
+        return work.devices * tokens / _drain_time(sequences * work.lengths.alive, work.utilisation)
+    tail = work.max_concurrency * work.lengths.residual_alive
+    full = max(tokens - float(tail.sum()), 0.0) / float(work.utilisation(work.max_concurrency))
+    return work.devices * tokens / (full + _drain_time(tail, work.utilisation))
+
+
+def _drain_time(alive: np.ndarray, utilisation: Utilisation) -> float:
+    """Σ over steps of h(l)/U(h(l))."""
+    alive = alive[alive > 0]
+    return float((alive / utilisation(alive)).sum())
+
+
+def conventional_rate(work: Workload, steps_per_phase: int) -> float:
+    """1/r = 1/r_gen + 1/r_train: both phases use all devices, one after the other."""
+    generation = conventional_generation_rate(work, steps_per_phase)
+    return 1.0 / (1.0 / generation + work.train_time / work.devices)
+
+
+def largest_lag(work: Workload, generating: int, concurrency: int) -> int:
+    """g_max = ⌈H·I·L / (L̄·B)⌉: optimizer steps while the longest sequence is generated."""
+    in_flight = concurrency * generating * work.lengths.longest
+    return math.ceil(in_flight / (work.lengths.mean * work.batch_size) - 1e-9)
+
+
+def mean_in_flight_lag(work: Workload, generating: int, concurrency: int) -> float:
+    """Optimizer steps from the sampling of a token to the end of its sequence, mean over tokens.
+
+    A token has on average E[ℓ²]/(2·L̄) tokens after it, each one decoding step; during a step all H·I sequences grow by
+    one token, which is H·I/(L̄·B) optimizer steps.
+    """
+    remaining = work.lengths.mean_square / (2.0 * work.lengths.mean)
+    return remaining * concurrency * generating / (work.lengths.mean * work.batch_size)
+
+
+def pipeline_plan(work: Workload, generating: int, concurrency: int) -> PipelinePlan:
+    """r = min(U(H)·I, (N − I)/τ) with its lags."""
+    generation = float(work.utilisation(concurrency)) * generating
+    training = (work.devices - generating) / work.train_time
+    return PipelinePlan(
+        generating=generating,
+        concurrency=concurrency,
+        rate=min(generation, training),
+        generation_rate=generation,
+        training_rate=training,
+        largest_lag=largest_lag(work, generating, concurrency),
+        mean_in_flight_lag=mean_in_flight_lag(work, generating, concurrency),
+    )
+
+
+def best_pipeline(work: Workload, lag_bound: int | None = None) -> PipelinePlan | None:
+    """The fastest plan whose largest lag respects the bound, the one with less in flight among equals; None if none."""
+    plans = (
+        pipeline_plan(work, generating, concurrency)
+        for generating in _splits(work)
+        for concurrency in _concurrencies(work)
+    )
+    allowed = [plan for plan in plans if lag_bound is None or plan.largest_lag <= lag_bound]
+    return max(allowed, key=lambda plan: (plan.rate, -plan.generating * plan.concurrency), default=None)
+
+
+def _splits(work: Workload) -> Iterable[int]:
+    for generating in range(work.devices_per_server, work.devices, work.devices_per_server):
+        if (work.devices - generating) % work.devices_per_trainer_group == 0:
+            yield generating
+
+
+def _concurrencies(work: Workload) -> Iterable[int]:
+    step = min(CONCURRENCY_STEP, work.max_concurrency)
+    return range(step, work.max_concurrency + 1, step)
+
+
+def speed_up(work: Workload, lag_bound: int) -> float | None:
+    """Pipeline over conventional, neither training on tokens older than the bound allows (G = the bound)."""
+    plan = best_pipeline(work, lag_bound)
+    return None if plan is None else plan.rate / conventional_rate(work, lag_bound)
+
+
+def recommend(work: Workload, lag_bound: int | None = None, tolerance: float = 0.02) -> PipelinePlan | None:
+    """The plan with the smallest lag among those within ``tolerance`` of the fastest; None if nothing is allowed."""
+    best = best_pipeline(work, lag_bound)
+    if best is None:
+        return None
+    plans = (
+        pipeline_plan(work, generating, concurrency)
+        for generating in _splits(work)
+        for concurrency in _concurrencies(work)
+    )
+    near = [
+        plan
+        for plan in plans
+        if plan.rate >= (1.0 - tolerance) * best.rate and (lag_bound is None or plan.largest_lag <= lag_bound)
+    ]
+    return min(near, key=lambda plan: (plan.generating * plan.concurrency, -plan.rate))

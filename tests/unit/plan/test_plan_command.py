@@ -1,0 +1,71 @@
+"""`python -m pipelinerl.plan split` and `scaling` as people call them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pipelinerl.plan.__main__ import main
+
+
+def plan(tmp_path, *arguments: str) -> dict:
+    output = tmp_path / "plan.json"
+    assert main(["split", *arguments, "--json", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+def test_base_configuration_is_planned_without_a_download(tmp_path, capsys):
+    result = plan(tmp_path, "--gpus", "8")
+    assert result["rates"] == "assumed"
+    assert 1 <= result["plan"]["generating"] <= 7
+    assert result["plan"]["largest_lag"] <= 8  # max_lag_steps of base
+    text = capsys.readouterr().out
+    assert "Recommended" in text
+    assert "By bound on the lag" in text
+
+
+def test_measured_rates_decide_the_split(tmp_path):
+    # a device decodes 100 tokens/s with any batch and trains 100 tokens/s: half and half is best
+    result = plan(
+        tmp_path, "--gpus", "8", "--decode", "8:100", "--decode", "64:100", "--train", "100", "--max-length", "1000"
+    )
+    assert result["overrides"][:2] == ["world.actor_fraction=4", "world.finetune_fraction=4"]
+    assert result["plan"]["rate"] == pytest.approx(400.0)
+
+
+def test_servers_of_several_gpus_get_their_concurrency_together(tmp_path):
+    result = plan(tmp_path, "--gpus", "8", "--gpus-per-llm", "2", "--decode", "16:100", "--train", "100")
+    assert result["plan"]["generating"] % 2 == 0
+    assert result["overrides"][2] == f"actor.llm_max_rollouts={2 * result['plan']['concurrency']}"
+
+
+def test_recommendation_can_be_simulated(tmp_path):
+    result = plan(
+        tmp_path, "--gpus", "4", "--decode", "16:400", "--train", "200", "--max-length", "100", "--batch-size", "16",
+        "--simulate",
+    )  # fmt: skip
+    assert result["simulated"]["rate"] == pytest.approx(result["plan"]["rate"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1"], "share_devices=true"),
+        (["--decode", "8:100"], "together"),
+        (["--model", "no-such/model"], "is not on this machine"),
+        (["--gpus", "8", "--batch-size", "1", "--max-lag", "0"], "respects a lag of 0"),
+    ],
+)
+def test_impossible_plans_are_refused_with_the_fix(arguments, message, capsys):
+    assert main(["split", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_scaling_of_a_file_of_points(tmp_path, capsys):
+    compute = np.geomspace(10, 10_000, 12)
+    reward = 0.2 + 0.4 / (1 + 300 / compute)
+    source, output = tmp_path / "curve.json", tmp_path / "fit.json"
+    source.write_text(json.dumps([[0, 0.2], *zip(compute.tolist(), reward.tolist(), strict=True)]))
+    assert main(["scaling", str(source), "--json", str(output)]) == 0
+    assert json.loads(output.read_text())["asymptote"] == pytest.approx(0.6, abs=0.005)
+    assert "A = 0.60" in capsys.readouterr().out

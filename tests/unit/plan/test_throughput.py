@@ -1,0 +1,139 @@
+"""The model of throughput and lag: the paper's numbers, hand-computed cases, and the simulation beside the formula."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.plan.lengths import Lengths
+from pipelinerl.plan.simulate import simulate_conventional, simulate_pipeline
+from pipelinerl.plan.throughput import (
+    PAPER_TRAIN_TIME,
+    PAPER_UTILISATION,
+    Workload,
+    best_pipeline,
+    conventional_generation_rate,
+    conventional_rate,
+    largest_lag,
+    mean_in_flight_lag,
+    pipeline_plan,
+    recommend,
+    speed_up,
+)
+
+PAPER = Workload(
+    devices=128,
+    batch_size=128,
+    lengths=Lengths.uniform(8192),
+    train_time=PAPER_TRAIN_TIME,
+    utilisation=PAPER_UTILISATION,
+)
+
+
+def make_workload(**changes) -> Workload:
+    defaults = {
+        "devices": 16,
+        "batch_size": 32,
+        "lengths": Lengths.uniform(200),
+        "train_time": PAPER_TRAIN_TIME,
+        "utilisation": PAPER_UTILISATION,
+    }
+    return Workload(**{**defaults, **changes})
+
+
+class TestPaper:
+    """arXiv 2509.19128, appendix A.4."""
+
+    def test_conventional_phases_and_their_sum(self):
+        assert conventional_generation_rate(PAPER, 133) == pytest.approx(18.4, abs=0.05)
+        assert PAPER.devices / PAPER.train_time == pytest.approx(26.0, abs=0.05)
+        assert conventional_rate(PAPER, 133) == pytest.approx(10.77, abs=0.01)
+
+    def test_pipeline_optimum(self):
+        plan = best_pipeline(PAPER, 133)
+        assert (plan.concurrency, plan.generating, plan.largest_lag) == (192, 44, 132)
+        assert plan.rate == pytest.approx(16.90, abs=0.01)
+
+    @pytest.mark.parametrize(("bound", "ratio"), [(8, 1.04), (16, 1.08), (32, 1.16), (64, 1.32), (133, 1.57)])
+    def test_speed_up_by_lag_bound(self, bound, ratio):
+        assert speed_up(PAPER, bound) == pytest.approx(ratio, abs=0.005)
+
+
+def test_constant_lengths_generate_at_the_utilisation_of_the_phase():
+    # 32 sequences of 10 tokens on 16 devices: 2 each, all alive to the end, so every device decodes at U(2)
+    work = make_workload(lengths=Lengths.constant(10))
+    assert conventional_generation_rate(work, 1) == pytest.approx(16 * float(PAPER_UTILISATION(2.0)), rel=1e-12)
+
+
+def test_two_lengths_by_hand():
+    # one device, U(h) = h/4: every step takes 4 units whatever h; lengths 1 and 3 equally likely, 2 sequences:
+    # 3 steps, 12 units for 4 tokens; training 4 tokens at τ = 0.5 takes 2 units: 4 tokens in 14 units
+    work = Workload(
+        devices=1,
+        batch_size=2,
+        lengths=Lengths.from_samples([1, 3]),
+        train_time=0.5,
+        utilisation=lambda h: np.asarray(h, dtype=float) / 4,
+    )
+    assert conventional_generation_rate(work, 1) == pytest.approx(4 / 12)
+    assert conventional_rate(work, 1) == pytest.approx(4 / 14)
+
+
+def test_pipeline_rate_is_the_narrow_side():
+    work = make_workload(train_time=4.0, utilisation=lambda h: np.asarray(h, dtype=float) / 100)
+    plan = pipeline_plan(work, 4, 50)
+    assert (plan.generation_rate, plan.training_rate, plan.rate) == (2.0, 3.0, 2.0)
+
+
+def test_lags_by_hand():
+    # 8 sequences on each of 4 devices, batches of 32, lengths 1 … 200: mean 100.5, longest 200
+    work = make_workload()
+    assert largest_lag(work, 4, 8) == 2  # ⌈32·200/(100.5·32)⌉ = ⌈1.99⌉
+    # E[ℓ²] = 201·401/6 = 13,433.5; remaining 13,433.5/201 = 66.83; 66.83·32/(100.5·32) = 0.665
+    assert mean_in_flight_lag(work, 4, 8) == pytest.approx(13433.5 / 201 / 100.5, rel=1e-12)
+
+
+def test_split_respects_parallel_groups():
+    plan = best_pipeline(make_workload(devices_per_server=2, devices_per_trainer_group=4))
+    assert plan.generating % 2 == 0
+    assert (16 - plan.generating) % 4 == 0
+
+
+def test_bound_that_nothing_respects_gives_no_plan():
+    assert best_pipeline(make_workload(batch_size=1), 1) is None
+    assert recommend(make_workload(batch_size=1), 1) is None
+
+
+def test_recommendation_has_less_in_flight_for_almost_the_same_rate():
+    best, chosen = best_pipeline(PAPER), recommend(PAPER)
+    assert chosen.rate >= 0.98 * best.rate
+    assert chosen.largest_lag < best.largest_lag
+
+
+def test_more_sequences_than_fit_are_generated_one_after_the_other():
+    # constant lengths, 128 per device of which 2 fit: the devices decode two at a time from beginning to end
+    work = make_workload(lengths=Lengths.constant(50), max_concurrency=2)
+    unlimited = make_workload(lengths=Lengths.constant(50))
+    assert conventional_generation_rate(work, 64) == pytest.approx(conventional_generation_rate(unlimited, 1), rel=0.02)
+
+
+@pytest.mark.parametrize(("generating", "concurrency"), [(6, 64), (3, 128), (12, 8)])
+def test_simulated_pipeline_agrees_with_the_formula(generating, concurrency):
+    work = make_workload()
+    plan = pipeline_plan(work, generating, concurrency)
+    simulated = simulate_pipeline(work, generating, concurrency, num_steps=250)
+    assert simulated.rate == pytest.approx(plan.rate, rel=0.02)
+    # the queue and the batch under training add at most two steps to what is in flight
+    assert plan.largest_lag - 1 <= simulated.largest_lag <= plan.largest_lag + 2
+    assert plan.mean_in_flight_lag * 0.95 <= simulated.mean_lag <= plan.mean_in_flight_lag + 2
+
+
+def test_simulated_trainer_limited_pipeline_runs_at_the_trainers_rate():
+    work = make_workload(train_time=20.0)
+    simulated = simulate_pipeline(work, 12, 64, num_steps=200)
+    assert simulated.rate == pytest.approx(4 / 20.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("steps_per_phase", "max_concurrency"), [(8, 250), (64, 250), (64, 32)])
+def test_simulated_conventional_agrees_with_the_formula(steps_per_phase, max_concurrency):
+    work = make_workload(max_concurrency=max_concurrency)
+    simulated = simulate_conventional(work, steps_per_phase, num_phases=6)
+    assert simulated.rate == pytest.approx(conventional_rate(work, steps_per_phase), rel=0.05)
