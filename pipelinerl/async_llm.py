@@ -68,8 +68,7 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     tokens = llm_call._tokens
     if tokens is None or tokens.logprobs is None:
         raise ValueError("llm_call has no log-probabilities: create the TrainableLLM with collect_logprobs=True")
-    text = TrainingText.model_construct(
-        _fields_set={"text", "n_predicted"},
+    text = TrainingText(
         text=llm_call._prompt_text + llm_call._output_text,
         n_predicted=len(llm_call._output_text),
         finished=tokens.finish_reason != "length",
@@ -207,7 +206,7 @@ def _choice_tokens(choice: _Choice, prompt_ids: np.ndarray, with_logprobs: bool)
     logprobs = None
     if with_logprobs:
         content = (choice.logprobs and choice.logprobs.content) or []
-        logprobs = np.fromiter((entry.logprob for entry in content), dtype=np.float32, count=len(content))
+        logprobs = np.array([entry.logprob for entry in content], dtype=np.float32)
         if len(logprobs) != count or (count and (not np.isfinite(logprobs).all() or logprobs.min() <= MISSING_LOGPROB)):
             raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
     return CallTokens(
@@ -275,7 +274,7 @@ def _to_call(
     if llm._turns is not None:
         llm._turns.append(_turn(prompt, tokens, sampled_text, end_text, output))
     spans = tokens.version_spans
-    call = LLMCall.model_construct(
+    call = LLMCall(
         prompt=prompt,
         output=output,
         prompt_length_tokens=len(tokens.prompt_ids),

@@ -55,6 +55,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
 
     def encode(self, text: str) -> np.ndarray:
@@ -70,7 +71,7 @@ class ChatRenderer:
 
     def is_end_token(self, token_id: int) -> bool:
         """Whether a token ends a message rather than being part of it."""
-        return token_id in self._tokenizer.all_special_ids
+        return token_id in self._special_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
         """The prompt that asks for the assistant's next message."""
@@ -151,7 +152,7 @@ def parse_output(text: str, *, with_tools: bool, call_prefix: str) -> LLMOutput:
     Text whose calls are not valid JSON stays content: the domain sees what the model wrote.
     """
     if not with_tools or TOOL_OPEN not in text:
-        return LLMOutput.model_construct(content=text)
+        return LLMOutput(content=text)
     calls = _tool_calls(text)
     if not calls:
         return LLMOutput(content=text)
