@@ -5,7 +5,7 @@ task and the meaning of its words, never the task: what the model can do afterwa
 The same ``(recipe, seed, params)`` gives the same bytes; a folder is published whole, by one rename, or not at all.
 """
 
-from pipelinerl.tiny_model.build import build
+from pipelinerl.tiny_model.builder import build
 from pipelinerl.tiny_model.recipes import RECIPES, Recipe
 
 __all__ = ["RECIPES", "Recipe", "build"]

@@ -36,7 +36,7 @@ def batch_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids_BT (int64) and weights_BT (float32) of each token as a target; padding weighs 0."""
     texts = tokenizer.apply_chat_template(conversations, tokenize=False)
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoded = [row.ids for row in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     header = tokenizer.encode(f"{TURN_START}assistant\n", add_special_tokens=False)
     turn_end = tokenizer.convert_tokens_to_ids(TURN_END)
     length = max(len(ids) for ids in encoded)
@@ -66,7 +66,9 @@ def warm_up(
             group["lr"] = LEARNING_RATE * rate
         ids_BT, weights_BT = batch_tensors([conversation(rng) for _ in range(BATCH_SIZE)], tokenizer)
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-        losses_BT = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")
+        losses_BT = torch.nn.functional.cross_entropy(
+            logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
+        )
         mean = (losses_BT * weights_BT[:, 1:]).sum() / weights_BT[:, 1:].sum()
         mean.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

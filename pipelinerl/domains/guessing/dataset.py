@@ -1,33 +1,39 @@
-"""Hidden numbers. With few numbers train and test coincide: what is learned is to search, and there is nothing to hold out."""
+"""Hidden numbers. Up to ``SMALL`` numbers train and test coincide: what is learned is to search, not which numbers there are."""
 
-from random import Random
 from typing import Any
 
 from pipelinerl.errors import DomainError
 
-TEST_EVERY = 4
-"""Above ``SMALL`` numbers every fourth one is kept for ``test``."""
 SMALL = 64
+HELD_OUT_EVERY = 4
+"""Above ``SMALL`` numbers every fourth one is kept for ``test``."""
 
 
-def is_held_out(number: int, max_number: int) -> bool:
-    return max_number > SMALL and number % TEST_EVERY == 0
+def numbers_of(part: str, max_number: int) -> list[int]:
+    """The numbers of ``train`` or ``test``, ascending."""
+    numbers = range(1, max_number + 1)
+    if max_number <= SMALL:
+        return list(numbers)
+    return [number for number in numbers if (number % HELD_OUT_EVERY == 0) == (part == "test")]
 
 
 def load_problems(
-    dataset_names: list[str], max_number: int = 1024, num_test_problems: int = 256, seed: int = 0
+    dataset_names: list[str], max_number: int = 1024, max_turns: int = 13, num_test_problems: int = 256
 ) -> list[dict[str, Any]]:
-    """Problems ``{"dataset", "answer"}``; ``train`` holds every number once, ``test`` is the same for every seed."""
+    """Problems ``{"dataset", "answer", "max_number", "max_turns"}`` of the named parts.
+
+    Args:
+        dataset_names: any of ``train`` (each of its numbers once) and ``test`` (its numbers in turn).
+        max_number: the hidden number is one of 1 … max_number.
+        max_turns: guesses of one game.
+        num_test_problems: size of ``test``.
+    """
     problems = []
     for name in dataset_names:
         if name not in ("train", "test"):
             raise DomainError(f"domain `guessing` has no dataset {name!r}: use `train` or `test`")
-        held_out = [n for n in range(1, max_number + 1) if is_held_out(n, max_number) or max_number <= SMALL]
-        trained = [n for n in range(1, max_number + 1) if not is_held_out(n, max_number)]
-        if name == "train":
-            Random(seed).shuffle(trained)
-            numbers = trained
-        else:
-            numbers = [held_out[index % len(held_out)] for index in range(num_test_problems)]
-        problems += [{"dataset": name, "answer": number} for number in numbers]
+        numbers = numbers_of(name, max_number)
+        if name == "test":
+            numbers = [numbers[index % len(numbers)] for index in range(num_test_problems)]
+        problems += [{"dataset": name, "answer": n, "max_number": max_number, "max_turns": max_turns} for n in numbers]
     return problems

@@ -1,17 +1,11 @@
 """The game's words and rules, without a model: what is said, how a guess is read, what it is worth."""
 
 import re
-from dataclasses import dataclass
+from typing import Literal
 
-ANSWER = re.compile(r"<answer>([0-9]+)</answer>")
+ANSWER = re.compile(r"<answer>([0-9]{1,18})</answer>")
 
-
-@dataclass(frozen=True, kw_only=True)
-class GameSettings:
-    """``environment`` of the configuration; the defaults are the README's game."""
-
-    max_number: int = 1024
-    max_turns: int = 13
+Outcome = Literal["hit", "broken", "missed"]
 
 
 def instructions(max_number: int) -> str:
@@ -27,11 +21,11 @@ def feedback(guess: int, relation: str) -> str:
 
 
 def parse_guess(text: str) -> int | None:
-    """The guess in its tags; None when there is none (huge digit strings are none: they are no number of the game)."""
+    """The first guess in its tags; None when there is none."""
     match = ANSWER.search(text)
-    return int(match[1]) if match and len(match[1]) <= 18 else None
+    return int(match[1]) if match else None
 
 
-def final_reward(turn: int, outcome: str) -> float:
+def final_reward(turn: int, outcome: Outcome) -> float:
     """2 − i/10 for a hit at turn i (from 0), −2 + i/10 for a broken format at turn i, 0 when the turns ran out."""
     return {"hit": 2 - turn / 10, "broken": -2 + turn / 10, "missed": 0.0}[outcome]

@@ -7,7 +7,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.guessing.game import GameSettings, feedback, final_reward, instructions, parse_guess
+from pipelinerl.domains.guessing.game import Outcome, feedback, final_reward, instructions, parse_guess
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -17,22 +17,27 @@ class GuessingMetrics(BaseMetrics):
     """Guesses made, the last one included."""
 
 
+required_problem_keys = ("answer", "max_number", "max_turns")
+
+
 async def play(
-    llm: TrainableLLM, target: int, settings: GameSettings, session: aiohttp.ClientSession
-) -> tuple[list[LLMCall], str]:
-    """Plays to the end; returns the calls and the outcome: "hit", "broken" or "missed"."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(settings.max_number)}]
+    llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> tuple[list[LLMCall], Outcome]:
+    """Plays one game to its end; returns the calls and how it ended."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(problem["max_number"])}]
     calls: list[LLMCall] = []
-    for _ in range(settings.max_turns):
+    for _ in range(problem["max_turns"]):
         calls.append(await llm_async_generate(llm, Prompt(messages=list(messages)), session))
         said = calls[-1].output.content or ""
         guess = parse_guess(said)
         if guess is None:
             return calls, "broken"
-        if guess == target:
+        if guess == problem["answer"]:
             return calls, "hit"
         messages.append({"role": "assistant", "content": said})
-        messages.append({"role": "user", "content": feedback(guess, "higher" if target > guess else "lower")})
+        messages.append(
+            {"role": "user", "content": feedback(guess, "higher" if problem["answer"] > guess else "lower")}
+        )
     return calls, "missed"
 
 
@@ -40,8 +45,7 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     started = time.monotonic()
-    settings = GameSettings(**(cfg.environment or {}))
-    calls, outcome = await play(llm, problem["answer"], settings, session)
+    calls, outcome = await play(llm, problem, session)
     reward = final_reward(len(calls) - 1, outcome)
     texts = [make_training_text(llm, call) for call in calls]
     for text in texts:

@@ -1,5 +1,6 @@
 """Triples of distinct numbers. Those whose sum is divisible by 5 are held out: only ``test`` ever shows them."""
 
+from collections.abc import Sequence
 from itertools import permutations
 from random import Random
 from typing import Any
@@ -9,37 +10,31 @@ from pipelinerl.errors import DomainError
 HELD_OUT_DIVISOR = 5
 
 
-def question(numbers: list[int]) -> str:
+def question(numbers: Sequence[int]) -> str:
     first, second, third = numbers
     return f"Which is the largest of {first}, {second} and {third}?"
 
 
-def is_held_out(numbers: list[int]) -> bool:
+def is_held_out(numbers: Sequence[int]) -> bool:
     """Held-out triples are never trained on, whatever their order."""
     return sum(numbers) % HELD_OUT_DIVISOR == 0
 
 
-def load_problems(
-    dataset_names: list[str], max_number: int = 30, num_test_problems: int = 512, seed: int = 0
-) -> list[dict[str, Any]]:
+def load_problems(dataset_names: list[str], max_number: int = 30, num_test_problems: int = 512) -> list[dict[str, Any]]:
     """Problems ``{"dataset", "question", "answer"}`` of the named parts.
 
     Args:
-        dataset_names: any of ``train`` and ``test``.
+        dataset_names: any of ``train`` (every ordered triple that is not held out) and ``test``.
         max_number: numbers are drawn from 1 … max_number.
-        num_test_problems: size of ``test``, drawn once and for all: the same for every ``seed``.
-        seed: order of ``train``, which holds every triple that is not held out.
+        num_test_problems: size of ``test``, a fixed sample of the held-out triples.
     """
-    triples = [list(numbers) for numbers in permutations(range(1, max_number + 1), 3)]
     problems = []
     for name in dataset_names:
-        if name == "train":
-            chosen = [numbers for numbers in triples if not is_held_out(numbers)]
-            Random(seed).shuffle(chosen)
-        elif name == "test":
-            held_out = [numbers for numbers in triples if is_held_out(numbers)]
-            chosen = Random("held-out").sample(held_out, min(num_test_problems, len(held_out)))
-        else:
+        if name not in ("train", "test"):
             raise DomainError(f"domain `largest` has no dataset {name!r}: use `train` or `test`")
-        problems += [{"dataset": name, "question": question(n), "answer": max(n)} for n in chosen]
+        held_out = name == "test"
+        triples = [list(n) for n in permutations(range(1, max_number + 1), 3) if is_held_out(n) == held_out]
+        if held_out:
+            triples = Random(0).sample(triples, min(num_test_problems, len(triples)))
+        problems += [{"dataset": name, "question": question(n), "answer": max(n)} for n in triples]
     return problems

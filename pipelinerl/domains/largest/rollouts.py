@@ -11,7 +11,8 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
-ANSWER = re.compile(r"\s*<answer>([0-9]+)</answer>\s*")
+required_problem_keys = ("question", "answer")
+ANSWER = re.compile(r"\s*<answer>([0-9]{1,18})</answer>\s*")
 
 
 def score(text: str, answer: int) -> BaseMetrics:

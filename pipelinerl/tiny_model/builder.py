@@ -89,8 +89,6 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
             warm_up(model, tokenizer, recipe.conversation, recipe.steps, rng)
     finally:
         torch.set_num_threads(threads)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

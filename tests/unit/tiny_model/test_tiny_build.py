@@ -1,0 +1,106 @@
+import hashlib
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.tiny_model import build
+from pipelinerl.tiny_model.__main__ import main
+from pipelinerl.tiny_model.builder import publish
+from pipelinerl.tiny_model.warmup import assistant_mask
+
+QUICK = {"steps": 3}
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("tiny") / "model", "largest", 0, QUICK)
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_others(model, tmp_path):
+    again = digest(build(tmp_path / "again", "largest", 0, QUICK))
+    assert again == digest(model)
+    assert digest(build(tmp_path / "other", "largest", 1, QUICK))["model.safetensors"] != again["model.safetensors"]
+
+
+def test_model_has_a_tenth_of_a_million_parameters_and_tied_head(model):
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert 90_000 < sum(parameter.numel() for parameter in loaded.parameters()) < 130_000
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.generation_config.eos_token_id == AutoTokenizer.from_pretrained(model).eos_token_id
+
+
+@pytest.mark.parametrize("loader", [AutoTokenizer, PreTrainedTokenizerFast])
+def test_numbers_and_tags_are_one_token_however_the_tokenizer_is_loaded(model, loader):
+    tokenizer = loader.from_pretrained(model)
+    text = " of 18, 5 and 30?<answer>30</answer>"
+    tokens = [tokenizer.decode([token]) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert tokens == [" of", " ", "18", ",", " ", "5", " and", " ", "30", "?", "<answer>", "30", "</answer>"]
+
+
+def test_any_text_survives_encoding(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for text in ("日本 ünïcode 12345", "a\n\n b\t", "<answer>-7</answer><|im_end|>", "def f(x): return x**2"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_answer_tags_stay_in_the_text_when_special_tokens_are_skipped(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.encode("<answer>7</answer><|im_end|>", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<answer>7</answer>"
+
+
+def test_chat_template_appends_turns_without_rewriting_earlier_ones(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": "a"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    longer = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert longer.startswith(prompt + "b<|im_end|>\n")
+
+
+def test_warm_up_trains_what_the_assistant_says_and_the_end_of_its_turn():
+    header, end = [7, 8], 9
+    #            user turn        header  says   end  newline
+    token_ids = [7, 1, 4, 4, 9, 3, 7, 8, 5, 6, 9, 3, 7, 1, 4, 9]
+    spoken = [i for i, inside in enumerate(assistant_mask(token_ids, header, end)) if inside]
+    assert spoken == [8, 9, 10]
+
+
+def test_existing_folder_is_refused_and_untouched(tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ConfigError, match="exists"):
+        build(tmp_path, "largest", 0, QUICK)
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_builder_that_lost_the_race_keeps_the_published_folder(tmp_path):
+    target, scratch = tmp_path / "model", tmp_path / ".model.x"
+    for folder, text in ((target, "first"), (scratch, "second")):
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+    publish(scratch, target)
+    assert (target / "config.json").read_text() == "first"
+
+
+def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelinerl.tiny_model.builder.write_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build(tmp_path / "model", "largest", 0, QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_builds_and_reports_refusals(tmp_path, capsys):
+    out = str(tmp_path / "model")
+    assert main(["--out", out, "--recipe", "guessing", "--param", "steps=2", "--param", "max_number=16"]) == 0
+    assert (Path(out) / "model.safetensors").exists()
+    assert main(["--out", out, "--recipe", "guessing"]) == 2
+    assert "exists" in capsys.readouterr().err
