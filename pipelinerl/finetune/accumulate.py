@@ -5,12 +5,12 @@ Consumes the records of a step; produces the step's metrics and new weights; nev
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.data import Batch, check_record, index_tokens, prefers_rows, to_batch
+from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.losses import LossSettings
@@ -32,8 +32,7 @@ class BatchRules:
 
 def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
     """Check and convert one record."""
-    index = index_tokens(record)
-    check_record(record, index, rules.vocab_size, rules.max_lag_steps)
+    index = check_record(record, rules.vocab_size, rules.max_lag_steps)
     rows = rules.allow_rows and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit)
     return to_batch(record, index, device, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
 
@@ -56,18 +55,7 @@ def train_step(
         output = engine.forward(batch, settings)
         engine.backward(output.loss, last=number == len(records) - 1)
         losses.append(output.loss.detach())
-        diagnostics.add(
-            loss=output.loss.detach(),
-            logprobs_K=output.logprobs_K,
-            entropy_K=output.entropy_K,
-            value_loss=output.value_loss if engine.policy.value_head is not None else None,
-            inputs=replace(batch.inputs, advantages_K=output.advantages_K),
-            settings=settings,
-            lags=batch.lags,
-            segment_rewards_S=batch.segment_rewards_S,
-            total_tokens=batch.num_tokens,
-            padded_tokens=batch.input_ids.numel(),
-        )
+        diagnostics.add(output, batch, settings)
     try:
         grad_norm = engine.step(learning_rate)
     except NonFiniteGradientError as error:

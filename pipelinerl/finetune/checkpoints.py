@@ -36,12 +36,21 @@ MANIFEST = "manifest.json"
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Where training stands."""
 
-    step: int
+    step: int = 0
     """Optimizer steps done = version of the weights."""
-    samples_processed: int
-    tokens_processed: int
-    positions: dict[str, int]
+    samples_processed: int = 0
+    tokens_processed: int = 0
+    positions: dict[str, int] = {}
     """Next offset to read of each `training_data` stream, by `<instance>/<partition>`."""
+
+    def after(self, num_samples: int, num_tokens: int, positions: dict[str, int]) -> "Counters":
+        """The counters after one more optimizer step."""
+        return Counters(
+            step=self.step + 1,
+            samples_processed=self.samples_processed + num_samples,
+            tokens_processed=self.tokens_processed + num_tokens,
+            positions=positions,
+        )
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,11 +126,13 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """A published checkpoint whose files all have the size and checksum that were written."""
+    """A published checkpoint; ``verify`` refuses one with a file of another size or checksum than was written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, verify: bool = True):
         self.path = path
         self.manifest = _read_manifest(path)
+        if verify:
+            _verify_files(path, self.manifest)
         self._open: dict[str, safe_open] = {}
 
     @property
@@ -187,9 +198,9 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def read_manifest_counters(path: Path) -> Counters:
+def read_counters(path: Path) -> Counters:
     """Counters of a checkpoint, without checking its files."""
-    return _decode_manifest(path).counters
+    return _read_manifest(path).counters
 
 
 def _rng_name(rank: int) -> str:
@@ -210,7 +221,7 @@ def _shards(state: Iterable[tuple[str, dict[str, Tensor]]]) -> Iterator[dict[str
         yield shard
 
 
-def _decode_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -220,15 +231,13 @@ def _decode_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _read_manifest(path: Path) -> Manifest:
-    manifest = _decode_manifest(path)
+def _verify_files(path: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != entry.size:
             raise CheckpointError(f"{file} is missing or not {entry.size} bytes long")
         if _crc32(file) != entry.crc32:
             raise CheckpointError(f"{file} fails its checksum")
-    return manifest
 
 
 def _crc32(path: Path, block: int = 8 * 2**20) -> int:

@@ -18,6 +18,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.rl.diagnostics import LagInputs
 from pipelinerl.finetune.rl.losses import TokenInputs
 from pipelinerl.records import MicroBatch
+from pipelinerl.records.check import check_micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,62 +57,34 @@ class Batch:
 
 
 def index_tokens(record: MicroBatch) -> TokenIndex:
-    """Trained tokens of ``record``; refuses spans that no gradient can come from."""
-    total = len(record.token_ids)
-    spans = record.spans.reshape(-1, 3).astype(np.int64)
-    starts, ends = spans[:, 0], spans[:, 1]
-    if len(spans) and (
-        starts.min() < 0 or ends.max() > total or (ends <= starts).any() or (starts[1:] < ends[:-1]).any()
-    ):
-        raise RecordError(f"{_where(record)}: spans must be ascending, disjoint, non-empty and inside 0..{total}")
-    lengths = ends - starts
+    """Trained tokens of a checked ``record``."""
+    spans = record.spans.astype(np.int64)
+    lengths = spans[:, 1] - spans[:, 0]
     offsets = np.cumsum(lengths) - lengths
-    positions = np.repeat(starts - offsets, lengths) + np.arange(lengths.sum())
-    ends_of_segments = np.cumsum(record.segment_lengths.astype(np.int64))
-    segments = np.searchsorted(ends_of_segments, positions, side="right")
-    first = np.concatenate([[0], ends_of_segments[:-1]]) if len(ends_of_segments) else np.zeros(0, np.int64)
-    if len(positions) and (positions == first[segments]).any():
-        bad = segments[positions == first[segments]][0]
-        raise RecordError(f"{record.sample_ids[bad]}: its first token is marked as trained, but nothing predicts it")
+    positions = np.repeat(spans[:, 0] - offsets, lengths) + np.arange(lengths.sum())
+    ends = np.cumsum(record.segment_lengths.astype(np.int64))
+    segments = np.searchsorted(ends, positions, side="right")
     return TokenIndex(positions_K=positions, segments_K=segments, versions_K=np.repeat(spans[:, 2], lengths))
 
 
-def check_record(record: MicroBatch, index: TokenIndex, vocab_size: int, max_lag_steps: int | None) -> None:
-    """Refuse what may not reach a gradient, naming the sample."""
-    ends = np.cumsum(record.segment_lengths.astype(np.int64))
-    if (int(ends[-1]) if len(ends) else 0) != len(record.token_ids):
-        raise RecordError(
-            f"{_where(record)}: segment lengths sum to {ends[-1:]}, token_ids has {len(record.token_ids)}"
-        )
-    ids = record.token_ids
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-        sample = record.sample_ids[int(np.searchsorted(ends, position, side="right"))]
-        raise RecordError(f"{sample}: token id {ids[position]} is outside the vocabulary 0..{vocab_size - 1}")
-    columns = {"logprob": record.logprobs, "advantage": record.advantages, "reference logprob": record.ref_logprobs}
-    for name, column in columns.items():
-        if column is not None:
-            _check_finite(record, index, name, column[index.positions_K])
-    _check_finite(record, index, "weight", record.segment_weights[index.segments_K])
+def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None) -> TokenIndex:
+    """Where its trained tokens are.
+
+    Raises:
+        RecordError: something in it may not reach a gradient; the message names the sample.
+    """
+    check_micro_batch(record, vocab_size=vocab_size)
+    index = index_tokens(record)
+    starts = np.concatenate([[0], np.cumsum(record.segment_lengths)[:-1]])
+    unpredicted = index.positions_K == starts[index.segments_K]
+    if unpredicted.any():
+        sample = record.sample_ids[index.segments_K[unpredicted.argmax()]]
+        raise RecordError(f"{sample}: its first token is marked as trained, but nothing predicts it")
     lag_K = record.step - index.versions_K
-    if len(lag_K) and lag_K.min() < 0:
-        sample = record.sample_ids[index.segments_K[lag_K.argmin()]]
-        raise RecordError(f"{sample}: sampled by version {index.versions_K.max()}, but trained in step {record.step}")
     if max_lag_steps is not None and len(lag_K) and lag_K.max() > max_lag_steps:
         sample = record.sample_ids[index.segments_K[lag_K.argmax()]]
         raise RecordError(f"{sample}: lag {lag_K.max()} exceeds max_lag_steps={max_lag_steps} in step {record.step}")
-
-
-def _check_finite(record: MicroBatch, index: TokenIndex, name: str, values_K: np.ndarray) -> None:
-    finite = np.isfinite(values_K)
-    if not finite.all():
-        at = int(np.argmin(finite))
-        sample = record.sample_ids[index.segments_K[at]]
-        raise RecordError(f"{sample}: {name} {values_K[at]} at a trained token may not reach a gradient")
-
-
-def _where(record: MicroBatch) -> str:
-    return f"micro-batch {record.index} of step {record.step} ({', '.join(record.sample_ids[:3])}, …)"
+    return index
 
 
 def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int) -> bool:

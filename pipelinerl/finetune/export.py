@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipelinerl.finetune.checkpoints import set_exported_dtype
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.publish import Snapshot
+from pipelinerl.weights.protocol import ParamSpec
 
 LM_PREFIX = "lm."
 
@@ -21,19 +21,24 @@ def exported_parameters(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[st
             yield name.removeprefix(LM_PREFIX), tensor.to(dtype)
 
 
-def snapshot(engine: Engine, dtype: torch.dtype) -> Snapshot:
-    """A copy of the exported parameters that training cannot change. Collective; empty above rank 0."""
-    taken = {name: tensor.clone() for name, tensor in exported_parameters(engine, dtype)}
-    return taken if engine.rank == 0 else {}
+def exported_specs(engine: Engine, dtype: torch.dtype) -> list[ParamSpec]:
+    """Name, dtype and whole shape of each exported parameter, in the same order."""
+    wire = str(dtype).removeprefix("torch.")
+    return [
+        ParamSpec(name.removeprefix(LM_PREFIX), wire, tuple(shape))
+        for name, shape in engine.full_shapes()
+        if name.startswith(LM_PREFIX)
+    ]
 
 
-def save_hf(
-    engine: Engine, folder: Path, dtype_name: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def save_hf(engine: Engine, folder: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the policy as a Hugging Face model. Collective; rank 0 writes."""
-    parameters = {name: tensor.to("cpu", copy=True) for name, tensor in exported_parameters(engine, dtype)}
+    parameters = {}
+    for name, tensor in exported_parameters(engine, dtype):
+        if engine.rank == 0:
+            parameters[name] = tensor.to("cpu", copy=True)
     if engine.rank != 0:
         return
     engine.policy.lm.save_pretrained(folder, state_dict=parameters)
-    set_exported_dtype(folder, dtype_name)
+    set_exported_dtype(folder, str(dtype).removeprefix("torch."))
     tokenizer.save_pretrained(folder)

@@ -1,8 +1,9 @@
 """The trainer's end of topic `training_data`: whole optimizer batches of one rank, in order, each exactly once."""
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from pipelinerl.errors import StreamError
@@ -22,27 +23,35 @@ class Reader(Protocol):
 
 
 class Feed:
-    """Collects the micro-batches of a step from the readers of one partition (one reader per preprocessor)."""
+    """Collects the micro-batches of each step. Of n preprocessors, number r packs the steps with step % n == r."""
 
-    def __init__(self, readers: dict[str, Reader], first_step: int):
-        """``readers`` by `<instance>/<partition>`, placed at or before the first record of ``first_step``."""
+    def __init__(self, readers: Sequence[tuple[str, Reader]]):
+        """``readers``: one per preprocessor, placed at or before the first step to train, and its key in checkpoints."""
         self._readers = readers
-        self._first_step = first_step
-        self._waiting: dict[int, dict[int, tuple[str, int, MicroBatch]]] = defaultdict(dict)
-        self._next = {key: reader.position for key, reader in readers.items()}
+        self._next = {key: reader.position for key, reader in readers}
+        self._taken: tuple[int, dict[int, tuple[int, MicroBatch]]] = (-1, {})
+        self._waiting: dict[int, dict[int, tuple[int, MicroBatch]]] = defaultdict(dict)
 
-    def next_step(self, step: int, stop: Callable[[], bool], poll_s: float = 0.2) -> list[MicroBatch] | None:
-        """All micro-batches of ``step`` in order; None when ``stop()`` turned true first."""
+    def next_step(self, step: int, timeout_s: float) -> list[MicroBatch] | None:
+        """All micro-batches of ``step`` in order; None when they are not there within ``timeout_s``."""
+        key, reader = self._readers[step % len(self._readers)]
+        deadline = time.monotonic() + timeout_s
         while not self._complete(step):
-            if stop():
+            left = deadline - time.monotonic()
+            records = reader.poll(max(left, 0.0))
+            for offset, record in records:
+                self._keep(key, offset, record, step)
+            if not records and left <= 0:
                 return None
-            for key, reader in self._readers.items():
-                for offset, record in reader.poll(poll_s / len(self._readers)):
-                    self._keep(key, offset, record, step)
-        found = self._waiting.pop(step)
-        for key, offset, _ in found.values():
-            self._next[key] = max(self._next[key], offset + 1)
-        return [found[index][2] for index in sorted(found)]
+        self._taken = (step, self._waiting.pop(step))
+        found = self._taken[1]
+        self._next[key] = 1 + max(offset for offset, _ in found.values())
+        return [found[index][1] for index in sorted(found)]
+
+    def put_back(self) -> None:
+        """Undo the last ``next_step``: the same step will be asked for again."""
+        step, found = self._taken
+        self._waiting[step] = found
 
     def positions(self) -> dict[str, int]:
         """Next offset of each reader after the steps that were taken: where a resumed trainer goes on."""
@@ -50,36 +59,30 @@ class Feed:
 
     def commit(self, positions: dict[str, int]) -> None:
         """Records below ``positions`` are needed by no checkpoint any more."""
-        for key, position in positions.items():
-            if key in self._readers:
-                self._readers[key].commit(position)
+        for key, reader in self._readers:
+            if key in positions:
+                reader.commit(positions[key])
 
     def close(self) -> None:
-        for reader in self._readers.values():
+        for _, reader in self._readers:
             reader.close()
 
     def _keep(self, key: str, offset: int, record: MicroBatch, step: int) -> None:
-        if record.step < step:
-            if record.step >= self._first_step:
-                log.warning(
-                    "duplicate micro-batch skipped step=%d index=%d offset=%d", record.step, record.index, offset
-                )
+        if record.step < step or record.index in self._waiting[record.step]:
+            log.info(
+                "micro-batch passed over stream=%s offset=%d step=%d index=%d", key, offset, record.step, record.index
+            )
             return
-        known = self._waiting[record.step].get(record.index)
-        if known is not None:
-            log.warning("duplicate micro-batch skipped step=%d index=%d offset=%d", record.step, record.index, offset)
-            return
-        self._waiting[record.step][record.index] = (key, offset, record)
+        self._waiting[record.step][record.index] = (offset, record)
 
     def _complete(self, step: int) -> bool:
+        """Whether all of ``step`` is here; a later step of the same preprocessor must not come before."""
         found = self._waiting.get(step)
-        if not found:
-            later = [s for s, records in self._waiting.items() if records and len(records) == self._count(records)]
-            if later and min(later) > step and len(self._readers) == 1:
-                raise StreamError(f"training_data holds step {min(later)} but not step {step}, which comes before it")
-            return False
-        return len(found) == self._count(found)
-
-    @staticmethod
-    def _count(records: dict[int, tuple[str, int, MicroBatch]]) -> int:
-        return next(iter(records.values()))[2].count
+        if found:
+            return len(found) == next(iter(found.values()))[1].count
+        later = [
+            s for s, records in self._waiting.items() if records and s % len(self._readers) == step % len(self._readers)
+        ]
+        if later:
+            raise StreamError(f"training_data has step {min(later)} where step {step} must come")
+        return False

@@ -1,37 +1,52 @@
-"""Weight updates beside training: at most one push in flight, the newest version wins while an evaluation holds it.
+"""Weight updates beside training: one in flight at a time, announced when live, none during an evaluation.
 
-Consumes: snapshots offered by the training loop, evaluation leases on topic `evaluation`.
-Produces: weight updates on the servers, and on topic `trainer` a `WeightUpdateSuccess` for each.
-Waits for: the servers (bounded by `weights.timeout_s` each), an evaluation's end (bounded by its deadline).
+Consumes: versions begun by the training loop, evaluation leases on topic `evaluation`, servers that come back.
+Produces: weight updates through the `WeightSender`, and a `WeightUpdateSuccess` for each on topic `trainer`.
+Waits for: nothing itself; every push of the sender has its own deadline.
 Ends: at ``close``, or with the first error, which the training loop sees at its next call.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.records import EvaluationDone, EvaluationStarted, WeightUpdateSuccess
+from pipelinerl.weights.protocol import ParamSpec
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05
-
-Snapshot = dict[str, Tensor]
-"""Whole parameters under the names and in the dtype the servers load; not touched by training."""
+IDLE_S = 0.05
+PUSHING_S = 0.002
 
 
 class Report(Protocol):
-    """What a push tells."""
+    """What one push did."""
 
+    version: int
     servers: tuple[str, ...]
     pause_ms: tuple[float, ...]
     transfer_ms: float
     errors: dict[str, str]
+
+
+class Sender(Protocol):
+    """The part of `pipelinerl.weights.sender.WeightSender` that is used here."""
+
+    def poll_returning_servers(self) -> tuple[str, ...]: ...
+    def send_async(self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[ParamSpec]) -> None: ...
+    def readmit_async(self) -> bool: ...
+    @property
+    def is_pushing(self) -> bool: ...
+    @property
+    def is_done(self) -> bool: ...
+    def wait(self) -> Report: ...
+    def close(self) -> None: ...
 
 
 class EvaluationLease:
@@ -41,145 +56,141 @@ class EvaluationLease:
         """``poll`` returns the messages that arrived since its last call."""
         self._poll, self._clock = poll, clock
         self._open: EvaluationStarted | None = None
+        self._lock = threading.Lock()
 
     def held(self) -> bool:
         """True while a started evaluation has neither ended nor expired."""
-        for message in self._poll():
-            if isinstance(message, EvaluationStarted):
-                self._open = message
-            elif isinstance(message, EvaluationDone) and self._open and message.version == self._open.version:
+        with self._lock:
+            for message in self._poll():
+                if isinstance(message, EvaluationStarted):
+                    self._open = message
+                elif isinstance(message, EvaluationDone) and self._open and message.version == self._open.version:
+                    self._open = None
+            if self._open and self._clock() >= self._open.deadline:
+                log.warning("evaluation lease expired version=%d", self._open.version)
                 self._open = None
-        if self._open and self._clock() >= self._open.deadline:
-            log.warning("evaluation lease expired version=%d", self._open.version)
-            self._open = None
-        return self._open is not None
+            return self._open is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushStats:
-    """Totals since the start of the process."""
+    """What is live, and what the last update cost."""
 
-    updates: int = 0
     version: int = -1
     """Newest live version."""
     servers: tuple[str, ...] = ()
-    pause_ms_mean: float = 0.0
+    """Servers that hold it."""
+    updates: int = 0
+    pause_ms: float = 0.0
+    """Mean over the servers."""
     transfer_ms: float = 0.0
 
 
 class Publisher:
-    """Pushes offered snapshots from its own thread."""
+    """Rank 0's side of the weight updates; a thread collects reports and takes back servers that return."""
 
     def __init__(
         self,
-        push: Callable[[int, Snapshot], Report],
+        sender: Sender,
         announce: Callable[[WeightUpdateSuccess], object],
         lease: EvaluationLease,
-        attend: Callable[[int, Snapshot], Report | None] = lambda version, snapshot: None,
+        attest: Callable[[Report], Report] = lambda report: report,
     ):
-        """``push`` sends a snapshot to the servers in service; ``attend`` re-admits servers that came back, giving them
-        the live snapshot, and returns a report when the set in service changed."""
-        self._push, self._announce, self._lease, self._attend = push, announce, lease, attend
-        self._condition = threading.Condition()
-        self._pending: tuple[int, Snapshot] | None = None
-        self._live: tuple[int, Snapshot] | None = None
-        self._in_flight = False
-        self._held = False
-        self._error: BaseException | None = None
+        """``attest`` may take servers out of a report, or raise, before it is announced."""
+        self._sender, self._announce, self._lease, self._attest = sender, announce, lease, attest
+        self._condition = threading.Condition(threading.RLock())
+        self._error: Exception | None = None
         self._closed = False
         self.stats = PushStats()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
-    def offer(self, version: int, snapshot: Snapshot) -> None:
-        """Make ``version`` the next to go out; replaces a version that is still held back."""
+    def held(self) -> bool:
+        """Whether an evaluation forbids an update now."""
+        self._raise_error()
+        return self._lease.held()
+
+    def wait_for_servers(self, count: int, timeout_s: float) -> int:
+        """Wait until ``count`` servers answer or the time is up; returns how many do."""
+        deadline = time.monotonic() + timeout_s
+        while (up := len(self._sender.poll_returning_servers())) < count and time.monotonic() < deadline:
+            time.sleep(IDLE_S)
+        return up
+
+    def begin(self, version: int, parameters: Iterable[tuple[str, Tensor]], specs: Sequence[ParamSpec]) -> float:
+        """Start an update; returns when the parameters are copied. The seconds it first waited for the previous one."""
+        started = time.perf_counter()
         with self._condition:
+            self._condition.wait_for(lambda: not self._sender.is_pushing or self._error)
             self._raise_error()
-            self._pending = (version, snapshot)
+            waited = time.perf_counter() - started
+            self._sender.send_async(version, parameters, specs)
             self._condition.notify_all()
+        return waited
 
-    def wait_ready(self) -> None:
-        """Return when no push is in flight or due: offering now delays nobody. A held push does not count."""
-        self._wait(lambda: not self._in_flight and (self._pending is None or self._held))
-
-    def wait_live(self, version: int, timeout_s: float | None = None) -> bool:
-        """Return True when ``version`` (or a newer one) is live."""
-        return self._wait(lambda: self.stats.version >= version, timeout_s)
-
-    @property
-    def holding(self) -> bool:
-        """Whether an evaluation holds a version back right now."""
-        return self._held
+    def wait_live(self, version: int, timeout_s: float) -> bool:
+        """Whether ``version`` or a newer one is on a server within ``timeout_s``."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_live(version) or self._error, timeout_s)
+            self._raise_error()
+            return self._is_live(version)
 
     def close(self) -> None:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         self._thread.join()
+        self._sender.close()
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        with self._condition:
-            done = self._condition.wait_for(lambda: condition() or self._error or self._closed, timeout_s)
-            self._raise_error()
-            return bool(done)
+    def _is_live(self, version: int) -> bool:
+        return self.stats.version >= version and bool(self.stats.servers)
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise WeightUpdateError(f"weight updates ended: {self._error}") from self._error
 
     def _run(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                self._update(*job)
+            while not self._closed:
+                self._look_after()
         except Exception as error:  # handed to the training loop, which ends the role with it
             with self._condition:
                 self._error = error
                 self._condition.notify_all()
 
-    def _next(self) -> tuple[int, Snapshot] | None:
-        """The next version to push; None at the end. Between pushes, looks after servers that came back."""
-        while True:
-            held = self._lease.held()
+    def _look_after(self) -> None:
+        """Collect a finished push, or start one for servers that came back; then rest a moment."""
+        if self._sender.is_pushing and self._sender.is_done:
+            report = self._attest(self._sender.wait())
+            self._record(report)
+            return
+        if not self._sender.is_pushing and self._sender.poll_returning_servers() and not self._lease.held():
             with self._condition:
-                if self._closed:
-                    return None
-                if held != self._held:
-                    self._held = held
-                    self._condition.notify_all()
-                if self._pending and not held:
-                    job, self._pending, self._in_flight = self._pending, None, True
-                    return job
-            if not held and self._live and (report := self._attend(*self._live)) is not None:
-                self._record(self._live[0], report)
-            with self._condition:
-                if not self._closed and (held or not self._pending):
-                    self._condition.wait(POLL_S)
+                if not self._sender.is_pushing and self.stats.version >= 0:
+                    self._sender.readmit_async()
+        with self._condition:
+            if not self._closed:
+                self._condition.wait(PUSHING_S if self._sender.is_pushing else IDLE_S)
 
-    def _update(self, version: int, snapshot: Snapshot) -> None:
-        report = self._push(version, snapshot)
-        self._live = (version, snapshot)
-        self._record(version, report)
-
-    def _record(self, version: int, report: Report) -> None:
+    def _record(self, report: Report) -> None:
         for server, error in report.errors.items():
-            log.error("server out of service server=%s version=%d reason=%s", server, version, error)
+            log.error("server out of service server=%s version=%d reason=%s", server, report.version, error)
+        pauses = tuple(report.pause_ms)
         self._announce(
             WeightUpdateSuccess(
-                version=version,
+                version=report.version,
                 servers=tuple(report.servers),
-                pause_ms=tuple(report.pause_ms),
+                pause_ms=pauses,
                 transfer_ms=report.transfer_ms,
                 timestamp=time.time(),
             )
         )
-        pauses = report.pause_ms
         with self._condition:
             self.stats = PushStats(
-                updates=self.stats.updates + 1,
-                version=version,
+                version=report.version,
                 servers=tuple(report.servers),
-                pause_ms_mean=sum(pauses) / len(pauses) if pauses else 0.0,
+                updates=self.stats.updates + 1,
+                pause_ms=sum(pauses) / len(pauses) if pauses else 0.0,
                 transfer_ms=report.transfer_ms,
             )
-            self._in_flight = False
             self._condition.notify_all()

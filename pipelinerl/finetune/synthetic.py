@@ -1,4 +1,4 @@
-"""Made-up training data with everything real data has: prompts, several spans and versions, references, unequal weights.
+"""Made-up training data with all that real data has: prompts, several spans and versions, references, unequal weights.
 
 For tests and benchmarks of the trainer; the same samples can be packed in any way.
 """

@@ -1,8 +1,7 @@
-"""The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and pushes out."""
+"""The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and sender out."""
 
 import contextlib
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +23,40 @@ VOCAB = 64
 STEPS = 6
 
 
-@dataclass
-class FakePushes:
-    """Servers that take every update and remember it."""
+class FakeSender:
+    """One server that takes every update and remembers it."""
 
-    received: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.received: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self._report: Any = None
+        self._in_service = False
 
-    def wait_for_servers(self, stop: Any, resumed: bool) -> None:
-        pass
+    def poll_returning_servers(self) -> tuple[str, ...]:
+        return () if self._in_service else ("actor_llm_0",)
 
-    def push(self, version: int, snapshot: dict[str, torch.Tensor]) -> Any:
-        self.received.append((version, {name: tensor.clone() for name, tensor in snapshot.items()}))
-        return SimpleNamespace(servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={})
+    def send_async(self, version: int, params: Any, metadata: Any) -> None:
+        taken = {name: tensor.clone() for name, tensor in params}
+        assert [(s.name, s.dtype, s.shape) for s in metadata] == [
+            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in taken.items()
+        ]
+        self.received.append((version, taken))
+        self._in_service = True
+        self._report = SimpleNamespace(
+            version=version, servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={}
+        )
 
-    def attend(self, version: int, snapshot: dict[str, torch.Tensor]) -> None:
-        return None
+    def readmit_async(self) -> bool:
+        return False
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._report is not None
+
+    is_done = is_pushing
+
+    def wait(self) -> Any:
+        report, self._report = self._report, None
+        return report
 
     def close(self) -> None:
         pass
@@ -98,18 +116,17 @@ def make_context(run_dir: Path, *overrides: str) -> RoleContext:
         )
     )
     job = Job(name="finetune_0", kind="finetune", cores=(0,))
-    world = SimpleNamespace(
-        accelerator="cpu", trainer_world_size=1, get=lambda kind: (job,) if kind == "finetune" else ()
-    )
+    jobs = {"finetune": (job,), "actor_llm": (Job(name="actor_llm_0", kind="actor_llm"),)}
+    world = SimpleNamespace(accelerator="cpu", trainer_world_size=1, get=lambda kind: jobs.get(kind, ()))
     status = SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: contextlib.nullcontext())
     return RoleContext(run_dir=run_dir, job=job, cfg=cfg, world=world, status=status, stop=threading.Event())
 
 
-def train(run_dir: Path, *overrides: str) -> FakePushes:
-    pushes = FakePushes()
+def train(run_dir: Path, *overrides: str) -> FakeSender:
+    sender = FakeSender()
     ctx = make_context(run_dir, *overrides)
-    Trainer(ctx, lambda _: pushes).run()
-    return pushes
+    Trainer(ctx, lambda _: sender).run()
+    return sender
 
 
 def read_messages(run_dir: Path) -> list[Any]:
@@ -118,10 +135,10 @@ def read_messages(run_dir: Path) -> list[Any]:
 
 
 def test_trainer_run_announces_every_step_and_version_in_order(run_dir: Path) -> None:
-    pushes = train(run_dir)
+    sender = train(run_dir)
 
     messages = read_messages(run_dir)
-    assert [v for v, _ in pushes.received] == list(range(STEPS + 1))
+    assert [v for v, _ in sender.received] == list(range(STEPS + 1))
     assert [m.version for m in messages if isinstance(m, WeightUpdateSuccess)] == list(range(STEPS + 1))
     processed = [m for m in messages if isinstance(m, SamplesProcessed)]
     assert [(m.step, m.samples_processed) for m in processed] == [(n, 6 * n) for n in range(1, STEPS + 1)]
@@ -131,16 +148,16 @@ def test_trainer_run_announces_every_step_and_version_in_order(run_dir: Path) ->
 
 
 def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> None:
-    pushes = train(run_dir)
+    sender = train(run_dir)
 
-    version, last = pushes.received[-1]
+    version, last = sender.received[-1]
     lm = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf", dtype=torch.float32)
     expected = dict(lm.named_parameters())
     assert version == STEPS
     assert last.keys() == expected.keys()
     for name, tensor in last.items():
         assert torch.equal(tensor, expected[name]), name
-    first = pushes.received[0][1]
+    first = sender.received[0][1]
     assert any(not torch.equal(first[name], last[name]) for name in last)
 
 
@@ -153,10 +170,9 @@ def test_trainer_resumed_from_checkpoint_ends_bit_equal(
     (other / "model").symlink_to(run_dir / "model")
     record_steps(other, range(STEPS))
     ctx = make_context(other)
-    trainer = Trainer(ctx, lambda _: FakePushes())
-    trainer._publish_initial()
+    trainer = Trainer(ctx, lambda _: FakeSender())
     for _ in range(3):
-        trainer._advance()
+        trainer.advance()
     trainer.close()  # as if killed after step 3: the newest checkpoint is that of step 2
     resumed = train(other)
 

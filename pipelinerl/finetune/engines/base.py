@@ -54,11 +54,15 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def named_full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters of the policy by name, a few at a time. Collective: every rank must exhaust it.
 
         Tied parameters come once. Rank 0 gets the tensors; other ranks may get empty ones.
         """
+
+    @abstractmethod
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and whole shapes of ``named_full_parameters()``, without communication."""
 
     @abstractmethod
     def state(self) -> Iterator[tuple[str, State]]:

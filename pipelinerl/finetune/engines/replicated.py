@@ -62,10 +62,12 @@ class ReplicatedEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def named_full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named_parameters():
-            if parameter.requires_grad or not trained_only:
-                yield name, parameter.detach()
+            yield name, parameter.detach()
+
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(parameter.shape)) for name, parameter in self.policy.named_parameters()]
 
     def state(self) -> Iterator[tuple[str, State]]:
         for name, parameter in self._trained.items():

@@ -4,13 +4,18 @@ Every micro-batch adds to running sums on the device; they are reduced over rank
 so that diagnostics cost no synchronisation of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.finetune.rl.losses import LossSettings, TokenInputs, clipped_tokens, kl_k3
+from pipelinerl.finetune.rl.losses import LossSettings, clipped_tokens, kl_k3
+
+if TYPE_CHECKING:
+    from pipelinerl.finetune.data import Batch
+    from pipelinerl.finetune.model import PolicyOutput
 
 SUMS = (
     "loss",
@@ -56,21 +61,10 @@ class StepDiagnostics:
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(
-        self,
-        *,
-        loss: Tensor,
-        logprobs_K: Tensor,
-        entropy_K: Tensor,
-        value_loss: Tensor | None,
-        inputs: TokenInputs,
-        settings: LossSettings,
-        lags: LagInputs,
-        segment_rewards_S: Tensor,
-        total_tokens: int,
-        padded_tokens: int,
-    ) -> None:
+    def add(self, output: "PolicyOutput", batch: "Batch", settings: LossSettings) -> None:
         """Add one micro-batch."""
+        inputs, lags = replace(batch.inputs, advantages_K=output.advantages_K), batch.lags
+        logprobs_K, entropy_K = output.logprobs_K, output.entropy_K
         log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
         ratio_K = log_ratio_K.exp()
         counts_S = torch.bincount(inputs.segments_K, minlength=inputs.num_segments)
@@ -83,7 +77,7 @@ class StepDiagnostics:
         zero = log_ratio_K.new_zeros(())
         self._sums += torch.stack(
             [
-                loss.double(),
+                output.loss.double(),
                 torch.full_like(zero, logprobs_K.shape[0]),
                 ratio_K.sum(),
                 ratio_K.square().sum(),
@@ -93,16 +87,16 @@ class StepDiagnostics:
                 clipped_tokens(logprobs_K, inputs, settings).sum().double(),
                 entropy_K.double().sum(),
                 zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
-                zero if value_loss is None else value_loss.double(),
+                output.value_loss.double(),
                 trained_S.sum().double(),
                 sequence_ratio_S.sum(),
                 sequence_ratio_S.square().sum(),
                 lag_K.sum(),
                 lags.in_flight_K.double().sum(),
                 fresh_K.sum().double(),
-                segment_rewards_S.double()[trained_S].sum(),
-                torch.full_like(zero, total_tokens),
-                torch.full_like(zero, padded_tokens),
+                batch.segment_rewards_S.double()[trained_S].sum(),
+                torch.full_like(zero, batch.num_tokens),
+                torch.full_like(zero, batch.input_ids.numel()),
             ]
         )
         if logprobs_K.shape[0]:
