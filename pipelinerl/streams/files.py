@@ -243,13 +243,16 @@ class FilesCursor(Cursor):
         self._position_file: Path | None = None
         self._committed = 0
         with _clear_errors("read", self._path):
-            if name is not None:
-                start = self._register(name, start)
+            durable = None if name is None else self._durable_position(name)
+            if start is None:
+                start = durable
             self._watch = FolderWatch(self._path)
             try:
                 bases = _bases(self._path)
                 self.position = start if start is not None else (bases[0] if bases else 0)
                 self._seek(bases)
+                if name is not None and durable is None:
+                    self._register()
             except BaseException:
                 self.close()
                 raise
@@ -285,19 +288,21 @@ class FilesCursor(Cursor):
             self._segment.close()
             self._segment = None
 
-    def _register(self, name: str, start: int | None) -> int | None:
-        """Makes sure that the named reader has a durable position; returns where to begin."""
+    def _durable_position(self, name: str) -> int | None:
+        """The named reader's position, or None when it never read this stream."""
         if not _READER_NAME.fullmatch(name):
             raise StreamError(f"reader name is {name!r}: use letters, digits, '_', '-' and '.'")
         self._position_file = self._path / "readers" / name
         durable = _read_position(self._position_file)
-        if durable is None:
-            bases = _bases(self._path)
-            durable = start if start is not None else (bases[0] if bases else 0)
-            self._position_file.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._position_file, f"{durable}\n")
-        self._committed = durable
-        return durable if start is None else start
+        self._committed = durable or 0
+        return durable
+
+    def _register(self) -> None:
+        """Makes the position of a new reader durable, so that nothing behind it is deleted from now on."""
+        assert self._position_file is not None
+        self._position_file.parent.mkdir(parents=True, exist_ok=True)
+        _replace(self._position_file, f"{self.position}\n")
+        self._committed = self.position
 
     def _seek(self, bases: list[int]) -> None:
         """Opens the segment of ``position`` just before that record."""

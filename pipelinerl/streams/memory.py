@@ -98,16 +98,15 @@ class MemoryCursor(Cursor):
         self._log = stored
         self._name = name
         with stored.changed:
-            durable = None
-            if name is not None:
-                durable = stored.positions.setdefault(name, stored.first_offset if start is None else start)
             if start is None:
-                start = stored.first_offset if durable is None else durable
+                start = stored.positions.get(name or "", stored.first_offset)
             if not stored.first_offset <= start <= stored.next_offset:
                 raise StreamError(
                     f"{spec}: a reader wants to begin at record {start}, but the stream holds records "
                     f"{stored.first_offset} to {stored.next_offset - 1}"
                 )
+            if name is not None:
+                stored.positions.setdefault(name, start)
         self.position = start
 
     def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:

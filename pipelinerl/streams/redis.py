@@ -201,18 +201,18 @@ class RedisCursor(Cursor):
         self._away_since: float | None = None
         self._keys = [key, f"{key}:writer", f"{key}:readers"]
         first, following = server.script(_RANGE, [key, f"{key}:writer"], [])
-        durable = first
-        if name is not None:
-            default = first if start is None else start
-            server.call(lambda client: client.hsetnx(f"{key}:readers", name, str(default)))
-            durable = int(server.call(lambda client: client.hget(f"{key}:readers", name)))
-        self.position = durable if start is None else start
+        if start is None and name is not None:
+            durable = server.call(lambda client: client.hget(f"{key}:readers", name))
+            start = None if durable is None else int(durable)
+        self.position = first if start is None else start
         if not first <= self.position <= following:
             server.close()
             raise StreamError(
                 f"{spec}: a reader wants to begin at record {self.position}, but the stream holds records {first} to "
                 f"{following - 1}"
             )
+        if name is not None:
+            server.call(lambda client: client.hsetnx(f"{key}:readers", name, str(self.position)))
 
     def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:
         deadline = time.monotonic() + timeout_s

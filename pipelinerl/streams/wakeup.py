@@ -21,39 +21,46 @@ _MISSING_S = 0.05
 
 
 class FolderWatch:
-    """Reports writes and new files in one folder, which need not exist yet. Used by one thread."""
+    """Reports writes and new files in one folder, which need not exist yet. Used by one thread.
+
+    The watch begins with the first ``wait``, which therefore returns at once: the caller looks again, and whatever is
+    written from then on ends the next ``wait``.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._fd: int | None = None
+        self._refused = False
         self._poll = select.poll()
-        self._watch()
 
     def wait(self, timeout_s: float) -> None:
         """Returns at a write since the previous call, after ``timeout_s``, or early."""
         if self._fd is not None:
             if self._poll.poll(1000 * min(timeout_s, _UNREPORTED_S)):
                 os.read(self._fd, 65536)
-        elif self._folder.exists():
+        elif self._refused:
             time.sleep(min(timeout_s, _UNWATCHED_S))
+        elif self._folder.exists():
+            self._refused = not self._watch()
         else:
             time.sleep(min(timeout_s, _MISSING_S))
-            self._watch()
 
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
-    def _watch(self) -> None:
+    def _watch(self) -> bool:
+        """Begins the watch; returns False where that is not possible."""
         libc = ctypes.CDLL(None)
-        if not hasattr(libc, "inotify_init1") or not self._folder.exists():
-            return
+        if not hasattr(libc, "inotify_init1"):
+            return False
         fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if fd < 0:
-            return
+            return False
         if libc.inotify_add_watch(fd, os.fsencode(self._folder), _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE) < 0:
             os.close(fd)
-            return
+            return False
         self._fd = fd
         self._poll.register(fd, select.POLLIN)
+        return True

@@ -157,7 +157,8 @@ def test_reader_that_begins_beyond_the_end_is_refused(backend: str, spec: Single
     with open_reader(spec, Note, name="r", start=1) as reader:
         assert reader.poll(0) == []
     with pytest.raises(StreamError, match="record 2"):
-        open_reader(spec, Note, name="r", start=2)
+        open_reader(spec, Note, name="refused", start=2)
+    assert streams.get_streams_backend().stats(spec).positions == {"r": 1}
 
 
 def test_record_of_another_type_is_refused_by_writer_and_reader(backend: str, spec: SingleStreamSpec):

@@ -1,0 +1,316 @@
+"""Streams in files under torn writes, flipped bits, killed writers, full disks and read-only folders."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.streams import SingleStreamSpec, files
+from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor
+
+PAYLOADS = [b"first", b"", b"third record", b"4"]
+MAX = 1 << 20
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> SingleStreamSpec:
+    return SingleStreamSpec(tmp_path, "actor")
+
+
+@pytest.fixture
+def written(spec: SingleStreamSpec) -> bytes:
+    """The segment of a stream that holds PAYLOADS."""
+    write(spec, PAYLOADS)
+    return segment(spec).read_bytes()
+
+
+def segment(spec: SingleStreamSpec, base: int = 0) -> Path:
+    return spec.path / f"{base:020d}.log"
+
+
+def open_appender(spec: SingleStreamSpec, segment_bytes: int = MAX) -> FilesAppender:
+    return FilesAppender(spec, segment_bytes, "never", MAX)
+
+
+def write(spec: SingleStreamSpec, payloads: list[bytes], segment_bytes: int = MAX) -> None:
+    appender = open_appender(spec, segment_bytes)
+    for payload in payloads:
+        appender.append(payload)
+    appender.close()
+
+
+def read(spec: SingleStreamSpec) -> tuple[list[bytes], StreamError | None]:
+    """What a reader delivers, and the error that ends it if there is one."""
+    delivered: list[bytes] = []
+    try:
+        cursor = FilesCursor(spec, None, None, max_bytes=MAX)
+    except StreamError as error:
+        return delivered, error
+    try:
+        while records := cursor.read(0):
+            assert [offset for offset, _ in records] == list(range(len(delivered), len(delivered) + len(records)))
+            delivered += [bytes(payload) for _, payload in records]
+    except StreamError as error:
+        return delivered, error
+    finally:
+        cursor.close()
+    return delivered, None
+
+
+def test_every_truncation_is_read_as_whole_records_and_written_on(spec: SingleStreamSpec, written: bytes):
+    ends = [8, 33, 53, 85, 106]
+    assert ends[-1] == len(written)
+    for length in range(len(written) + 1):
+        segment(spec).write_bytes(written[:length])
+        whole = max(sum(end <= length for end in ends) - 1, 0)
+        assert read(spec) == (PAYLOADS[:whole], None), f"cut at {length}"
+        write(spec, [b"after"])
+        assert read(spec) == ([*PAYLOADS[:whole], b"after"], None), f"written on after a cut at {length}"
+
+
+def test_torn_tail_that_is_cut_off_is_logged(spec: SingleStreamSpec, written: bytes, caplog: pytest.LogCaptureFixture):
+    segment(spec).write_bytes(written[:-1])
+    write(spec, [])
+    assert "event=torn_tail" in caplog.text
+    assert "bytes=20 next_offset=3" in caplog.text
+
+
+def test_every_flipped_bit_ends_reading_and_writing_with_an_error(
+    spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "_REREAD_PAUSE_S", 0)
+    for position in range(len(written)):
+        for bit in range(8):
+            flipped = bytearray(written)
+            flipped[position] ^= 1 << bit
+            segment(spec).write_bytes(flipped)
+            delivered, error = read(spec)
+            assert isinstance(error, CorruptStreamError), f"byte {position}, bit {bit}"
+            assert str(segment(spec)) in str(error)
+            assert delivered == PAYLOADS[: len(delivered)]
+            with pytest.raises(CorruptStreamError):
+                open_appender(spec)
+            assert segment(spec).read_bytes() == flipped, "damage is left for a person to look at"
+
+
+def test_random_damage_never_delivers_a_wrong_record(
+    spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "_REREAD_PAUSE_S", 0)
+    rng = random.Random(3)
+    for _ in range(1000):
+        damaged = bytearray(written)
+        start = rng.randrange(len(damaged))
+        damaged[start : start + rng.randrange(30)] = rng.choice((rng.randbytes(rng.randrange(30)), bytes(20)))
+        segment(spec).write_bytes(damaged)
+        delivered, _ = read(spec)
+        assert delivered == PAYLOADS[: len(delivered)]
+
+
+def test_zeros_at_the_end_are_cut_off_like_a_torn_frame(spec: SingleStreamSpec, written: bytes):
+    segment(spec).write_bytes(written + bytes(5000))
+    assert read(spec) == (PAYLOADS, None)
+    write(spec, [b"after"])
+    assert read(spec) == ([*PAYLOADS, b"after"], None)
+
+
+def test_record_larger_than_one_read_and_its_torn_form(spec: SingleStreamSpec):
+    backend = FilesBackend(fsync="never")
+    large = random.Random(0).randbytes(9 << 20)
+    appender = backend.open_appender(spec)
+    for payload in (b"small", large, b"behind"):
+        appender.append(payload)
+    assert appender.last() == b"behind"
+    appender.close()
+    cursor = backend.open_cursor(spec, "r", None)
+    payloads = [bytes(payload) for _ in range(3) for _, payload in cursor.read(0)]
+    assert payloads == [b"small", large, b"behind"]
+    cursor.close()
+    os.truncate(segment(spec), 5 << 20)
+    assert [bytes(payload) for _, payload in backend.open_cursor(spec, None, None).read(0)] == [b"small"]
+    appender = backend.open_appender(spec)
+    assert (appender.next_offset, appender.last()) == (1, b"small")
+    appender.close()
+
+
+def test_segments_follow_each_other_and_are_deleted_behind_every_reader(spec: SingleStreamSpec):
+    fast, slow = (FilesCursor(spec, name, None, max_bytes=MAX) for name in ("fast", "slow"))
+    appender = open_appender(spec, segment_bytes=100)
+    payloads = [b"%03d" % number + bytes(57) for number in range(8)]  # two per segment
+    for payload in payloads[:5]:
+        appender.append(payload)
+    assert files._bases(spec.path) == [0, 2, 4]
+    assert [bytes(p) for _ in range(3) for _, p in fast.read(0)] == payloads[:5]
+    fast.commit(5)
+    slow.commit(3)
+    for payload in payloads[5:]:
+        appender.append(payload)
+    assert files._bases(spec.path) == [2, 4, 6], "records 2 and 3 share a segment, and slow has not passed 3"
+    with pytest.raises(StreamError, match="record 1 is no longer there, the oldest is 2"):
+        FilesCursor(spec, "late", 1, max_bytes=MAX)
+    fast.commit(8)
+    slow.commit(8)
+    appender.append(b"last")
+    assert files._bases(spec.path) == [8], "the newest record stays though everybody has passed it"
+    appender.close()
+    fast.close()
+    slow.close()
+    appender = open_appender(spec)
+    assert (appender.last(), appender.next_offset) == (b"last", 9)
+    appender.close()
+
+
+def test_missing_and_shortened_segments_are_errors_not_silence(spec: SingleStreamSpec):
+    write(spec, [bytes(60)] * 6, segment_bytes=100)
+    os.truncate(segment(spec, 2), 100)
+    delivered, error = read(spec)
+    assert len(delivered) == 3
+    assert "records 3 to 3 are missing" in str(error)
+    segment(spec, 2).unlink()
+    delivered, error = read(spec)
+    assert len(delivered) == 2
+    assert "records 2 to 3 are missing" in str(error)
+
+
+def test_empty_last_segment_behind_a_shortened_one_is_refused(spec: SingleStreamSpec):
+    write(spec, [bytes(60)] * 4, segment_bytes=100)
+    os.truncate(segment(spec, 2), 8)
+    segment(spec, 2).rename(segment(spec, 4))
+    with pytest.raises(CorruptStreamError, match="ends before record 2, but the next segment begins with record 4"):
+        open_appender(spec)
+
+
+def test_writer_killed_before_the_first_record_of_a_segment_is_continued(spec: SingleStreamSpec):
+    write(spec, [bytes(60)] * 2, segment_bytes=100)
+    segment(spec, 2).write_bytes(b"PRLL")
+    appender = open_appender(spec)
+    assert (appender.next_offset, appender.last()) == (2, bytes(60))
+    appender.append(b"third")
+    appender.close()
+    assert read(spec) == ([bytes(60), bytes(60), b"third"], None)
+
+
+WRITER = """
+    import sys
+    from pipelinerl.streams import SingleStreamSpec
+    from pipelinerl.streams.files import FilesAppender
+    appender = FilesAppender(SingleStreamSpec(sys.argv[1], "actor"), 200_000, "never", 1 << 20)
+    print("open", flush=True)
+    while True:
+        appender.append(b"%d " % appender.next_offset + bytes(appender.next_offset * 7919 % 20_000))
+"""
+
+
+def test_killed_writers_lose_and_double_nothing_that_a_live_reader_sees(spec: SingleStreamSpec):
+    rng = random.Random(11)
+    cursor = FilesCursor(spec, "live", None, max_bytes=MAX)
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def follow() -> None:
+        while not stop.is_set():
+            for offset, payload in cursor.read(0.05):
+                assert bytes(payload) == b"%d " % offset + bytes(offset * 7919 % 20_000)
+                seen.append(offset)
+            cursor.commit(len(seen))
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    try:
+        for _ in range(5):
+            command = [sys.executable, "-c", textwrap.dedent(WRITER), str(spec.exp_path)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"open\n"
+                target = len(seen) + rng.randrange(50, 400)
+                wait_until(lambda target=target: len(seen) >= target or not reader.is_alive())
+                process.send_signal(signal.SIGKILL)
+        appender = open_appender(spec)
+        wait_until(lambda: len(seen) == appender.next_offset or not reader.is_alive())
+        appender.close()
+    finally:
+        stop.set()
+        reader.join()
+        cursor.close()
+    assert seen == list(range(appender.next_offset))
+    assert len(files._bases(spec.path)) < len(seen) * 10_000 / 200_000, "passed segments are deleted"
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_full_disk_is_a_clear_error_and_leaves_earlier_records_intact(small_disk: Path):
+    spec = SingleStreamSpec(small_disk, "actor")
+    appender = open_appender(spec)
+    payload = bytes(range(256)) * 400
+    count = 10
+    for _ in range(count):
+        appender.append(payload)
+    with pytest.raises(StreamError, match=r"cannot append record 10 \(102400 bytes\) .*No space left.*is intact"):
+        appender.append(payload)
+    (small_disk / "other").write_bytes(b"")
+    assert read(spec) == ([payload] * count, None)
+    assert appender.append(b"small enough") == count, "a smaller record still fits"
+    assert read(spec)[0][-1] == b"small enough"
+    with pytest.raises(StreamError, match="No space left"):
+        appender.append(payload)
+    appender.close()
+    appender = open_appender(spec)
+    assert appender.next_offset == count + 1
+    appender.close()
+
+
+def test_full_disk_when_a_segment_begins_is_survived(small_disk: Path):
+    spec = SingleStreamSpec(small_disk, "actor")
+    appender = open_appender(spec, segment_bytes=1)
+    appender.append(b"first")
+    filler = small_disk / "filler"
+    with suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(StreamError, match="No space left"):
+        appender.append(b"second")
+    filler.unlink()
+    assert appender.append(b"second") == 1
+    appender.close()
+    assert read(spec) == ([b"first", b"second"], None)
+
+
+def test_read_only_folder_is_a_clear_error_and_can_be_read(small_disk: Path):
+    spec = SingleStreamSpec(small_disk, "actor")
+    write(spec, PAYLOADS)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StreamError, match=r"cannot write .*0/0: Read-only file system; make the run folder writable"):
+        open_appender(spec)
+    with pytest.raises(StreamError, match="Read-only file system"):
+        FilesCursor(spec, "named", None, max_bytes=MAX)
+    assert read(spec) == (PAYLOADS, None)
