@@ -1,4 +1,7 @@
-"""Hidden numbers. Up to ``SMALL`` numbers train and test coincide: what is learned is to search, not which numbers there are."""
+"""Hidden numbers.
+
+Up to ``SMALL`` numbers train and test coincide: what is learned is to search, not which numbers there are.
+"""
 
 from typing import Any
 
