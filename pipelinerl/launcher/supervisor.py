@@ -21,7 +21,6 @@ from typing import Literal
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher import guardian
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.launcher.health import Verdict, judge, wait_chain
 from pipelinerl.launcher.processes import (
     RunMark,
     describe_exit,
@@ -30,6 +29,7 @@ from pipelinerl.launcher.processes import (
     wait_for_exit,
 )
 from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.observability.health import Verdict, judge, wait_chain
 from pipelinerl.observability.role import EXIT_REFUSED
 from pipelinerl.observability.status import STATUS_DIR, read_statuses
 

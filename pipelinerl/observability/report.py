@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records.messages import (
@@ -20,6 +20,9 @@ from pipelinerl.records.messages import (
 )
 from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
 from pipelinerl.records.topics import ACTOR, EVALUATION, TRAINER
+
+if TYPE_CHECKING:
+    from pipelinerl.streams import SingleStreamSpec
 
 SUMMARY_FILE = "summary.json"
 
@@ -51,7 +54,7 @@ class RunRecords:
     rollouts: RolloutTotals = field(default_factory=RolloutTotals)
 
 
-def read_records(run_dir: Path, *, replicas: int = 1) -> RunRecords:
+def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True) -> RunRecords:
     """Read the topics of a run from their beginning; the streams backend must be set."""
     from pipelinerl.streams import SingleStreamSpec, open_reader
 
@@ -61,12 +64,20 @@ def read_records(run_dir: Path, *, replicas: int = 1) -> RunRecords:
     for replica in range(replicas):
         with open_reader(SingleStreamSpec(run_dir, EVALUATION, replica), EvaluationMessage, name=None) as reader:
             records.evaluations += [m for _, m in reader.read_all() if isinstance(m, EvaluationDone)]
-        with open_reader(SingleStreamSpec(run_dir, ACTOR, replica), ActorRecord, name=None) as reader:
-            while batch := reader.poll(0):
-                for _, record in batch:
-                    if isinstance(record, RolloutGroup):
-                        records.rollouts.add(record)
+        if with_rollouts:
+            read_rollouts(SingleStreamSpec(run_dir, ACTOR, replica), records.rollouts)
     return records
+
+
+def read_rollouts(spec: "SingleStreamSpec", totals: RolloutTotals) -> None:
+    """Add up a topic of groups, a batch at a time."""
+    from pipelinerl.streams import open_reader
+
+    with open_reader(spec, ActorRecord, name=None) as reader:
+        while batch := reader.poll(0):
+            for _, record in batch:
+                if isinstance(record, RolloutGroup):
+                    totals.add(record)
 
 
 def summarise(

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-"""Configuration, world or domain are wrong: the supervisor stops the run instead of restarting the role."""
+UNMENDABLE = (ConfigError, DomainError, WorldError, ImportError, SyntaxError)
+"""What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _run(main: Callable[[RoleContext], None], run_dir: Path, job_name: str, stop
             log.exception("unexpected error")
         log.error("role failed: %s: %s", type(error).__name__, error)
         status.close("failed")
-        return EXIT_REFUSED if isinstance(error, ConfigError | DomainError | WorldError) else EXIT_FAILED
+        return EXIT_REFUSED if isinstance(error, UNMENDABLE) else EXIT_FAILED
     status.close("done")
     log.info("role ended")
     return 0

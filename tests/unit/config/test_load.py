@@ -1,0 +1,118 @@
+"""From Hydra's composition to the typed configuration: what is refused, and in which words."""
+
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from pipelinerl.config.load import (
+    compose,
+    config_keys,
+    is_free_form,
+    load_run,
+    load_run_dictconfig,
+    nearest_key,
+    parse,
+    resolve_function,
+    to_container,
+    validate,
+)
+from pipelinerl.errors import ConfigError
+
+REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+
+
+def test_validate_base_configuration_is_accepted() -> None:
+    config = validate(compose("base", REQUIRED))
+    assert config.batch_size == 256
+    assert config.finetune.rl.temperature == config.llm.parameters["temperature"] == 1.0
+
+
+def test_to_container_missing_values_are_named_together() -> None:
+    with pytest.raises(ConfigError, match=r"`actor.rollout_policy`, `dataset_loader`, `output_dir` must be given"):
+        to_container(compose("base"))
+
+
+def test_to_container_broken_interpolation_is_named() -> None:
+    cfg = compose("base", [*REQUIRED, "model_path=${nowhere}"])
+    with pytest.raises(ConfigError, match="`model_path` cannot be resolved"):
+        to_container(cfg)
+
+
+def test_parse_unknown_key_names_the_nearest() -> None:
+    cfg = compose("base", REQUIRED)
+    with open_dict(cfg):
+        cfg.finetune.learnin_rate = 1
+    with pytest.raises(ConfigError, match=r"`finetune.learnin_rate` is not .* did you mean `finetune.learning_rate`\?"):
+        parse(cfg)
+
+
+def test_parse_several_errors_are_all_told() -> None:
+    cfg = compose("base", [*REQUIRED, "attempts=0", "finetune.learning_rate=-1"])
+    with pytest.raises(ConfigError, match=r"`attempts` is 0: it .*; `finetune.learning_rate` is -1: it "):
+        parse(cfg)
+
+
+def test_parse_missing_section_says_where_defaults_come_from() -> None:
+    with pytest.raises(ConfigError, match=r"`seed` is missing: start .* `defaults: \[base, _self_\]`"):
+        parse(OmegaConf.create({"output_dir": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rate", "finetune.learning_rate"),
+        ("finetune.learnin_rate", "finetune.learning_rate"),
+        ("world.actor_fractoin", "world.actor_fraction"),
+        ("rollout_policy", "actor.rollout_policy"),
+        ("output_dirr", "output_dir"),
+        ("zzz", None),
+    ],
+)
+def test_nearest_key_finds_what_was_meant(typed: str, meant: str | None) -> None:
+    assert nearest_key(typed, [key for key in config_keys() if not key.startswith("domains")]) == meant
+
+
+@pytest.mark.parametrize(
+    ("key", "free"),
+    [("llm.parameters.top_p", True), ("environment.turns", True), ("finetune.nope", False), ("nope", False)],
+)
+def test_is_free_form_knows_the_users_sections(key: str, free: bool) -> None:
+    assert is_free_form(key) is free
+
+
+def test_load_run_reads_back_what_was_written(tmp_path) -> None:
+    cfg = compose("base", REQUIRED)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_container(cfg))))
+    assert load_run(tmp_path) == parse(cfg)
+    assert load_run_dictconfig(tmp_path).finetune.rl.final_kl_coef == 0.0
+
+
+def test_load_run_elsewhere_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        load_run(tmp_path)
+
+
+def test_resolve_function_finds_functions_and_classes() -> None:
+    assert resolve_function("os.path.join").__name__ == "join"
+    assert resolve_function("collections.OrderedDict.fromkeys").__name__ == "fromkeys"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("os.path.nope", "posixpath has no 'nope'"),
+        ("nope.module.function", "no module 'nope'"),
+        ("function", "write package.module.function"),
+        ("os.sep", "not a function but str"),
+    ],
+)
+def test_resolve_function_says_what_is_wrong(dotted: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_function(dotted)
+
+
+def test_resolve_function_names_the_module_that_a_module_lacks(tmp_path, monkeypatch) -> None:
+    (tmp_path / "lame_domain.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="lame_domain needs module 'surely_not_installed'"):
+        resolve_function("lame_domain.load")

@@ -1,0 +1,124 @@
+"""Every rule refuses exactly what it names, and the base configuration passes all of them."""
+
+import pytest
+
+from pipelinerl.config import rules
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+
+REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+
+
+@pytest.fixture(scope="module")
+def base() -> Config:
+    return parse(compose("base", REQUIRED))
+
+
+def changed(base: Config, **updates: object) -> Config:
+    """`finetune__rl__kl_coef=0.1` → a copy with `finetune.rl.kl_coef` replaced."""
+    document = base.model_dump()
+    for path, value in updates.items():
+        *sections, name = path.split("__")
+        target = document
+        for section in sections:
+            target = target[section]
+        target[name] = value
+    return Config.model_validate(document)
+
+
+def test_check_base_configuration_has_no_hint(base: Config) -> None:
+    rules.check(base)
+    assert rules.hints(base) == []
+
+
+REFUSED = {
+    "sequence_fits_trainer": {"finetune__seq_length": 9999},
+    "completion_fits_server": {"llm__parameters": {"max_tokens": 10000, "temperature": 1.0}},
+    "max_tokens_given": {"test_llm__parameters": {"temperature": 1.0}},
+    "sampling_is_undistorted": {"llm__parameters": {"max_tokens": 10, "temperature": 1.0, "top_p": 0.9}},
+    "server_defaults_are_neutral": {"vllm_config__vllm_kwargs": {"max_model_len": 10000}},
+    "temperature_is_one_value": {"finetune__rl__temperature": 0.7},
+    "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
+    "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
+    "group_has_baseline": {"attempts": 1},
+    "lag_allows_updates": {"max_lag_steps": 0, "finetune__weight_update_interval": 2},
+    "one_engine": {"use_fsdp": True},
+    "deepspeed_file_exists": {"deepspeed_config": "nope"},
+    "sequence_parallel_needs_packing": {"finetune__seq_parallel": 2, "finetune__seq_packing": False},
+    "overlong_buffer_fits": {"preprocess__overlong_buffer_tokens": 8192},
+    "external_redis_has_address": {"streams__external": True},
+    "head_precision_agrees": {"finetune__fp32_lm_head": False},
+    "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
+}
+
+
+def test_refusals_cover_every_rule() -> None:
+    assert {rule.__name__ for rule in rules.RULES} == set(REFUSED)
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_rule_refuses_its_case_and_no_other_rule_does(base: Config, rule: str) -> None:
+    broken = [r.__name__ for r in rules.RULES if r(changed(base, **REFUSED[rule]))]
+    assert broken == [rule]
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_rule_message_names_a_key_it_is_about(base: Config, rule: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rules.check(changed(base, **REFUSED[rule]))
+    assert any(path.replace("__", ".") in str(refused.value) for path in REFUSED[rule]) or "`" in str(refused.value)
+
+
+def test_sequence_fits_trainer_message_has_both_numbers(base: Config) -> None:
+    text = rules.sequence_fits_trainer(changed(base, finetune__seq_length=4096))
+    assert text is not None
+    assert text.startswith("`finetune.seq_length` is 4096 but `vllm_config.vllm_kwargs.max_model_len` is 10000")
+
+
+def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
+    kwargs = {"max-model-len": 20000, "generation-config": "vllm"}
+    assert rules.sequence_fits_trainer(changed(base, vllm_config__vllm_kwargs=kwargs)) is not None
+
+
+def test_kl_with_a_reference_server_is_accepted(base: Config) -> None:
+    assert rules.kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1)) is None
+
+
+@pytest.mark.parametrize("phase", [1, 2, 5])
+def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) -> None:
+    enough = changed(base, schedule="conventional", steps_per_phase=phase, max_lag_steps=phase - 1)
+    assert rules.lag_allows_updates(enough) is None
+    if phase > 1:
+        short = changed(base, schedule="conventional", steps_per_phase=phase, max_lag_steps=phase - 2)
+        assert rules.lag_allows_updates(short) is not None
+
+
+HINTED = {
+    "epsilon_without_clipping": {"finetune__rl__epsilon_low": 0.1},
+    "ratio_clamp_without_reinforce": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
+    "kl_clamp_without_kl": {"finetune__rl__kl_clamp": 2.0},
+    "reference_without_kl": {"world__preprocessor_fraction": 1},
+    "filter_without_groups": {
+        "preprocess__filter_zero_advantage_groups": True,
+        "finetune__rl__advantage": "value",
+        "finetune__rl__value_loss_coef": 0.5,
+    },
+    "phases_without_conventional": {"steps_per_phase": 2},
+    "address_without_redis": {"streams__port": 6379},
+    "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
+    "engine_overrides_choice": {"finetune__engine": "ddp"},
+    "prefix_cache_mixes_versions": {
+        "vllm_config__vllm_kwargs": {"enable-prefix-caching": "", "generation-config": "vllm", "max_model_len": 100}
+    },
+}
+
+
+def test_hints_cover_every_hint() -> None:
+    assert {hint.__name__ for hint in rules.HINTS} == set(HINTED)
+
+
+@pytest.mark.parametrize("hint", HINTED)
+def test_hint_is_given_for_its_case(base: Config, hint: str) -> None:
+    given = [h.__name__ for h in rules.HINTS if h(changed(base, **HINTED[hint]))]
+    assert given == [hint]

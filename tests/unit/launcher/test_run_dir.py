@@ -1,0 +1,148 @@
+"""Whose run folder it is, what may change in it, and what is deleted."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import compose, to_container
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher import run_dir
+
+REQUIRED = ["dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> dict:
+    return to_container(compose("base", [*REQUIRED, f"output_dir={tmp_path / 'run'}"]))
+
+
+def hold_run(path: Path, container: dict) -> None:
+    """What a run leaves, as far as it matters here."""
+    (path / "conf").mkdir(parents=True)
+    (path / "conf" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(container)))
+    (path / "streams" / "actor").mkdir(parents=True)
+    (path / "actor_0").mkdir()
+    (path / "actor_0" / "start.sh").touch()
+
+
+def test_claim_new_folder_is_private_and_not_resumed(container: dict, tmp_path: Path) -> None:
+    claim = run_dir.claim(tmp_path / "run", container, force_restart=False)
+    with claim.lock:
+        assert not claim.resumed
+        assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_claim_same_experiment_resumes(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    with run_dir.claim(tmp_path / "run", container, force_restart=False).lock as lock:
+        assert not lock.closed
+    assert (tmp_path / "run" / "streams" / "actor").is_dir()
+
+
+def test_claim_execution_settings_may_change(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    container["finetune"]["max_train_steps"] = 7
+    container["actor"]["llm_max_rollouts"] = 1
+    container["vllm_config"]["env"] = {"A": "1"}
+    claim = run_dir.claim(tmp_path / "run", container, force_restart=False)
+    claim.lock.close()
+    assert claim.resumed
+
+
+def test_claim_another_experiment_is_refused_with_both_values(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    container["seed"] = 7
+    with pytest.raises(ConfigError, match=r"another experiment \(`seed` was 42 and is 7\).*force_restart=true"):
+        run_dir.claim(tmp_path / "run", container, force_restart=False)
+
+
+def test_claim_refused_folder_is_not_left_locked(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    with pytest.raises(ConfigError):
+        run_dir.claim(tmp_path / "run", container | {"seed": 7}, force_restart=False)
+    run_dir.claim(tmp_path / "run", container, force_restart=False).lock.close()
+
+
+def test_claim_second_launcher_is_refused(container: dict, tmp_path: Path) -> None:
+    with run_dir.claim(tmp_path / "run", container, force_restart=False).lock:
+        with pytest.raises(ConfigError, match="another launcher is running in it"):
+            run_dir.claim(tmp_path / "run", container, force_restart=False)
+
+
+@pytest.mark.parametrize("force_restart", [False, True])
+def test_claim_foreign_folder_is_refused_and_kept(container: dict, tmp_path: Path, force_restart: bool) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"holds thesis.tex and no run"):
+        run_dir.claim(tmp_path / "run", container, force_restart=force_restart)
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
+
+
+def test_claim_force_restart_deletes_what_a_run_wrote_and_nothing_else(container: dict, tmp_path: Path) -> None:
+    hold_run(tmp_path / "run", container)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    claim = run_dir.claim(tmp_path / "run", container | {"seed": 7}, force_restart=True)
+    claim.lock.close()
+    assert not claim.resumed
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["launcher.lock", "notes.txt"]
+
+
+def test_claim_tiny_model_inside_the_run_folder_belongs_to_the_run(container: dict, tmp_path: Path) -> None:
+    container["tiny_model"] = {"recipe": "largest", "seed": 0, "params": {}}
+    container["model_path"] = str(tmp_path / "run" / "model")
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    run_dir.claim(tmp_path / "run", container, force_restart=False).lock.close()
+    run_dir.claim(tmp_path / "run", container, force_restart=True).lock.close()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_claim_file_in_the_way_is_refused(container: dict, tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match="that is a file"):
+        run_dir.claim(tmp_path / "run", container, force_restart=False)
+
+
+@pytest.mark.parametrize(("steps", "finished"), [(95, True), (96, True), (97, False)])
+def test_claim_finished_means_all_steps_asked_for(container: dict, tmp_path: Path, steps: int, finished: bool) -> None:
+    container["finetune"]["max_train_steps"] = steps
+    hold_run(tmp_path / "run", container)
+    (tmp_path / "run" / "summary.json").write_text('{"optimizer_steps": 96}')
+    claim = run_dir.claim(tmp_path / "run", container, force_restart=False)
+    claim.lock.close()
+    assert claim.finished is finished
+
+
+@pytest.mark.parametrize(
+    ("key", "defines"),
+    [
+        ("seed", True),
+        ("finetune.learning_rate", True),
+        ("llm.parameters.temperature", True),
+        ("world.replicas", True),
+        ("streams.backend", True),
+        ("world.cpu_slots", False),
+        ("finetune.max_train_steps", False),
+        ("actor.rollout_timeout_s", False),
+        ("launcher.max_restarts", False),
+    ],
+)
+def test_defines_experiment_separates_what_from_how(key: str, defines: bool) -> None:
+    assert run_dir.defines_experiment(key) is defines
+
+
+def test_last_error_line_prefers_the_roles_own_last_word(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "2026-01-01 00:00:00.000 INFO finetune_0 loop: step\n"
+        "2026-01-01 00:00:01.000 ERROR finetune_0 observability.role: role failed: CheckpointError: disk full\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
+    )
+    assert run_dir.last_error_line(log) == "CheckpointError: disk full"
+    log.write_text("Traceback\nValueError: bad\nprocess ended\n")
+    assert run_dir.last_error_line(log) == "ValueError: bad"
+    log.write_text("Killed\n")
+    assert run_dir.last_error_line(log) == "Killed"
+    assert run_dir.last_error_line(tmp_path / "nothing") == "its log is empty"

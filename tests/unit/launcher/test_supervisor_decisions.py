@@ -1,0 +1,59 @@
+"""What an exit means, in which order kinds are stopped, how long a restart waits."""
+
+import pytest
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.launcher.supervisor import backoff_s, judge_exit, stop_waves
+
+LIMITS = LauncherSection(
+    max_restarts=2,
+    restart_backoff_s=1,
+    startup_timeout_s=60,
+    stop_timeout_s=8,
+    hang_timeout_s=100,
+    heartbeat_timeout_s=20,
+    node_timeout_s=60,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "training_done", "restarts", "action"),
+    [
+        ("actor", 0, True, 0, "done"),
+        ("actor", 0, False, 0, "restart"),
+        ("finetune", 0, True, 0, "done"),
+        ("finetune", 0, False, 0, "restart"),
+        ("finetune", -9, False, 0, "restart"),
+        ("finetune", -9, False, 1, "restart"),
+        ("finetune", -9, False, 2, "fail"),
+        ("finetune", 1, True, 0, "done"),
+        ("preprocessor", 0, False, 0, "done"),
+        ("preprocessor", 1, False, 0, "restart"),
+        ("actor", 1, True, 0, "restart"),
+        ("actor", 2, False, 0, "fail"),
+        ("actor_llm", 0, False, 0, "restart"),
+        ("actor_llm", 1, True, 0, "restart"),
+        ("verifier", 0, True, 0, "restart"),
+    ],
+)
+def test_judge_exit_follows_the_table(kind: str, code: int, training_done: bool, restarts: int, action: str) -> None:
+    decision = judge_exit(kind, code, None, training_done=training_done, restarts_used=restarts, limits=LIMITS)
+    assert decision.action == action
+
+
+def test_judge_exit_names_signal_budget_and_verdict() -> None:
+    killed = judge_exit("actor", -9, None, training_done=False, restarts_used=2, limits=LIMITS)
+    assert killed.reason == "killed by SIGKILL, and launcher.max_restarts=2 is used up"
+    hung = judge_exit("actor", -9, "no progress for 120 s", training_done=False, restarts_used=0, limits=LIMITS)
+    assert (hung.action, hung.reason) == ("restart", "no progress for 120 s")
+
+
+def test_stop_waves_stores_outlive_everybody() -> None:
+    kinds = {"actor", "actor_llm", "finetune", "redis", "verifier"}
+    assert stop_waves(kinds, orderly=True) == [{"actor", "finetune"}, {"actor_llm", "verifier"}, {"redis"}]
+    assert stop_waves(kinds, orderly=False) == [{"actor", "finetune", "actor_llm", "verifier"}, {"redis"}]
+
+
+def test_backoff_doubles_up_to_its_bound() -> None:
+    assert [backoff_s(restarts, 1.0) for restarts in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert backoff_s(3, 60.0) == 60.0

@@ -1,0 +1,116 @@
+"""Who is to blame when nothing moves."""
+
+import pytest
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.observability.health import judge, wait_chain
+from pipelinerl.observability.status import StatusRecord, Wait
+
+LIMITS = LauncherSection(
+    max_restarts=2,
+    restart_backoff_s=1,
+    startup_timeout_s=60,
+    stop_timeout_s=8,
+    hang_timeout_s=100,
+    heartbeat_timeout_s=20,
+    node_timeout_s=60,
+)
+NOW = 10_000.0
+
+
+def status(job: str, *, progress: float = 0, heartbeat: float = 0, count: int = 1, on: str | None = "", state="running"):
+    """Ages in seconds; `on=""` = not waiting, None = waiting for nobody in particular."""
+    waits = () if on == "" else (Wait(what="something", on=on, since=NOW - progress),)
+    return StatusRecord(
+        job=job,
+        state=state,
+        pid=1,
+        hostname="h",
+        started=0.0,
+        heartbeat=NOW - heartbeat,
+        progress_at=NOW - progress,
+        progress_count=count,
+        waits=waits,
+        fields={},
+    )
+
+
+def blamed(*statuses: StatusRecord, started: float = 1000.0, since: float = 0.0, jobs: tuple[str, ...] = ()) -> dict[str, str]:
+    names = jobs or tuple({s.job.partition(".")[0] for s in statuses})
+    start = dict.fromkeys(names, NOW - started)
+    return {v.job: v.reason for v in judge({s.job: s for s in statuses}, start, LIMITS, NOW, since)}
+
+
+def test_judge_working_roles_are_fine() -> None:
+    assert blamed(status("actor_0", progress=99), status("finetune_0", heartbeat=19)) == {}
+
+
+def test_judge_silent_heartbeat_is_frozen() -> None:
+    assert blamed(status("actor_0", heartbeat=21))["actor_0"].startswith("frozen: no heartbeat for 21 s")
+
+
+def test_judge_silence_while_the_launcher_slept_proves_nothing() -> None:
+    assert blamed(status("actor_0", heartbeat=500, progress=500), since=NOW - 5) == {}
+
+
+def test_judge_stuck_role_is_named_with_the_setting() -> None:
+    assert blamed(status("actor_0", progress=101)) == {
+        "actor_0": "no progress for 101 s (launcher.hang_timeout_s=100)",
+    }
+
+
+def test_judge_blame_follows_the_chain_to_its_end() -> None:
+    verdicts = blamed(
+        status("actor_0", progress=150, on="finetune"),
+        status("finetune_0", progress=140, on="preprocessor_0"),
+        status("preprocessor_0", progress=130),
+    )
+    assert list(verdicts) == ["preprocessor_0"]
+
+
+def test_judge_waiting_for_a_working_role_is_no_fault() -> None:
+    assert blamed(status("actor_0", progress=500, on="finetune_0"), status("finetune_0", progress=50)) == {}
+
+
+def test_judge_waiting_for_a_role_without_status_is_no_fault() -> None:
+    assert blamed(status("actor_0", progress=500, on="finetune_0")) == {}
+
+
+def test_judge_waiting_for_nobody_for_too_long_is_stuck() -> None:
+    assert list(blamed(status("actor_0", progress=500, on=None))) == ["actor_0"]
+
+
+def test_judge_circle_blames_who_stood_still_first() -> None:
+    verdicts = blamed(
+        status("actor_0", progress=150, on="finetune_0"),
+        status("finetune_0", progress=170, on="preprocessor_0"),
+        status("preprocessor_0", progress=160, on="actor_0"),
+    )
+    assert list(verdicts) == ["finetune_0"]
+
+
+def test_judge_start_is_bounded_with_and_without_a_sign_of_life() -> None:
+    assert "did not start within" in blamed(status("actor_llm_0", count=0, progress=61), started=61)["actor_llm_0"]
+    assert blamed(status("actor_llm_0", count=0, progress=59), started=59) == {}
+    assert "no sign of life" in blamed(started=61, jobs=("actor_llm_0",))["actor_llm_0"]
+    assert blamed(started=59, jobs=("actor_llm_0",)) == {}
+
+
+def test_judge_any_rank_of_a_job_fails_the_job() -> None:
+    assert list(blamed(status("finetune_0"), status("finetune_0.rank1", heartbeat=30))) == ["finetune_0"]
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_judge_ended_roles_are_left_alone(state: str) -> None:
+    assert blamed(status("actor_0", heartbeat=500, progress=500, state=state)) == {}
+
+
+def test_wait_chain_is_told_in_order_and_ends_in_a_circle() -> None:
+    statuses = {
+        "a_0": status("a_0", on="b_0", progress=3),
+        "b_0": status("b_0", on="c", progress=2),
+        "c_0": status("c_0", on="a_0", progress=1),
+        "d_0": status("d_0", on="c_0"),
+    }
+    assert wait_chain("d_0", statuses) == ["d_0", "c_0", "a_0", "b_0", "a_0"]
+    assert wait_chain("c_0", {"c_0": status("c_0")}) == ["c_0"]
