@@ -1,7 +1,7 @@
 """What each tiny model knows before training: its whole tokens and the conversations of its warm-up.
 
-A recipe may show the format of an answer and what words mean. It must never show a solved problem of the task, and never a
-held-out problem in any form.
+A recipe may show the format of an answer and what words mean. It must never show a solved problem of the task, and
+never a held-out problem in any form.
 """
 
 import inspect
