@@ -246,9 +246,9 @@ class RedisCursor(Cursor):
         records: list[tuple[int, Buffer]] = []
         for entry_id, fields in _entries(found):
             offset = int(entry_id.split(b"-")[0]) - 1
-            if offset != self.position:
-                raise CorruptStreamError(f"{self._spec}: records {self.position} to {offset - 1} are missing")
             try:
+                if offset != self.position:
+                    raise CorruptStreamError(f"{self._spec}: records {self.position} to {offset - 1} are missing")
                 records.append((offset, _payload(fields, offset, self._spec, self._max_bytes)))
             except CorruptStreamError:
                 if records:
