@@ -7,8 +7,6 @@ import numpy as np
 
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 
-PLACE = {"epoch": 0, "problem_index": 0, "actor": 0, "domain": "synthetic", "dataset": "train", "settled_before": 0}
-
 
 def completion_lengths(rng: np.random.Generator, count: int, lengths: tuple[int, int] = (200, 8000)) -> np.ndarray:
     """int64 [count]: log-normal (median 1,500, σ 0.8), clipped to ``lengths``."""
@@ -46,9 +44,14 @@ def make_groups(
     for position in range(count):
         prompt = int(rng.integers(100, 501))
         yield RolloutGroup(
-            **PLACE,
             group_id=f"0-{position}",
+            epoch=0,
             position=position,
+            problem_index=position,
+            actor=0,
+            domain="synthetic",
+            dataset="train",
+            settled_before=0,
             dispatch_index=position,
             attempts=attempts,
             dispatched_version=0,

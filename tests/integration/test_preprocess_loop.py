@@ -1,0 +1,430 @@
+"""The preprocessor's loop on real streams: pacing, drops, and a kill at every single write."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipelinerl import state
+from pipelinerl.config.load import compose, parse
+from pipelinerl.errors import ConfigError, StreamError, TransportError
+from pipelinerl.ledger import build
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.preprocess import reference
+from pipelinerl.preprocess.loop import Preprocessor, shaping_from_config
+from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.records import (
+    ActorRecord,
+    GroupDropped,
+    MicroBatch,
+    PreprocessorProgress,
+    Rollout,
+    RolloutGroup,
+    SamplesProcessed,
+    TrainerMessage,
+    TrainingSequence,
+    topics,
+)
+from pipelinerl.records.check import check_micro_batch
+from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer, set_streams_backend
+from pipelinerl.world import Job, WorldMap
+
+VOCAB = 50
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(params=["memory", "files"])
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    set_streams_backend(request.param)
+    monkeypatch.setattr(state, "_POLL_S", 0.02)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {VOCAB}}}')
+    return tmp_path
+
+
+def make_world(*, replicas: int = 1, ranks: int = 1, reference_servers: int = 0) -> WorldMap:
+    jobs = [Job(name=f"preprocessor_{r}", kind="preprocessor", replica_idx=r) for r in range(replicas)]
+    jobs += [Job(name=f"preprocessor_llm_{i}", kind="preprocessor_llm", url=f"u{i}") for i in range(reference_servers)]
+    jobs.append(Job(name="finetune_0", kind="finetune", num_ranks=ranks))
+    return WorldMap(accelerator="cpu", nodes=(), jobs=tuple(jobs), master_port=0, weight_port=0, weight_ports=0)
+
+
+def make_context(run_dir: Path, world: WorldMap, *overrides: str, replica: int = 0) -> RoleContext:
+    cfg = parse(
+        compose(
+            "base",
+            [
+                f"output_dir={run_dir}",
+                f"model_path={run_dir / 'model'}",
+                "dataset_loader=a.b",
+                "actor.rollout_policy=a.b",
+                "wandb.mode=disabled",
+                "attempts=4",
+                "finetune.gradient_accumulation_passes=6",
+                "finetune.seq_length=64",
+                "max_lag_steps=2",
+                "preprocess.max_ready_steps=1000",
+                *overrides,
+            ],
+        )
+    )
+    status: Any = SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: nullcontext())
+    return RoleContext(
+        run_dir=run_dir,
+        job=world.job(f"preprocessor_{replica}"),
+        cfg=cfg,
+        world=world,
+        status=status,
+        stop=threading.Event(),
+    )
+
+
+def make_group(rng: np.random.Generator, position: int, *, version: int, reward: float | None = None) -> RolloutGroup:
+    """Four rollouts of 4–40 tokens."""
+    rollouts = []
+    for attempt in range(4):
+        total = int(rng.integers(4, 41))
+        sequence = TrainingSequence(
+            token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
+            logprobs=-rng.random(total - 2, dtype=np.float32),
+            spans=np.array([[2, total, version]], np.int32),
+            finish_reason="stop",
+        )
+        value = float(rng.integers(0, 3)) if reward is None else reward
+        rollouts.append(
+            Rollout(attempt=attempt, reward=value, sequences=(sequence,), metrics={}, latency_s=0.0, num_llm_calls=1)
+        )
+    return RolloutGroup(
+        group_id=f"0-{position}",
+        epoch=0,
+        position=position,
+        problem_index=0,
+        actor=0,
+        domain="d",
+        dataset="train",
+        attempts=4,
+        rollouts=tuple(rollouts),
+        dispatched_version=version,
+        settled_before=0,
+        dispatch_index=position,
+    )
+
+
+def write_groups(run_dir: Path, groups: list[Any], instance: int = 0) -> None:
+    with open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance), ActorRecord) as writer:
+        for group in groups:
+            writer.write(group)
+
+
+def read_topic(run_dir: Path, topic: str, record_type: Any, instance: int = 0, partition: int = 0) -> list[Any]:
+    with open_reader(SingleStreamSpec(run_dir, topic, instance, partition), record_type, name=None, start=0) as reader:
+        return [record for _, record in reader.read_all()]
+
+
+@contextmanager
+def preprocessor(ctx: RoleContext) -> Iterator[Preprocessor]:
+    role = Preprocessor(ctx)
+    try:
+        yield role
+    finally:
+        role.close()
+
+
+def turn_until(role: Preprocessor, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the preprocessor did not get there"
+        role.turn()
+
+
+def consumed(role: Preprocessor, groups: int) -> Callable[[], bool]:
+    return lambda: role.totals.counted_until[0] >= groups - 1 and not role.totals.pending
+
+
+def aging_groups(count: int) -> list[Any]:
+    """Groups that fall behind the step which trains them, with refused, filtered and dropped ones among them."""
+    rng = np.random.default_rng(0)
+    records: list[Any] = []
+    for position in range(count):
+        group = make_group(rng, position, version=max(0, position // 5 - int(rng.integers(0, 2))))
+        if position % 7 == 3:
+            group = make_group(rng, position, version=0, reward=1.0)
+        if position % 9 == 5:
+            group = msgspec.structs.replace(
+                group, rollouts=(msgspec.structs.replace(group.rollouts[0], reward=float("nan")), *group.rollouts[1:])
+            )
+        records.append(group)
+    fields = {name: getattr(records[0], name) for name in ("epoch", "problem_index", "actor", "domain", "dataset")}
+    dropped = GroupDropped(
+        **fields,
+        group_id="0-999",
+        position=999,
+        attempts=4,
+        reason="timeout",
+        detail="",
+        settled_before=0,
+        dispatch_index=999,
+    )
+    return [*records[:5], dropped, *records[5:]]
+
+
+def test_one_rank_groups_become_exact_optimizer_batches(run_dir: Path):
+    groups = [make_group(np.random.default_rng(i), i, version=0) for i in range(4)]
+    write_groups(run_dir, groups)
+    with preprocessor(make_context(run_dir, make_world())) as role:
+        turn_until(role, consumed(role, 4))
+    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
+    for mb in batches:
+        check_micro_batch(mb, vocab_size=VOCAB)
+    packed = [[i for mb in batches if mb.step == step for i in mb.sample_ids] for step in (0, 1)]
+    order = [f"0-{position}/{attempt}/0" for position in range(4) for attempt in range(4)]
+    assert [sorted(ids) for ids in packed] == [sorted(order[:6]), sorted(order[6:12])]
+    assert {mb.num_samples for mb in batches} == {6}
+    assert {mb.next_source for mb in batches if mb.step == 0} == {(1, 2)}
+    rewards = [r.reward for r in groups[0].rollouts]
+    mb = next(mb for mb in batches if "0-0/1/0" in mb.sample_ids)
+    segment = mb.sample_ids.index("0-0/1/0")
+    start = int(mb.segment_lengths[:segment].sum())
+    expected = rewards[1] - (sum(rewards) - rewards[1]) / 3
+    assert mb.advantages[start + 2] == pytest.approx(expected, rel=1e-6)
+    assert mb.segment_weights[segment] == pytest.approx(1 / 6)
+
+
+def test_drops_are_reported_with_reasons_and_the_ledger_is_closed(run_dir: Path):
+    records = aging_groups(30)
+    write_groups(run_dir, records)
+    with preprocessor(
+        make_context(run_dir, make_world(ranks=2), "preprocess.filter_zero_advantage_groups=true", "max_lag_steps=1")
+    ) as role:
+        turn_until(role, consumed(role, 31))
+        in_hand = len(role.cutter.samples)
+    progress = read_topic(run_dir, topics.PREPROCESSOR, PreprocessorProgress)
+    last = progress[-1]
+    assert set(last.dropped_by_reason) == {"invalid", "zero_advantage", "lag"}
+    assert last.dropped_by_reason["invalid"] == 4 * sum(position % 9 == 5 for position in range(30))
+    assert last.samples_packed + last.samples_dropped + in_hand == 4 * 30
+    ledger = build(records, progress, steps_trained=0)
+    assert not ledger.violations
+    assert sum(count for name, count in ledger.counts().items() if name != "dropped/timeout") == 120
+    for partition in range(2):
+        for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, partition=partition):
+            assert (mb.step - mb.spans[:, 2] <= 1).all()
+    points = (run_dir / "metrics" / "preprocessor.jsonl").read_text()
+    for name in ("survivorship/lag/mean_tokens", "survivorship/lag/mean_reward", "survivorship/trained/count"):
+        assert name in points
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the role runs after it."""
+
+
+@contextmanager
+def kill_at_write(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """The write with this number raises before it reaches the stream."""
+    writes = 0
+    write = TopicWriter.write
+
+    def counted(self: TopicWriter, record: Any) -> int:
+        nonlocal writes
+        writes += 1
+        if writes > number:
+            raise Killed
+        return write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TopicWriter, "write", counted)
+        yield
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_killed_at_every_write_data_progress_and_ledger_equal_the_undisturbed_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    records = aging_groups(14)
+    world = make_world(ranks=2)
+    overrides = ("preprocess.filter_zero_advantage_groups=true", "finetune.seq_length=40")
+
+    ctx = make_context(run_dir, world, *overrides)
+
+    def run(folder: Path) -> tuple[list[Any], list[Any]]:
+        with preprocessor(RoleContext(**{**vars(ctx), "run_dir": folder})) as role:
+            turn_until(role, consumed(role, 15))
+        data = [read_topic(folder, topics.TRAINING_DATA, MicroBatch, partition=p) for p in range(2)]
+        return data, read_topic(folder, topics.PREPROCESSOR, PreprocessorProgress)
+
+    def comparable(data: list[Any]) -> list[Any]:
+        return [
+            [(mb.step, mb.index, mb.count, mb.sample_ids, mb.token_ids.tolist(), mb.advantages.tolist()) for mb in part]
+            for part in data
+        ]
+
+    write_groups(run_dir / "undisturbed", records)
+    expected, expected_progress = run(run_dir / "undisturbed")
+    total = sum(map(len, expected)) + len(expected_progress)
+    assert max(mb.count for mb in expected[0]) > 1, "the case must have several micro-batches per rank"
+    assert total > 12
+    for number in range(total):
+        folder = run_dir / f"killed_{number}"
+        write_groups(folder, records)
+        with kill_at_write(monkeypatch, number), pytest.raises(Killed):
+            run(folder)
+        data, progress = run(folder)
+        assert comparable(data) == comparable(expected), number
+        assert progress[-1] == expected_progress[-1], number
+        ledger = build(records, progress, steps_trained=0)
+        assert not ledger.violations, number
+        assert sorted(ledger.entries, key=str) == sorted(
+            build(records, expected_progress, steps_trained=0).entries, key=str
+        )
+
+
+def test_no_more_than_max_ready_steps_ahead_of_the_trainer(run_dir: Path):
+    """Batches of 6 from 40 rollouts: with 2 ready steps and nothing trained, steps 0 to 2 are published; then 3."""
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(10)])
+    ctx = make_context(run_dir, make_world(), "preprocess.max_ready_steps=2", "max_lag_steps=null")
+
+    def published() -> list[int]:
+        return sorted({mb.step for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)})
+
+    with preprocessor(ctx) as role:
+        thread = threading.Thread(target=lambda: turn_until(role, lambda: ctx.stop.is_set()))
+        thread.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while published() != [0, 1, 2]:
+            assert time.monotonic() < deadline, published()
+        assert not ctx.stop.wait(0.3)
+        assert published() == [0, 1, 2]
+        with open_writer(SingleStreamSpec(run_dir, topics.TRAINER), TrainerMessage) as trainer:
+            trainer.write(SamplesProcessed(samples_processed=6, step=1))
+            while published() != [0, 1, 2, 3]:
+                assert time.monotonic() < deadline, published()
+        ctx.stop.set()
+        thread.join(timeout=DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def test_two_replicas_pack_the_steps_in_turn(run_dir: Path):
+    world = make_world(replicas=2)
+    for replica in range(2):
+        write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(5)], replica)
+        with preprocessor(make_context(run_dir, world, "max_lag_steps=null", replica=replica)) as role:
+            turn_until(role, consumed(role, 5))
+    steps = [
+        sorted({mb.step for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, instance=replica)})
+        for replica in range(2)
+    ]
+    assert steps == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_sequence_parallel_ranks_get_the_same_micro_batches(run_dir: Path):
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(3)])
+    with preprocessor(make_context(run_dir, make_world(ranks=4), "finetune.seq_parallel=2")) as role:
+        turn_until(role, consumed(role, 3))
+    ids = [
+        [mb.sample_ids for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, partition=p)] for p in range(4)
+    ]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_without_packing_train_batch_size_is_the_micro_batch(run_dir: Path):
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(3)])
+    overrides = (
+        "finetune.seq_packing=false",
+        "finetune.train_batch_size=3",
+        "finetune.gradient_accumulation_passes=2",
+    )
+    with preprocessor(make_context(run_dir, make_world(), *overrides)) as role:
+        turn_until(role, consumed(role, 3))
+    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
+    assert [(mb.step, mb.count, len(mb.sample_ids)) for mb in batches] == [(0, 2, 3), (0, 2, 3), (1, 2, 3), (1, 2, 3)]
+
+
+def test_consumed_groups_may_be_deleted_once_their_batch_is_published(run_dir: Path):
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(7)])
+    with preprocessor(make_context(run_dir, make_world(), "max_lag_steps=null")) as role:
+        turn_until(role, consumed(role, 7))
+        source = role.totals.source
+    assert source == (5, 4)
+    with open_reader(SingleStreamSpec(run_dir, topics.ACTOR), ActorRecord, name="preprocessor_0") as reader:
+        assert reader.position == 5
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_lost_training_data_is_an_error_not_a_gap(run_dir: Path):
+    with open_writer(SingleStreamSpec(run_dir, topics.PREPROCESSOR), PreprocessorProgress) as writer:
+        writer.write(PreprocessorProgress(samples_packed=6, samples_dropped=0, dropped_by_reason={}, step=1))
+    with pytest.raises(StreamError, match="ends with step -1, but step 0 was published"):
+        Preprocessor(make_context(run_dir, make_world()))
+
+
+class FakeReference:
+    """Reference servers whose log-prob at position t is −t/8; the first calls fail, one sample is not a number."""
+
+    def __init__(self, failures: int = 0, nan_at: int | None = None):
+        self.failures, self.nan_at = failures, nan_at
+        self.urls: list[str] = []
+        self.running = self.most = 0
+
+    async def __call__(self, session: Any, url: str, token_ids: np.ndarray) -> np.ndarray:
+        self.urls.append(url)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if len(self.urls) <= self.failures:
+                raise TransportError("connection refused")
+            values = -np.arange(len(token_ids), dtype=np.float32) / 8
+            if len(self.urls) == self.nan_at:
+                values[3] = np.nan
+            return values
+        finally:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_reference_logprobs_of_trained_tokens_survive_failing_servers(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    fake = FakeReference(failures=2)
+    monkeypatch.setattr(reference, "score_tokens", fake)
+    monkeypatch.setattr(reference, "FIRST_BACKOFF_S", 0.01)
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(3)])
+    ctx = make_context(run_dir, make_world(reference_servers=2), "finetune.rl.kl_coef=0.1")
+    with preprocessor(ctx) as role:
+        turn_until(role, consumed(role, 3))
+    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
+    assert len({mb.step for mb in batches}) == 2
+    assert set(fake.urls) == {"u0", "u1"}
+    for mb in batches:
+        start = 0
+        expected = np.zeros(len(mb.token_ids), np.float32)
+        for length in mb.segment_lengths.tolist():
+            expected[start + 2 : start + length] = -np.arange(2, length, dtype=np.float32) / 8
+            start += length
+        np.testing.assert_array_equal(mb.ref_logprobs, expected)
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_reference_logprob_that_is_not_finite_drops_its_sample(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reference, "score_tokens", FakeReference(nan_at=2))
+    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(2)])
+    ctx = make_context(run_dir, make_world(reference_servers=1), "finetune.rl.final_kl_coef=0.1")
+    with preprocessor(ctx) as role:
+        turn_until(role, consumed(role, 2))
+        assert dict(role.totals.dropped) == {"invalid": 1}
+
+
+def test_kl_without_reference_server_is_refused():
+    with pytest.raises(ConfigError, match="no reference server is placed"):
+        ReferenceScorer((), concurrency=1, deadline_s=1.0)
+
+
+@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
+def test_soft_penalty_without_a_length_limit_is_refused(run_dir: Path):
+    ctx = make_context(run_dir, make_world(), "preprocess.overlong_buffer_tokens=10", "~llm.parameters.max_tokens")
+    with pytest.raises(ConfigError, match=r"`llm.parameters.max_tokens` is not set"):
+        shaping_from_config(ctx.cfg)
