@@ -74,8 +74,8 @@ class FakeLLM(TrainableLLM):
         **fields: Any,
     ) -> "FakeLLM":
         """A language model with these replies; ``fields`` are those of ``TrainableLLM``."""
-        fields = {"model_name": "fake", "collect_logprobs": True} | fields
-        llm = cls(tokenizer=tokenizer or byte_tokenizer(), **fields)
+        defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
+        llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
         llm._transport = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
         llm._turns = []
         return llm

@@ -21,7 +21,8 @@ from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
-from pipelinerl.actor.problems import Place, ProblemSource, furthest_behind
+from pipelinerl.actor.problems import Place, furthest_behind
+from pipelinerl.actor.progress import Progress
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.records import ActorRecord, EvaluationStarted, GroupDropped, Rollout, RolloutGroup
@@ -61,12 +62,11 @@ class Status(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDomain:
-    """A domain's training problems in their order."""
+    """A domain's training problems."""
 
     name: str
     weight: float
     problems: list[dict[str, Any]]
-    source: ProblemSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,6 @@ class Limits:
     max_failed_rollouts_per_group: int
     max_group_reissues: int
     max_domain_errors: int
-    no_positive_resampling: float | None
     eval_every_n_versions: int
     eval_at_start: bool
     eval_at_end: bool
@@ -120,7 +119,8 @@ class ActorLoop:
         log_metrics: Callable[[dict[str, float], int], None],
         status: Status,
         should_stop: Callable[[], bool],
-        settled: "Settled | None" = None,
+        progress: Progress,
+        save: Callable[[], None],
         last_evaluation: EvaluationMessage | None = None,
     ):
         self._limits, self._pacing, self._domains = limits, pacing, domains
@@ -128,14 +128,13 @@ class ActorLoop:
         self._trainer, self._workers, self._dropped_later = trainer, workers, dropped_later
         self._publish, self._publish_test, self._announce = publish, publish_test, announce
         self._log_metrics, self._status, self._should_stop = log_metrics, status, should_stop
-        self._settled = settled or Settled()
+        self._progress, self._save = progress, save
         self._version: int | None = None
         self._servers: tuple[str, ...] | None = None
         self._works: dict[int, _Work] = {}
         self._suspects: list[_Work] = []
         self._next_ticket = 0
         self._under_way: Counter[int] = Counter()
-        self._pass_counts: dict[tuple[int, int], tuple[int, int]] = {}
         self._domain_errors = 0
         self._evaluation: Evaluation | None = None
         self._last_evaluation = last_evaluation
@@ -155,7 +154,7 @@ class ActorLoop:
                     self._take(result)
                 self._finish_evaluation()
                 if results:
-                    self._status.progress(version=self._version, published=self._settled.published)
+                    self._status.progress(version=self._version, published=self._progress.published)
                 self._name_wait()
                 self._log()
         finally:
@@ -211,18 +210,20 @@ class ActorLoop:
 
     def _may_start(self) -> bool:
         assert self._version is not None
-        settled = self._settled
-        dropped = settled.dropped + self._dropped_later()
-        return self._pacing.may_start(dispatched=settled.dispatched, dropped=dropped, version=self._version)
+        progress = self._progress
+        dropped = progress.dropped + self._dropped_later()
+        return self._pacing.may_start(dispatched=progress.dispatched, dropped=dropped, version=self._version)
 
     def _start_group(self) -> None:
         assert self._version is not None
         index = furthest_behind(
             [domain.weight for domain in self._domains],
-            [self._settled.by_domain[domain.name] + self._under_way[i] for i, domain in enumerate(self._domains)],
+            [self._progress.by_domain[domain.name] + self._under_way[i] for i, domain in enumerate(self._domains)],
         )
         domain = self._domains[index]
-        place = domain.source.take()
+        place = self._progress.sources[domain.name].take()
+        if self._progress.epoch_began:
+            self._save()
         attempts = self._limits.attempts
         start = StartGroup(
             ticket=self._ticket(),
@@ -233,7 +234,7 @@ class ActorLoop:
             evaluation=False,
             version=self._version,
         )
-        work = _Work(start=start, place=place, dispatch_index=self._settled.dispatch(attempts))
+        work = _Work(start=start, place=place, dispatch_index=self._progress.dispatch(attempts))
         self._under_way[index] += attempts
         self._submit(work)
 
@@ -360,31 +361,21 @@ class ActorLoop:
 
     def _publish_group(self, work: _Work) -> None:
         rollouts = tuple(sorted(work.rollouts, key=lambda rollout: rollout.attempt))
-        self._settle(work, len(rollouts))
-        self._publish(
-            RolloutGroup(
-                **self._identity(work),
-                rollouts=rollouts,
-                dispatched_version=work.start.version,
-            )
+        self._settle(
+            work,
+            RolloutGroup(**self._identity(work), rollouts=rollouts, dispatched_version=work.start.version),
         )
         self._metrics.rollouts(rollouts)
-        self._update_pool(work, rollouts)
 
     def _drop_group(self, work: _Work, failure: Failure) -> None:
-        self._settle(work, 0)
-        self._publish(GroupDropped(**self._identity(work), reason=failure.reason, detail=failure.detail))
+        self._settle(work, GroupDropped(**self._identity(work), reason=failure.reason, detail=failure.detail))
         self._metrics.dropped(failure.reason)
         log.warning("group dropped id=%s reason=%s detail=%s", work.start.group_id, failure.reason, failure.detail)
 
-    def _settle(self, work: _Work, published: int) -> None:
-        assert work.place is not None
-        domain = self._domains[work.start.domain]
-        domain.source.settle(work.place)
+    def _settle(self, work: _Work, record: RolloutGroup | GroupDropped) -> None:
+        self._publish(record)
+        self._progress.apply(record)
         self._under_way[work.start.domain] -= self._limits.attempts
-        self._settled.settle(
-            work.dispatch_index, domain.name, published=published, dropped=self._limits.attempts - published
-        )
 
     def _identity(self, work: _Work) -> dict[str, Any]:
         assert work.place is not None
@@ -397,23 +388,9 @@ class ActorLoop:
             "domain": self._domains[work.start.domain].name,
             "dataset": str(work.start.problem.get("dataset", "train")),
             "attempts": self._limits.attempts,
-            "settled_before": self._settled.before,
+            "settled_before": self._progress.before,
             "dispatch_index": work.dispatch_index,
         }
-
-    def _update_pool(self, work: _Work, rollouts: Sequence[Rollout]) -> None:
-        """No-positive-resampling (docs/algorithms.md §5): a problem that is nearly always solved leaves the pool."""
-        threshold = self._limits.no_positive_resampling
-        if threshold is None:
-            return
-        assert work.place is not None
-        key = (work.start.domain, work.place.problem_index)
-        passed, tried = self._pass_counts.get(key, (0, 0))
-        passed += sum(rollout.metrics.get("success", 0.0) > 0 for rollout in rollouts)
-        tried += len(rollouts)
-        self._pass_counts[key] = (passed, tried)
-        if passed >= threshold * tried:
-            self._domains[work.start.domain].source.remove(work.place.problem_index)
 
     # Evaluation
 
@@ -502,18 +479,19 @@ class ActorLoop:
         self._next_log = now + self._limits.log_every_s
         values = self._metrics.snapshot(now) | {
             "rollouts_under_way": self._workers.num_rollouts,
-            "samples_dispatched": self._settled.dispatched,
-            "samples_published": self._settled.published,
-            "samples_dropped": self._settled.dropped,
-            "epoch": max((domain.source.epoch for domain in self._domains), default=0),
+            "samples_dispatched": self._progress.dispatched,
+            "samples_published": self._progress.published,
+            "samples_dropped": self._progress.dropped,
+            "epoch": max((source.epoch for source in self._progress.sources.values()), default=0),
             "version": self._version if self._version is not None else -1,
             "domain_errors": self._domain_errors,
         }
         if len(self._domains) > 1:
-            total = max(1, self._settled.published)
-            values |= {f"mix/{d.name}": self._settled.by_domain[d.name] / total for d in self._domains}
-        if self._limits.no_positive_resampling is not None:
-            values["problems_removed"] = sum(len(domain.source.removed) for domain in self._domains)
+            total = max(1, self._progress.published)
+            values |= {f"mix/{d.name}": self._progress.by_domain[d.name] / total for d in self._domains}
+        removed = sum(len(source.removed) for source in self._progress.sources.values())
+        if removed:
+            values["problems_removed"] = removed
         self._log_metrics(values, self._version or 0)
         keys = ("rollouts", "rollouts_per_s", "tokens_generated_per_s", "reward", "success", "rollouts_under_way")
         log.info("progress %s", " ".join(f"{key}={_short(values[key])}" for key in keys if key in values))
@@ -521,51 +499,6 @@ class ActorLoop:
 
 def _short(value: float) -> str:
     return f"{value:.0f}" if math.isfinite(value) and value == int(value) else f"{value:.3f}"
-
-
-class Settled:
-    """What became of this actor's dispatches, counted in samples.
-
-    Example:
-        >>> settled = Settled()
-        >>> settled.dispatch(8), settled.dispatch(8)
-        (0, 1)
-        >>> settled.settle(1, "guessing", published=8, dropped=0); settled.before
-        0
-    """
-
-    def __init__(self) -> None:
-        self.dispatched = 0
-        """Samples dispatched."""
-        self.published = 0
-        """Samples published."""
-        self.dropped = 0
-        """Samples that will never be published."""
-        self.by_domain: Counter[str] = Counter()
-        """Samples published per domain."""
-        self.before = 0
-        """Every dispatch below this one is published or dropped."""
-        self._later: set[int] = set()
-        self._next = 0
-
-    def dispatch(self, samples: int) -> int:
-        """Counts a dispatch and returns its number."""
-        self.dispatched += samples
-        index = self._next
-        self._next += 1
-        while self._next in self._later:
-            self._next += 1
-        return index
-
-    def settle(self, index: int, domain: str, *, published: int, dropped: int) -> None:
-        """The dispatch is published or dropped, or partly both."""
-        self.published += published
-        self.dropped += dropped
-        self.by_domain[domain] += published
-        self._later.add(index)
-        while self.before in self._later:
-            self._later.remove(self.before)
-            self.before += 1
 
 
 class _NamedWait:

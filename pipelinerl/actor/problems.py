@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pipelinerl.errors import DomainError
@@ -39,8 +40,7 @@ def epoch_places(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochProgress:
+class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What is settled of one epoch (for restarts)."""
 
     epoch: int
@@ -101,6 +101,11 @@ class ProblemSource:
     def epoch(self) -> int:
         """The epoch that ``take`` is in."""
         return max(0, self._next_epoch - 1)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that begins when the places begun are used up."""
+        return self._next_epoch
 
     def progress(self) -> tuple[EpochProgress, ...]:
         """The epochs begun and not settled; all earlier ones are."""

@@ -2,32 +2,37 @@
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.actor.evaluation import TestProblem
 from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
 from pipelinerl.actor.problems import ProblemSource
+from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
 from pipelinerl.actor.setup import domains_of, load_problems
 from pipelinerl.actor.workers import WorkerPool
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.records import ActorRecord, PreprocessorProgress, RolloutGroup, topics
+from pipelinerl.records import ActorRecord, GroupDropped, PreprocessorProgress, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
-from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer
+from pipelinerl.streams import SingleStreamSpec, TopicReader, TopicWriter, open_reader, open_writer
 
 log = logging.getLogger(__name__)
 
 LISTEN_S = 0.5
+SAVE_EVERY_S = 5.0
 
 
 def run(context: RoleContext) -> None:
     """The role's main function."""
     cfg, run_dir, replica = context.cfg, context.run_dir, context.job.replica_idx
-    domains = train_domains(cfg, replica)
+    domains = train_domains(cfg)
+    progress = Progress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
     tests = test_problems(cfg) if replica == 0 else []
     trainer = TrainerState(run_dir)
     trainer.start_listening()
@@ -40,18 +45,23 @@ def run(context: RoleContext) -> None:
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR_TEST, instance=replica), RolloutGroup) as test_groups,
             open_writer(SingleStreamSpec(run_dir, topics.EVALUATION, instance=replica), EvaluationMessage) as news,
+            open_reader(groups.spec, ActorRecord, name=context.job.name) as keeper,
         ):
             last = news.last()
+            journal = Journal(run_dir / context.job.name, groups, keeper, progress)
+            journal.replay()
             ActorLoop(
                 limits=make_limits(cfg),
                 pacing=make_pacing(cfg, replica),
                 domains=domains,
+                progress=progress,
+                save=journal.save,
                 test_problems=tests,
                 urls={server.name: server.url for server in context.world.servers_of(context.job)},
                 trainer=trainer,
                 workers=workers,
                 dropped_later=drops.total,
-                publish=groups.write,
+                publish=journal.publish,
                 publish_test=test_groups.write,
                 announce=news.write,
                 log_metrics=lambda values, step: metrics.log(values, step=step),
@@ -59,6 +69,7 @@ def run(context: RoleContext) -> None:
                 should_stop=context.stop.is_set,
                 last_evaluation=last[1] if last else None,
             ).run()
+            journal.save()
     finally:
         workers.close()
         trainer.stop()
@@ -66,21 +77,30 @@ def run(context: RoleContext) -> None:
         metrics.close()
 
 
-def train_domains(cfg: Config, replica: int) -> list[TrainDomain]:
-    """Every domain with its problems in this actor's order."""
+def train_domains(cfg: Config) -> list[TrainDomain]:
+    """Every domain with its problems."""
     domains = []
     for section in domains_of(cfg):
         problems = load_problems(section, section.train_dataset_names)
-        source = ProblemSource(
-            num_problems=len(problems),
+        if not problems:
+            raise DomainError(f"domain {section.name} has no training problems: set train_dataset_names")
+        domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems))
+        log.info("problems loaded domain=%s train=%d", section.name, len(problems))
+    return domains
+
+
+def problem_sources(cfg: Config, domains: Sequence[TrainDomain], replica: int) -> dict[str, ProblemSource]:
+    """Every domain's problems in this actor's order."""
+    return {
+        domain.name: ProblemSource(
+            num_problems=len(domain.problems),
             seed=cfg.seed,
-            name=section.name,
+            name=domain.name,
             actor=replica,
             num_actors=cfg.world.replicas,
         )
-        domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems, source=source))
-        log.info("problems loaded domain=%s train=%d", section.name, len(problems))
-    return domains
+        for domain in domains
+    }
 
 
 def test_problems(cfg: Config) -> list[TestProblem]:
@@ -106,7 +126,6 @@ def make_limits(cfg: Config) -> Limits:
         max_failed_rollouts_per_group=cfg.actor.max_failed_rollouts_per_group,
         max_group_reissues=cfg.actor.max_group_reissues,
         max_domain_errors=cfg.actor.max_domain_errors,
-        no_positive_resampling=cfg.finetune.rl.no_positive_resampling,
         eval_every_n_versions=cfg.eval_every_n_versions,
         eval_at_start=cfg.eval.at_start,
         eval_at_end=cfg.eval.at_end,
@@ -126,6 +145,41 @@ def make_pacing(cfg: Config, replica: int) -> Pacing:
         actor=replica,
         num_actors=cfg.world.replicas,
     )
+
+
+class Journal:
+    """Publishes on topic ``actor`` and keeps the snapshot of what was published behind it."""
+
+    def __init__(self, folder: Path, groups: TopicWriter, keeper: TopicReader, progress: Progress):
+        self._folder, self._groups, self._progress = folder, groups, progress
+        self._keeper = keeper
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+
+    def replay(self) -> None:
+        """Takes up where an earlier process of this job stopped."""
+        snapshot = load_snapshot(self._folder)
+        if snapshot is not None:
+            self._progress.restore(snapshot)
+        offset = snapshot.offset if snapshot else 0
+        with open_reader(self._groups.spec, ActorRecord, name=None, start=offset) as reader:
+            for _, record in reader.read_all():
+                self._progress.apply(record)
+        self._progress.resume()
+        if self._groups.next_offset:
+            log.info("continued records=%d published=%d", self._groups.next_offset, self._progress.published)
+
+    def publish(self, record: RolloutGroup | GroupDropped) -> int:
+        """Appends the record; saves now and then. The caller applies the record afterwards."""
+        if time.monotonic() >= self._next_save:
+            self.save()
+        return self._groups.write(record)
+
+    def save(self) -> None:
+        """Writes the snapshot, then gives the records that it covers up for deletion."""
+        offset = self._groups.next_offset
+        save_snapshot(self._folder, self._progress.snapshot(offset))
+        self._keeper.commit(offset)
+        self._next_save = time.monotonic() + SAVE_EVERY_S
 
 
 class DropListener:

@@ -35,8 +35,8 @@ from pipelinerl.streams.codec import Codec
 
 log = logging.getLogger(__name__)
 
-_to_worker = Codec(ToWorker)
-_from_worker = Codec(FromWorker)
+_to_worker: Codec[ToWorker] = Codec(ToWorker)
+_from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
 
 

@@ -221,9 +221,10 @@ async def test_evaluation_holds_one_version_before_training_and_at_the_end(make_
     run.update(0)
     await run.until(lambda: len(run.evaluations) == 2)
     started, done = run.evaluations
-    assert isinstance(started, EvaluationStarted) and isinstance(done, EvaluationDone)
+    assert isinstance(started, EvaluationStarted)
+    assert isinstance(done, EvaluationDone)
     assert (started.version, done.version, done.num_rollouts) == (0, 0, 12)
-    assert done.success == 0.5 and done.metrics["test/success"] == 0.5 and done.metrics["complete"] == 1.0
+    assert (done.success, done.metrics["test/success"], done.metrics["complete"]) == (0.5, 0.5, 1.0)
     run.update(3)
     run.trainer.write(TrainingDone(step=3))
     await run.ended()
@@ -242,7 +243,8 @@ async def test_evaluation_overtaken_by_weights_begins_again_on_the_new_version(m
     run.servers[0].hold.set()
     await run.until(lambda: len(run.evaluations) == 3)
     assert [record.version for record in run.evaluations] == [0, 1, 1]
-    assert isinstance(run.evaluations[-1], EvaluationDone) and run.evaluations[-1].num_rollouts == 6
+    assert isinstance(run.evaluations[-1], EvaluationDone)
+    assert run.evaluations[-1].num_rollouts == 6
 
 
 async def test_dead_server_costs_no_rollout(make_run: Callable) -> None:
@@ -266,6 +268,30 @@ async def test_server_out_of_service_gives_its_requests_back_at_once(make_run: C
     run.update(0, 0)
     await run.until(lambda: len(run.records) == 4)
     assert all(isinstance(record, RolloutGroup) for record in run.records)
+
+
+async def test_restarted_actor_continues_behind_its_last_published_group(make_run: Callable) -> None:
+    run = await make_run("++dataset_loader_params.max_number=4", "max_lag_steps=3")  # 19 or so problems
+    run.start()
+    run.update(0)
+    await run.until(lambda: len(run.records) == 8)
+    run.servers[0].hold.clear()
+    run.update(4)  # room for 8 more groups, whose answers never come
+    await run.until(lambda: len(run.servers[0].requests) > 8)
+    run.stop.set()
+    await run.ended()
+    assert len(run.records) == 8
+    run.servers[0].hold.set()
+    run.stop.clear()
+    run.begin()
+    await run.until(lambda: len(run.records) == 16)
+    places = sorted((record.epoch, record.position) for record in run.records)
+    problems = len([1 for place in places if place[0] == 0])
+    assert places == [(0, i) for i in range(problems)] + [(1, i) for i in range(16 - problems)]
+    assert sorted(record.dispatch_index for record in run.records) == list(range(16))
+    assert len({record.group_id for record in run.records}) == 16
+    run.update(5)
+    await run.until(lambda: len(run.records) == 18)
 
 
 @pytest.fixture
@@ -294,7 +320,7 @@ async def test_domain_that_returns_something_else_is_a_domain_error(make_run: Ca
     run = await make_run(domain("    return {'reward': 1}\n"), "actor.max_domain_errors=10")
     run.start()
     run.update(0)
-    with pytest.raises(DomainError, match="returned dict: it must return a pipelinerl.rollouts.RolloutResult"):
+    with pytest.raises(DomainError, match=r"returned dict: it must return a pipelinerl\.rollouts\.RolloutResult"):
         await run.ended(20)
 
 

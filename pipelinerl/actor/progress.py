@@ -1,0 +1,172 @@
+"""What this actor has settled: a fold over its own records, so that a restart continues exactly behind the last one.
+
+Live and after a restart the same ``apply`` counts a record. A snapshot in the job's folder keeps the fold up to an
+offset of topic ``actor``; the rest is read from the topic, which keeps it until the snapshot has passed it. What was
+dispatched and has no record is simply not settled: its problems come first again.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
+from pipelinerl.errors import StreamError
+from pipelinerl.records import ActorRecord, RolloutGroup
+
+SNAPSHOT_FILE = "progress.msgpack"
+
+
+class DomainSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One domain's place in its problems."""
+
+    next_epoch: int
+    epochs: tuple[EpochProgress, ...]
+    removed: tuple[int, ...]
+    pass_counts: dict[int, tuple[int, int]]
+    """Problem index → (successes, attempts); kept only with no-positive-resampling."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The fold over all records of this actor before ``offset``."""
+
+    offset: int
+    published: int
+    dropped: int
+    by_domain: dict[str, int]
+    before: int
+    later: tuple[int, ...]
+    domains: dict[str, DomainSnapshot]
+
+
+class Progress:
+    """Counts in samples, dispatch numbers, and every domain's place in its problems.
+
+    Example:
+        >>> progress = Progress({"guessing": ProblemSource(num_problems=2, seed=0, name="guessing")})
+        >>> progress.dispatch(8), progress.dispatch(8), progress.dispatched
+        (0, 1, 16)
+    """
+
+    def __init__(self, sources: Mapping[str, ProblemSource], no_positive_resampling: float | None = None):
+        self.sources = dict(sources)
+        self.dispatched = 0
+        """Samples dispatched."""
+        self.published = 0
+        """Samples published."""
+        self.dropped = 0
+        """Samples dispatched that will never be published."""
+        self.by_domain: Counter[str] = Counter()
+        """Samples published per domain."""
+        self.before = 0
+        """Every dispatch below this one is published or dropped."""
+        self._later: set[int] = set()
+        self._next = 0
+        self._threshold = no_positive_resampling
+        self._pass_counts: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in self.sources}
+        self._saved_epochs: dict[str, int] | None = None
+
+    def dispatch(self, samples: int) -> int:
+        """Counts a dispatch and returns its number: the lowest that is neither settled nor given away."""
+        self.dispatched += samples
+        index = self._next
+        self._next += 1
+        while self._next in self._later:
+            self._next += 1
+        return index
+
+    def apply(self, record: ActorRecord) -> None:
+        """A dispatch is settled: published, wholly or partly, or dropped."""
+        rollouts = record.rollouts if isinstance(record, RolloutGroup) else ()
+        self.published += len(rollouts)
+        self.dropped += record.attempts - len(rollouts)
+        self.by_domain[record.domain] += len(rollouts)
+        self._later.add(record.dispatch_index)
+        while self.before in self._later:
+            self._later.remove(self.before)
+            self.before += 1
+        source = self.sources.get(record.domain)
+        if source is not None:
+            place = Place(epoch=record.epoch, position=record.position, problem_index=record.problem_index)
+            source.settle(place)
+            successes = sum(rollout.metrics.get("success", 0.0) > 0 for rollout in rollouts)
+            self._count_passes(source, record.domain, record.problem_index, successes, len(rollouts))
+
+    def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:
+        """No-positive-resampling (docs/algorithms.md §5): a problem that is nearly always solved leaves the pool."""
+        if self._threshold is None or not tried:
+            return
+        counts = self._pass_counts[domain]
+        before = counts.get(index, (0, 0))
+        counts[index] = (before[0] + passed, before[1] + tried)
+        if counts[index][0] >= self._threshold * counts[index][1]:
+            source.remove(index)
+
+    @property
+    def epoch_began(self) -> bool:
+        """Whether a domain began an epoch since the last snapshot: its order must be saved before it is used."""
+        return self._saved_epochs != {name: source.next_epoch for name, source in self.sources.items()}
+
+    def snapshot(self, offset: int) -> Snapshot:
+        """The state with every record before ``offset`` applied."""
+        self._saved_epochs = {name: source.next_epoch for name, source in self.sources.items()}
+        return Snapshot(
+            offset=offset,
+            published=self.published,
+            dropped=self.dropped,
+            by_domain=dict(self.by_domain),
+            before=self.before,
+            later=tuple(sorted(self._later)),
+            domains={
+                name: DomainSnapshot(
+                    next_epoch=source.next_epoch,
+                    epochs=source.progress(),
+                    removed=tuple(sorted(source.removed)),
+                    pass_counts=self._pass_counts[name],
+                )
+                for name, source in self.sources.items()
+            },
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes up a snapshot; records behind its offset are to be applied afterwards, then ``resume``."""
+        self.published, self.dropped = snapshot.published, snapshot.dropped
+        self.by_domain = Counter(snapshot.by_domain)
+        self.before, self._later = snapshot.before, set(snapshot.later)
+        for name, domain in snapshot.domains.items():
+            if name in self.sources:
+                self._pass_counts[name] = dict(domain.pass_counts)
+                self.sources[name].restore(next_epoch=domain.next_epoch, progress=domain.epochs, removed=domain.removed)
+
+    def resume(self) -> None:
+        """Nothing is under way: what was dispatched and not settled is forgotten, its number and problem free again."""
+        self.dispatched = self.published + self.dropped
+        self._next = self.before
+
+
+def save_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """Replaces the snapshot in one step; raises ``StreamError`` when it cannot be written."""
+    path = folder / SNAPSHOT_FILE
+    temporary = path.with_suffix(".tmp")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+            stream.write(msgspec.msgpack.encode(snapshot))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StreamError(f"{path} cannot be written: {error}") from error
+
+
+def load_snapshot(folder: Path) -> Snapshot | None:
+    """The newest snapshot; None when there is none."""
+    path = folder / SNAPSHOT_FILE
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise StreamError(f"{path} is damaged ({error}): start over with force_restart=true") from error
