@@ -1,0 +1,162 @@
+"""From what a domain returns to what is trained: spans, masks, rewards, merging. Expected values by hand."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.actor.sequences import SequenceTooLong, spans_of, to_rollout
+from pipelinerl.errors import RecordError
+from pipelinerl.records import Rollout
+from pipelinerl.rollouts import BaseMetrics, CallTokens, RolloutResult, TrainingText
+
+
+def text(prompt: list[int], sampled: list[int], *, versions: list[int] | None = None, reward: float | None = None,
+         finish_reason: str = "stop") -> TrainingText:  # fmt: skip
+    versions = versions if versions is not None else [3] * len(sampled)
+    spans = [(i, i + 1, version) for i, version in enumerate(versions)]
+    made = (
+        TrainingText(text="t", n_predicted=1)
+        if reward is None
+        else TrainingText(text="t", n_predicted=1, reward=reward)
+    )
+    made._attach(
+        CallTokens(
+            prompt_ids=np.array(prompt, np.int32),
+            completion_ids=np.array(sampled, np.int32),
+            logprobs=-np.array(sampled, np.float32) / 10,
+            version_spans=np.array(spans, np.int32).reshape(-1, 3),
+            finish_reason=finish_reason,
+        )
+    )
+    return made
+
+
+def rollout(*texts: TrainingText, reward: float = 1.0, seq_length: int = 100, **metrics: float) -> Rollout:
+    class Metrics(BaseMetrics):
+        extra: float = 2.5
+        label: str = "ignored"
+
+    result = RolloutResult(
+        training_texts=list(texts),
+        metrics=Metrics(reward=reward, success=True, no_error=True, no_answer=False, **metrics),
+        latency=0.5,
+    )
+    return to_rollout(
+        result, attempt=4, latency_s=1.5, num_llm_calls=len(texts), fallback_version=2, seq_length=seq_length
+    )
+
+
+def test_one_turn_trains_exactly_the_sampled_tokens() -> None:
+    made = rollout(text([1, 2], [3, 4, 5], versions=[7, 7, 8], reward=0.5))
+    (sequence,) = made.sequences
+    assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert sequence.spans.tolist() == [[2, 4, 7], [4, 5, 8]]
+    assert sequence.logprobs.tolist() == pytest.approx([-0.3, -0.4, -0.5])
+    assert (made.reward, sequence.reward, made.attempt, made.num_unmerged_turns) == (0.5, None, 4, 0)
+    assert made.metrics == {"reward": 1.0, "success": 1.0, "no_error": 1.0, "no_answer": 0.0, "extra": 2.5}
+    assert (sequence.token_ids.dtype, sequence.logprobs.dtype, sequence.spans.dtype) == (np.int32, np.float32, np.int32)
+
+
+def test_turns_that_extend_become_one_sequence() -> None:
+    made = rollout(text([1], [2, 3]), text([1, 2, 3, 9], [4]), text([1, 2, 3, 9, 4, 8, 8], [5], finish_reason="length"))
+    (sequence,) = made.sequences
+    assert sequence.token_ids.tolist() == [1, 2, 3, 9, 4, 8, 8, 5]
+    assert sequence.spans.tolist() == [[1, 3, 3], [4, 5, 3], [7, 8, 3]]
+    assert sequence.logprobs.tolist() == pytest.approx([-0.2, -0.3, -0.4, -0.5])
+    assert (sequence.finish_reason, sequence.turn, made.num_unmerged_turns) == ("length", 0, 0)
+
+
+def test_turn_that_does_not_extend_starts_another_sequence() -> None:
+    made = rollout(text([1], [2, 3]), text([1, 2, 7], [4]), text([1, 2, 7, 4, 6], [5]))
+    assert [sequence.token_ids.tolist() for sequence in made.sequences] == [[1, 2, 3], [1, 2, 7, 4, 6, 5]]
+    assert [sequence.turn for sequence in made.sequences] == [0, 1]
+    assert made.num_unmerged_turns == 1
+
+
+def test_interleaved_conversations_are_merged_each_with_its_own() -> None:
+    made = rollout(text([1], [2]), text([5], [6]), text([1, 2, 3], [4]), text([5, 6, 7], [8]))
+    assert [sequence.token_ids.tolist() for sequence in made.sequences] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_texts_with_different_rewards_stay_apart_and_keep_them() -> None:
+    made = rollout(text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=0.0), reward=0.25)
+    assert [sequence.reward for sequence in made.sequences] == [1.0, 0.0]
+    assert made.reward == 0.25
+
+
+def test_reward_left_unset_is_the_metrics_reward_and_zero_set_is_zero() -> None:
+    assert rollout(text([1], [2]), reward=0.75).reward == 0.75
+    assert rollout(text([1], [2], reward=0.0), reward=0.75).reward == 0.0
+
+
+def test_labels_masked_in_place_are_not_trained() -> None:
+    masked = text([1, 2], [3, 4, 5], versions=[7, 7, 8])
+    masked.labels[3] = -100
+    (sequence,) = rollout(masked).sequences
+    assert sequence.spans.tolist() == [[2, 3, 7], [4, 5, 8]]
+    assert sequence.logprobs.tolist() == pytest.approx([-0.3, -0.5])
+
+
+def test_lists_read_but_not_changed_give_the_same_sequence() -> None:
+    untouched, read = text([1, 2], [3, 4]), text([1, 2], [3, 4])
+    assert (read.input_ids, read.labels) == ([1, 2, 3, 4], [-100, -100, 3, 4])
+    assert read.logprobs == pytest.approx([-0.3, -0.4])
+    one, other = rollout(untouched).sequences[0], rollout(read).sequences[0]
+    for name in ("token_ids", "logprobs", "spans"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_text_made_by_hand_has_the_oldest_possible_version() -> None:
+    made = TrainingText(
+        text="t",
+        n_predicted=1,
+        input_ids=[1, 2, 3],
+        labels=[-100, 2, 3],
+        logprobs=[-0.1, -0.2],
+        reward=1,
+        finished=True,
+    )
+    (sequence,) = rollout(made).sequences
+    assert sequence.spans.tolist() == [[1, 3, 2]]
+    assert sequence.finish_reason == "stop"
+
+
+def test_prompt_token_that_is_trained_without_a_logprob_is_refused() -> None:
+    edited = text([1, 2], [3, 4])
+    edited.labels = [1, -100, 3, 4]
+    with pytest.raises(RecordError, match="trains 3 tokens but has 2 logprobs"):
+        rollout(edited)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": [-100, 2]}, "2 labels"),
+        ({"labels": [-100, -100, 9, 4]}, "differ from input_ids"),
+        ({"reward": float("nan")}, "reward is nan"),
+    ],
+)
+def test_contradictions_are_refused(change: dict, message: str) -> None:
+    edited = text([1, 2], [3, 4])
+    for name, value in change.items():
+        setattr(edited, name, value)
+    with pytest.raises(RecordError, match=message):
+        rollout(edited)
+
+
+def test_infinite_metric_is_refused() -> None:
+    with pytest.raises(RecordError, match=r"metrics\.extra is inf"):
+        rollout(text([1], [2]), extra=float("inf"))
+
+
+def test_sequence_beyond_seq_length_is_refused_with_the_fix() -> None:
+    with pytest.raises(SequenceTooLong, match=r"has 5 tokens but finetune\.seq_length is 4: raise"):
+        rollout(text([1, 2], [3, 4, 5]), seq_length=4)
+
+
+def test_empty_completion_leaves_no_sequence() -> None:
+    assert rollout(text([1, 2], [])).sequences == ()
+
+
+def test_spans_are_maximal_runs() -> None:
+    positions, versions = np.array([2, 3, 4, 8, 9, 12]), np.array([1, 1, 2, 2, 2, 2])
+    assert spans_of(positions, versions).tolist() == [[2, 4, 1], [4, 5, 2], [8, 10, 2], [12, 13, 2]]
