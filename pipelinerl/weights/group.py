@@ -148,31 +148,46 @@ def decode_ipc_handle(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (numel,), (1,))
 
 
-def connect(spec: GroupSpec, rank: int, device: torch.device, timeout_s: float) -> TransferGroup:
+def connect(
+    spec: GroupSpec, rank: int, device: torch.device, deadline: float, check: Callable[[], None]
+) -> TransferGroup:
     """A server's worker joins the group; returns when the trainer is there too.
 
     Raises:
-        WeightUpdateError: the store or the trainer did not answer within the time-out.
+        WeightUpdateError: the store or the trainer did not answer before the deadline.
     """
     try:
-        store = dist.TCPStore(
-            spec.host, spec.port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-        return join(store, spec, rank, device, timeout_s)
+        timeout = timedelta(seconds=remaining(deadline))
+        store = dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return join(store, spec, rank, device, deadline, check)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise WeightUpdateError(
             f"cannot join transfer group {spec.name} at {spec.host}:{spec.port}: {first_line(error)}"
         ) from error
 
 
-def join(store: dist.Store, spec: GroupSpec, rank: int, device: torch.device, timeout_s: float) -> TransferGroup:
+def join(
+    store: dist.Store, spec: GroupSpec, rank: int, device: torch.device, deadline: float, check: Callable[[], None]
+) -> TransferGroup:
     """Join the named group of a store that is already connected."""
     scoped = dist.PrefixStore(spec.name, store)
+    _meet(scoped, rank, spec.world_size, deadline, check)
+    timeout_s = remaining(deadline)
     if spec.backend == "gloo":
         return GlooGroup(scoped, rank, spec.world_size, local_address(spec.host, spec.port), timeout_s)
     if spec.backend == "nccl":
         return NcclGroup(scoped, rank, spec.world_size, device, timeout_s)
     return IpcGroup(scoped, rank, spec.world_size, device)
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, deadline: float, check: Callable[[], None]) -> None:
+    """Wait for all members in a way that `check` can end: a backend's own rendezvous cannot be interrupted."""
+    store.set(f"here/{rank}", b"1")
+    members = [f"here/{member}" for member in range(world_size)]
+    while not store.check(members):
+        check()
+        remaining(deadline)
+        time.sleep(MAX_POLL_S)
 
 
 def host_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:

@@ -14,9 +14,9 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import apply_delta
-from pipelinerl.weights.group import TransferGroup, connect
+from pipelinerl.weights.group import TransferGroup, connect, first_line
 from pipelinerl.weights.layout import Layout, buckets
-from pipelinerl.weights.protocol import WeightUpdateRequest
+from pipelinerl.weights.protocol import STALE_BASE, WeightUpdateRequest
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +85,11 @@ class Receiver:
         if self._transfer is not None and self._transfer.state == RECEIVING:
             self._transfer.superseded.set()
             self._group = self._buffer = self._buffer_version = None
-        if request.base_version is not None and (
-            request.base_version != self._buffer_version or layout != self._layout
-        ):
-            raise WeightUpdateError(f"delta against version {request.base_version}, held is {self._buffer_version}")
+        held = self._buffer_version if layout == self._layout else None
+        if request.base_version is not None and request.base_version != held:
+            raise WeightUpdateError(
+                f"{STALE_BASE}: the delta is against version {request.base_version}, held is {held}"
+            )
         transfer = Transfer(request=request, layout=layout)
         transfer.thread = threading.Thread(target=self._run, args=(transfer,), name="weight-receiver", daemon=True)
         self._transfer = transfer
@@ -100,6 +101,11 @@ class Receiver:
             self._transfer.superseded.set()
             self._transfer.state, self._transfer.error = FAILED, "abandoned"
             self._group = self._buffer = self._buffer_version = None
+
+    def close(self) -> None:
+        """Let go of the trainer: a later update joins a new group."""
+        self.abandon()
+        self._group = None
 
     def _run(self, transfer: Transfer) -> None:
         """Consumes the group's buckets, produces a staged buffer. Ends at the last byte, an error, the deadline or
@@ -116,7 +122,7 @@ class Receiver:
                 self._group = None
                 transfer.error = f"{type(error).__name__}: {error}"
                 transfer.state = FAILED
-            log.warning("event=weight_transfer_failed version=%d error=%s", transfer.request.version, error)
+            log.warning("event=weight_transfer_failed version=%d error=%s", transfer.request.version, first_line(error))
             return
         if not transfer.superseded.is_set():
             transfer.state = STAGED
@@ -146,7 +152,7 @@ class Receiver:
         spec = transfer.request.group
         if self._group is not None and self._group[0] == spec.name:
             return self._group[1]
-        group = self._join(spec, self._rank, self._device, deadline - time.monotonic())
+        group = self._join(spec, self._rank, self._device, deadline, lambda: self._check(transfer))
         self._check(transfer)
         self._group = (spec.name, group)
         return group

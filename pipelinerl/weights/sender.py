@@ -279,8 +279,9 @@ class WeightSender:
                 pauses.append(answer.pause_ms)
                 sent = max(sent, num_bytes)
             except Exception as error:  # one server's failure, whatever it is, takes that server out of service
-                errors[name] = first_line(error)
-                log.error("event=server_out_of_service server=%s version=%d error=%s", name, snapshot.version, error)
+                reason = first_line(error)
+                errors[name] = reason
+                log.error("event=server_out_of_service server=%s version=%d error=%s", name, snapshot.version, reason)
         report = UpdateReport(
             version=snapshot.version,
             servers=self.in_service,
@@ -376,8 +377,7 @@ class WeightSender:
         assert store is not None
         try:
             if group is None:
-                group = join(store, spec, 0, self._device, deadline - time.monotonic())
-                check()
+                group = join(store, spec, 0, self._device, deadline, check)
                 link.group = group
             for bucket in buckets(payload, self._bucket_bytes):
                 group.broadcast(bucket, deadline, check)

@@ -91,7 +91,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             reload_in_place(self.model, self.model_config, layout.views(buffer))
 
     def shutdown(self) -> None:
-        self.receiver.abandon()
+        self.receiver.close()
 
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""A real vLLM server of a tiny random model, started as the launcher would, for tests that need one."""
+"""Servers for tests: a real vLLM server of a tiny random model, started as the launcher would, and one without vLLM."""
 
+import asyncio
 import fcntl
 import os
 import secrets
@@ -7,18 +8,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
+from pipelinerl.inference.control import WeightUpdates, build_router
+from pipelinerl.inference.guard import Guard
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.protocol import WeightUpdateRequest
+from pipelinerl.weights.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import Node
 
@@ -172,3 +183,90 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vllm_server(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path) -> Iterator[RunningServer]:
     with running_server(tmp_path_factory.mktemp("run"), tiny_qwen2) as server:
         yield server
+
+
+SECRET = "unit-test-secret"
+
+
+class ModelServer:
+    """A server without vLLM: real HTTP, real Gloo, real receiver, one worker behind our routes; records pauses, resumes and what is live."""
+
+    def __init__(self, name: str = "actor_llm_0", refuse: Callable[[Layout], None] | None = None):
+        self.live: dict[str, torch.Tensor] = {}
+        self.label = "default"
+        self.paused = False
+        self.swaps = 0
+        self.fatal = 0
+        self._refuse = refuse or (lambda layout: None)
+        self.receiver = Receiver(
+            rank=1, device=torch.device("cpu"), allocate=self._allocate, prepare=lambda layout, _: self._refuse(layout)
+        )
+        app = FastAPI()
+        app.include_router(build_router(WeightUpdates(self, num_workers=1, on_fatal=self._on_fatal)))
+        app.add_middleware(Guard)
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
+        self._thread.start()
+        wait_for(lambda: self._server.started, 20, lambda: "uvicorn did not start")
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.job = Job(name=name, kind="actor_llm", port=self.port, url=f"http://127.0.0.1:{self.port}")
+
+    @staticmethod
+    def _allocate(num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def _on_fatal(self) -> None:
+        self.fatal += 1
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+    def begin_weight_transfer(self, request: str) -> None:
+        self.receiver.begin(msgspec.json.decode(request, type=WeightUpdateRequest))
+
+    def weight_transfer_state(self) -> tuple[str, str, float, float]:
+        transfer = self.receiver.transfer
+        return transfer.state, transfer.error, transfer.transfer_ms, transfer.prepare_ms
+
+    def abandon_weight_transfer(self) -> None:
+        self.receiver.abandon()
+
+    def swap_weights(self, version: int) -> None:
+        assert self.paused
+        layout, buffer = self.receiver.staged()
+        self.live = {name: tensor.clone() for name, tensor in layout.views(buffer)}
+        self.swaps += 1
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def set_version(self, version: str) -> None:
+        assert self.paused
+        self.label = version
+
+    async def version(self) -> str:
+        return self.label
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        self.receiver.close()
+
+
+@pytest.fixture
+def start_model_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModelServer]]:
+    monkeypatch.setenv("PIPELINERL_SECRET", SECRET)
+    servers: list[ModelServer] = []
+
+    def start(*args: Any, **kwargs: Any) -> ModelServer:
+        servers.append(ModelServer(*args, **kwargs))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
