@@ -11,16 +11,49 @@ from pipelinerl.config.sections import Config
 
 ROOT = CONF_DIR.parent
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
-KNOWN_TO_USERS = """
-    output_dir model_path attempts seed actor.rollout_policy actor.llm_max_rollouts actor.rollout_workers dataset_loader
-    dataset_loader_params train_dataset_names test_dataset_names environment eval_every_n_versions llm.parameters
-    test_llm.parameters vllm_config.vllm_kwargs world.replicas world.actor_fraction world.preprocessor_fraction
-    world.finetune_fraction finetune.seq_length finetune.seq_packing finetune.train_batch_size
-    finetune.gradient_accumulation_passes finetune.learning_rate finetune.max_train_steps finetune.save_checkpoint_steps
-    finetune.weight_update_interval finetune.seq_parallel finetune.rl.policy_loss finetune.rl.kl_coef
-    finetune.rl.entropy_bonus finetune.rl.epsilon_low finetune.rl.epsilon_high use_deepspeed deepspeed_config use_fsdp
-    force_restart sandbox_endpoint wandb.wandb_project_name wandb.wandb_entity_name
-""".split()
+KNOWN_TO_USERS = [
+    "output_dir",
+    "model_path",
+    "attempts",
+    "seed",
+    "actor.rollout_policy",
+    "actor.llm_max_rollouts",
+    "actor.rollout_workers",
+    "dataset_loader",
+    "dataset_loader_params",
+    "train_dataset_names",
+    "test_dataset_names",
+    "environment",
+    "eval_every_n_versions",
+    "llm.parameters",
+    "test_llm.parameters",
+    "vllm_config.vllm_kwargs",
+    "world.replicas",
+    "world.actor_fraction",
+    "world.preprocessor_fraction",
+    "world.finetune_fraction",
+    "finetune.seq_length",
+    "finetune.seq_packing",
+    "finetune.train_batch_size",
+    "finetune.gradient_accumulation_passes",
+    "finetune.learning_rate",
+    "finetune.max_train_steps",
+    "finetune.save_checkpoint_steps",
+    "finetune.weight_update_interval",
+    "finetune.seq_parallel",
+    "finetune.rl.policy_loss",
+    "finetune.rl.kl_coef",
+    "finetune.rl.entropy_bonus",
+    "finetune.rl.epsilon_low",
+    "finetune.rl.epsilon_high",
+    "use_deepspeed",
+    "deepspeed_config",
+    "use_fsdp",
+    "force_restart",
+    "sandbox_endpoint",
+    "wandb.wandb_project_name",
+    "wandb.wandb_entity_name",
+]
 
 
 def test_config_keys_known_to_users_are_there() -> None:
@@ -56,11 +89,7 @@ def keys_of(section: dict, prefix: str = "") -> list[str]:
 
 def test_config_every_key_is_read_by_some_module() -> None:
     """A setting without effect is forbidden: every leaf must be read somewhere by its name; a rule about it does not count."""
-    sources = "\n".join(
-        path.read_text()
-        for path in (ROOT / "pipelinerl").rglob("*.py")
-        if path.name != "rules.py"
-    )
+    sources = "\n".join(path.read_text() for path in (ROOT / "pipelinerl").rglob("*.py") if path.name != "rules.py")
     names = {key.rpartition(".")[2] for key in config_keys()}
     unread = sorted(name for name in names if not re.search(rf"[.\"']{name}\b", sources))
     free_for_the_domain = {"domain", "environment"}

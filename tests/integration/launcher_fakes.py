@@ -57,6 +57,7 @@ def misbehave(context: Any) -> None:
             case "refuse":
                 raise DomainError("the domain raised on every rollout")
             case "freeze_once" if first_time(context, "frozen"):
+                context.status.progress()
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang_once" if first_time(context, "hung"):
                 context.status.progress(hung=True)
@@ -107,10 +108,16 @@ def train(context: Any) -> None:
         for step in range(NUM_STEPS + 1):
             if context.stop.wait(0.1):
                 return
-            writer.write(WeightUpdateSuccess(version=step, servers=("actor_llm_0",), pause_ms=(10.0 * step,), timestamp=time.time()))
+            writer.write(
+                WeightUpdateSuccess(
+                    version=step, servers=("actor_llm_0",), pause_ms=(10.0 * step,), timestamp=time.time()
+                )
+            )
             if step:
                 metrics = {"reward": 0.1 * step, "lag_mean": 1.0, "lag_max": 2.0, "tokens": 100.0, "wait_s": 0.5}
-                writer.write(SamplesProcessed(samples_processed=64 * step, step=step, metrics=metrics, timestamp=time.time()))
+                writer.write(
+                    SamplesProcessed(samples_processed=64 * step, step=step, metrics=metrics, timestamp=time.time())
+                )
             context.status.progress(step=step)
             while "endless" in behaviours("finetune") and not context.stop.wait(0.05):
                 context.status.progress()
@@ -123,7 +130,9 @@ def act(context: Any) -> None:
     from pipelinerl.streams import SingleStreamSpec, open_writer
 
     def evaluated(version: int, success: float) -> EvaluationDone:
-        return EvaluationDone(version=version, success=success, reward=success, num_rollouts=8, metrics={}, timestamp=time.time())
+        return EvaluationDone(
+            version=version, success=success, reward=success, num_rollouts=8, metrics={}, timestamp=time.time()
+        )
 
     state = TrainerState(context.run_dir)
     state.start_listening()

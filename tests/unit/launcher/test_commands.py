@@ -26,15 +26,31 @@ def world(*jobs: Job, accelerator: str = "cpu", nodes: int = 1) -> WorldMap:
 def test_role_command_single_trainer_gets_its_rank_by_environment() -> None:
     job = Job(name="finetune_0", kind="finetune", cores=(2, 3))
     command = role_command(job, world(job), RUN, {})
-    assert command.argv == (sys.executable, "-m", "pipelinerl.finetune", "--run-dir", "/runs/a b", "--job", "finetune_0")
+    assert command.argv == (
+        sys.executable,
+        "-m",
+        "pipelinerl.finetune",
+        "--run-dir",
+        "/runs/a b",
+        "--job",
+        "finetune_0",
+    )
     assert command.cores == (2, 3)
-    expected = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29600", "OMP_NUM_THREADS": "2"}
+    expected = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29600",
+        "OMP_NUM_THREADS": "2",
+    }
     assert expected.items() <= dict(command.env).items()
 
 
 def test_role_command_several_trainers_go_through_torchrun() -> None:
     first = Job(name="finetune_0", kind="finetune", hostname="host0", num_ranks=2)
-    second = Job(name="finetune_1", kind="finetune", replica_idx=1, node_rank=1, hostname="host1", num_ranks=4, first_rank=2)
+    second = Job(
+        name="finetune_1", kind="finetune", replica_idx=1, node_rank=1, hostname="host1", num_ranks=4, first_rank=2
+    )
     command = role_command(second, world(first, second, nodes=2), RUN, {})
     assert command.argv[:9] == (
         sys.executable,
@@ -67,7 +83,11 @@ def test_inherited_environment_leaves_out_what_is_the_launchers_own() -> None:
 def test_start_script_is_shell_and_has_no_secret() -> None:
     job = Job(name="actor_0", kind="actor", cores=(1,))
     trainer = Job(name="finetune_0", kind="finetune")
-    env = {"PIPELINERL_SECRET": "very-secret", "PIPELINERL_REDIS_PASSWORD": "also-secret", "WANDB_API_KEY": "key-secret"}
+    env = {
+        "PIPELINERL_SECRET": "very-secret",
+        "PIPELINERL_REDIS_PASSWORD": "also-secret",
+        "WANDB_API_KEY": "key-secret",
+    }
     command = role_command(job, world(job, trainer), RUN, env)
     script = start_script(command, Path("/work dir"))
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0

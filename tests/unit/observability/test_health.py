@@ -18,7 +18,9 @@ LIMITS = LauncherSection(
 NOW = 10_000.0
 
 
-def status(job: str, *, progress: float = 0, heartbeat: float = 0, count: int = 1, on: str | None = "", state="running"):
+def status(
+    job: str, *, progress: float = 0, heartbeat: float = 0, count: int = 1, on: str | None = "", state="running"
+):
     """Ages in seconds; `on=""` = not waiting, None = waiting for nobody in particular."""
     waits = () if on == "" else (Wait(what="something", on=on, since=NOW - progress),)
     return StatusRecord(
@@ -35,7 +37,9 @@ def status(job: str, *, progress: float = 0, heartbeat: float = 0, count: int = 
     )
 
 
-def blamed(*statuses: StatusRecord, started: float = 1000.0, since: float = 0.0, jobs: tuple[str, ...] = ()) -> dict[str, str]:
+def blamed(
+    *statuses: StatusRecord, started: float = 1000.0, since: float = 0.0, jobs: tuple[str, ...] = ()
+) -> dict[str, str]:
     names = jobs or tuple({s.job.partition(".")[0] for s in statuses})
     start = dict.fromkeys(names, NOW - started)
     return {v.job: v.reason for v in judge({s.job: s for s in statuses}, start, LIMITS, NOW, since)}

@@ -1,0 +1,246 @@
+"""The launcher through its real command line, with light roles: order, ends, exit codes, and nothing left behind."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FAKES = Path(__file__).with_name("launcher_fakes.py")
+DEADLINE_S = 60.0
+STOP_S = 12.0
+"""The promise is 10 s; the rest is the noise of a loaded machine."""
+
+
+class Launch:
+    """A launcher under test, its run folder and its output."""
+
+    def __init__(self, run_dir: Path, model: Path, arguments: list[str], behaviours: dict[str, str]):
+        self.run_dir = run_dir
+        self.output_path = run_dir.with_suffix(".out")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FAKE_")}
+        environment |= {f"FAKE_{kind.upper()}": value for kind, value in behaviours.items()}
+        command = [sys.executable, str(FAKES), "launch", "--config-name=quickstart", f"output_dir={run_dir}"]
+        settings = [
+            f"model_path={model}",
+            "tiny_model=null",
+            "finetune.max_train_steps=3",
+            "launcher.restart_backoff_s=0.1",
+        ]
+        with open(self.output_path, "w") as output:
+            self.process = subprocess.Popen(
+                [*command, *settings, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        return self.process.wait(timeout=timeout_s)
+
+    def wait_for(self, text: str) -> None:
+        self.until(lambda: text in self.output, text)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output}"
+            time.sleep(0.05)
+
+    def starts(self) -> list[dict]:
+        path = self.run_dir / "environment.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def leftovers(self) -> list[int]:
+        """Processes of this run that still live."""
+        tokens = {entry["env"]["PIPELINERL_RUN"] for entry in self.starts()}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("PIPELINERL_RUN") in tokens and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    launches: list[Launch] = []
+
+    def start(*arguments: str, name: str = "run", **behaviours: str) -> Launch:
+        launches.append(Launch(tmp_path / name, model, list(arguments), behaviours))
+        return launches[-1]
+
+    yield start
+    for launched in launches:
+        if launched.process.poll() is None:
+            launched.process.send_signal(signal.SIGTERM)
+            launched.wait(STOP_S)
+
+
+def test_launcher_clean_run_ends_with_summary_and_nothing_left(launch) -> None:
+    run = launch()
+    assert run.wait() == 0, run.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
+    assert (summary["optimizer_steps"], summary["weight_updates"], summary["seed"]) == (3, 3, 0)
+    assert summary["pause_ms"] == {"median": 20.0, "mean": 20.0, "max": 30.0}
+    assert summary["lag_steps"] == {"mean": 1.0, "max": 2.0}
+    assert (run.run_dir / "learning_curve.png").stat().st_size > 1000
+    for line in ("step 1/3  reward 0.10", "step 3/3", "evaluation of version 3: success 0.750", "0.250 → 0.750"):
+        assert line in run.output
+    assert run.leftovers() == []
+
+
+def test_launcher_run_folder_is_private_and_without_secrets(launch) -> None:
+    run = launch()
+    assert run.wait() == 0, run.output
+    environments = {entry["job"]: entry["env"] for entry in run.starts()}
+    assert set(environments) == {"actor_llm_0", "finetune_0", "actor_0", "preprocessor_0"}
+    secrets = {
+        env[name] for env in environments.values() for name in ("PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD")
+    }
+    assert len(secrets) == 2
+    assert all(len(secret) >= 32 for secret in secrets)
+    (run.run_dir / "environment.jsonl").unlink()
+    for path in [run.run_dir, *run.run_dir.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+        if path.is_file():
+            assert not any(secret.encode() in path.read_bytes() for secret in secrets), path
+    assert not any(secret in run.output for secret in secrets)
+
+
+def test_launcher_children_warm_their_bytecode_cache(launch, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    run = launch()
+    assert run.wait() == 0, run.output
+    assert all("PYTHONDONTWRITEBYTECODE" not in entry["env"] for entry in run.starts())
+
+
+def test_launcher_finished_run_is_told_and_not_repeated(launch) -> None:
+    assert launch().wait() == 0
+    again = launch()
+    assert again.wait() == 0
+    assert "is finished" in again.output
+    assert "raise finetune.max_train_steps" in again.output
+
+
+def test_launcher_role_that_stumbles_is_restarted_once(launch) -> None:
+    run = launch(actor="crash_once")
+    assert run.wait() == 0, run.output
+    assert "actor_0: exit code 1; RuntimeError: this role stumbled; restart 1/3" in run.output
+    assert "restarts: actor_0 1" in run.output
+    assert [entry["job"] for entry in run.starts()].count("actor_0") == 2
+
+
+def test_launcher_budget_spent_stops_with_the_first_cause(launch) -> None:
+    run = launch("launcher.max_restarts=1", finetune="endless", actor="crash")
+    assert run.wait() == 1
+    last = run.output.strip().splitlines()[-3:]
+    assert last[0].startswith("actor_0 failed: exit code 1")
+    assert last[1].endswith("run/actor_0/log.txt")
+    assert last[2] == "  last error: RuntimeError: this role is broken"
+    assert run.leftovers() == []
+
+
+def test_launcher_error_that_no_restart_mends_ends_the_run_at_once(launch) -> None:
+    run = launch(finetune="endless", actor="refuse")
+    assert run.wait() == 1
+    assert "restart 1/" not in run.output
+    assert run.output.strip().endswith("last error: DomainError: the domain raised on every rollout")
+
+
+def test_launcher_server_that_ends_by_itself_is_restarted(launch) -> None:
+    run = launch("launcher.max_restarts=1", finetune="endless", actor_llm="exit_early")
+    assert run.wait() == 1
+    assert "actor_llm_0 failed: it ended although the run goes on" in run.output
+
+
+@pytest.mark.parametrize("behaviour", ["freeze_once", "hang_once"])
+def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(launch, behaviour: str) -> None:
+    run = launch(
+        "launcher.heartbeat_timeout_s=4", "launcher.hang_timeout_s=2", preprocessor=behaviour, finetune="endless"
+    )
+    run.wait_for("preprocessor_0: ")
+    run.until(lambda: [entry["job"] for entry in run.starts()].count("preprocessor_0") == 2, "the restart")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(STOP_S) == 130
+    report = next((run.run_dir / "hangs").iterdir())
+    document = json.loads((report / "status.json").read_text())
+    assert document["job"] == "preprocessor_0"
+    assert document["reason"].startswith("frozen" if behaviour == "freeze_once" else "no progress for")
+    assert "launcher_fakes.py" in (report / "actor_0.stacks.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: signal.Signals) -> None:
+    run = launch(finetune="endless")
+    run.wait_for("evaluation of version 0")
+    run.process.send_signal(number)
+    assert run.wait(STOP_S) == 128 + number
+    assert f"stopped by {number.name}; the same command resumes" in run.output
+    assert run.leftovers() == []
+    again = launch()
+    assert again.wait() == 0, again.output
+    assert "resuming" in again.output
+
+
+def test_launcher_signal_before_the_start_ends_at_once(launch) -> None:
+    run = launch()
+    time.sleep(0.3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(STOP_S) in (130, -signal.SIGINT)
+    assert run.leftovers() == []
+
+
+def test_launcher_stubborn_roles_are_killed_in_time(launch) -> None:
+    run = launch("launcher.stop_timeout_s=2", finetune="endless", actor_llm="ignore_sigterm,leave_child,leave_memory")
+    run.wait_for("evaluation of version 0")
+    run.until(lambda: (run.run_dir / "segment").exists(), "the shared memory")
+    segment = Path("/dev/shm") / (run.run_dir / "segment").read_text()
+    assert segment.exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(STOP_S) == 143
+    assert run.leftovers() == []
+    assert not segment.exists()
+
+
+def test_launcher_killed_leaves_no_orphan(launch) -> None:
+    run = launch(finetune="endless", actor_llm="ignore_sigterm,leave_child,leave_memory")
+    run.wait_for("evaluation of version 0")
+    run.until(lambda: (run.run_dir / "segment").exists(), "the shared memory")
+    segment = Path("/dev/shm") / (run.run_dir / "segment").read_text()
+    run.process.kill()
+    run.wait()
+    run.until(lambda: run.leftovers() == [], "the end of the orphans")
+    run.until(lambda: not segment.exists(), "the end of the shared memory")
+
+
+def test_launcher_two_runs_side_by_side_do_not_meet(launch) -> None:
+    first, second = launch(name="first"), launch(name="second")
+    assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
+    ports = [
+        json.loads((run.run_dir / "conf" / "world.json").read_text())["jobs"][0]["port"] for run in (first, second)
+    ]
+    assert ports[0] != ports[1]
+
+
+def test_launcher_second_launcher_in_the_same_folder_is_refused(launch) -> None:
+    run = launch(finetune="endless")
+    run.wait_for("evaluation of version 0")
+    second = launch("seed=0", name="run")
+    assert second.wait() == 2
+    assert "another launcher is running in it" in second.output
+    assert run.process.poll() is None
