@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
@@ -50,20 +49,14 @@ def run(ctx: RoleContext) -> None:
 
 
 def shaping_from_config(cfg: Config) -> Shaping:
-    """What decides about a group; refuses a soft penalty without a length limit."""
-    max_tokens = cfg.llm.parameters.get("max_tokens")
-    if cfg.preprocess.overlong_buffer_tokens and not max_tokens:
-        raise ConfigError(
-            f"`preprocess.overlong_buffer_tokens` is {cfg.preprocess.overlong_buffer_tokens} but "
-            "`llm.parameters.max_tokens` is not set: set it, or set the buffer to 0"
-        )
+    """What decides about a group."""
     return Shaping(
         advantage=cfg.finetune.rl.advantage,
         seq_length=cfg.finetune.seq_length,
         filter_zero_advantage_groups=cfg.preprocess.filter_zero_advantage_groups,
         overlong_filtering=cfg.preprocess.overlong_filtering,
         overlong_buffer_tokens=cfg.preprocess.overlong_buffer_tokens,
-        max_tokens=int(max_tokens or 0),
+        max_tokens=int(cfg.llm.parameters["max_tokens"]),
     )
 
 

@@ -1,8 +1,9 @@
 """Log-probabilities of the frozen reference model for exactly the tokens that will be trained (docs/algorithms.md §3).
 
 Consumes samples without, produces samples with reference log-probs, in a thread with an event loop of its own.
-Waits for: the reference servers, at most ``deadline_s`` per sequence (a server may be starting or restarting); then the
-role fails and says which server did not answer. Never guesses a value: what is not finite drops the sample as invalid.
+Waits for: the reference servers, at most ``deadline_s`` from a sequence's first failure (a server may be starting or
+restarting); then the role fails and says which server did not answer. Never guesses a value: a sample whose tokens the
+server refuses, or whose log-probs are not finite, is dropped as invalid.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import aiohttp
 import numpy as np
 
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, DeadlineError, TransportError
+from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.inference.client import score_tokens
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
+REFUSED = (400, 413, 422)
+"""Statuses that say that these tokens can never be scored, whatever the server's state."""
 
 
 def needs_reference(cfg: Config) -> bool:
@@ -93,15 +96,18 @@ class ReferenceScorer:
     async def _score_sample(self, sample: Sample) -> Sample:
         if sample.drop_reason is not None:
             return sample
-        logprobs = await asyncio.gather(*(self._score(sample, sequence) for _, sequence in sample.sequences))
-        if all(np.isfinite(values_K).all() for values_K in logprobs):
-            return replace(sample, ref_logprobs=tuple(logprobs))
-        log.warning("sample refused sample=%s reason=a reference log-probability is not finite", sample.sample_id)
-        return replace(sample, drop_reason=INVALID)
+        try:
+            logprobs = await asyncio.gather(*(self._score(sample, sequence) for _, sequence in sample.sequences))
+            if not all(np.isfinite(values_K).all() for values_K in logprobs):
+                raise RecordError("a reference log-prob is not finite")
+        except RecordError as error:
+            log.warning("sample refused sample=%s reason=%s", sample.sample_id, error)
+            return replace(sample, drop_reason=INVALID)
+        return replace(sample, ref_logprobs=tuple(logprobs))
 
     async def _score(self, sample: Sample, sequence: TrainingSequence) -> np.ndarray:
-        """float32 [K]; tries the servers in turn until the deadline."""
-        deadline = time.monotonic() + self._deadline_s
+        """float32 [K]; tries the servers in turn until the deadline. A refused request is a ``RecordError``."""
+        deadline: float | None = None
         backoff_s = FIRST_BACKOFF_S
         while True:
             server = self._servers[next(self._turns) % len(self._servers)]
@@ -110,6 +116,9 @@ class ReferenceScorer:
                     values_T = await score_tokens(self._open_session(), server.url, sequence.token_ids)
                 return trained_values(np.asarray(values_T), sequence)
             except (TransportError, aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, ServerError) and error.status in REFUSED:
+                    raise RecordError(f"{server.name} refuses to score it: {error}") from error
+                deadline = deadline or time.monotonic() + self._deadline_s
                 if time.monotonic() + backoff_s > deadline:
                     raise DeadlineError(
                         f"no reference log-probs for {sample.sample_id} within {self._deadline_s:.0f} s; "

@@ -1,5 +1,6 @@
 """The preprocessor's loop on real streams: pacing, drops, and a kill at every single write."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ import pytest
 
 from pipelinerl import state
 from pipelinerl.config.load import compose, parse
-from pipelinerl.errors import ConfigError, StreamError, TransportError
+from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
 from pipelinerl.ledger import build
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess import reference
-from pipelinerl.preprocess.loop import Preprocessor, shaping_from_config
+from pipelinerl.preprocess.loop import Preprocessor
 from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     ActorRecord,
     GroupDropped,
@@ -365,10 +367,10 @@ def test_lost_training_data_is_an_error_not_a_gap(run_dir: Path):
 
 
 class FakeReference:
-    """Reference servers whose log-prob at position t is −t/8; the first calls fail, one sample is not a number."""
+    """Reference servers whose log-prob at position t is −t/8; the first calls fail, then one is NaN or refused."""
 
-    def __init__(self, failures: int = 0, nan_at: int | None = None):
-        self.failures, self.nan_at = failures, nan_at
+    def __init__(self, failures: int = 0, nan_at: int | None = None, refused_at: int | None = None):
+        self.failures, self.nan_at, self.refused_at = failures, nan_at, refused_at
         self.urls: list[str] = []
         self.running = self.most = 0
 
@@ -379,6 +381,8 @@ class FakeReference:
         try:
             if len(self.urls) <= self.failures:
                 raise TransportError("connection refused")
+            if len(self.urls) == self.refused_at:
+                raise ServerError("prompt too long", status=400)
             values = -np.arange(len(token_ids), dtype=np.float32) / 8
             if len(self.urls) == self.nan_at:
                 values[3] = np.nan
@@ -409,8 +413,11 @@ def test_reference_logprobs_of_trained_tokens_survive_failing_servers(run_dir: P
 
 
 @pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
-def test_reference_logprob_that_is_not_finite_drops_its_sample(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reference, "score_tokens", FakeReference(nan_at=2))
+@pytest.mark.parametrize("fault", [{"nan_at": 2}, {"refused_at": 2}])
+def test_sample_that_the_reference_cannot_score_is_dropped(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, int]
+):
+    monkeypatch.setattr(reference, "score_tokens", FakeReference(**fault))
     write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(2)])
     ctx = make_context(run_dir, make_world(reference_servers=1), "finetune.rl.final_kl_coef=0.1")
     with preprocessor(ctx) as role:
@@ -424,7 +431,38 @@ def test_kl_without_reference_server_is_refused():
 
 
 @pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
-def test_soft_penalty_without_a_length_limit_is_refused(run_dir: Path):
-    ctx = make_context(run_dir, make_world(), "preprocess.overlong_buffer_tokens=10", "~llm.parameters.max_tokens")
-    with pytest.raises(ConfigError, match=r"`llm.parameters.max_tokens` is not set"):
-        shaping_from_config(ctx.cfg)
+def test_reference_server_that_never_answers_ends_the_role_with_its_name(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reference, "score_tokens", FakeReference(failures=10_000))
+    monkeypatch.setattr(reference, "FIRST_BACKOFF_S", 0.01)
+    write_groups(run_dir, [make_group(np.random.default_rng(0), 0, version=0)])
+    overrides = ("finetune.rl.kl_coef=0.1", "launcher.startup_timeout_s=0.05")
+    with preprocessor(make_context(run_dir, make_world(reference_servers=1), *overrides)) as role:
+        with pytest.raises(DeadlineError, match="the last server was preprocessor_llm_0"):
+            turn_until(role, lambda: False)
+
+
+def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    fake = FakeReference()
+
+    async def slow(session: Any, url: str, token_ids: np.ndarray) -> np.ndarray:
+        values = await fake(session, url, token_ids)
+        fake.running += 1
+        fake.most = max(fake.most, fake.running)
+        await asyncio.sleep(0)
+        fake.running -= 1
+        return values
+
+    monkeypatch.setattr(reference, "score_tokens", slow)
+    group = make_group(np.random.default_rng(0), 0, version=0)
+    samples = prepare_group(0, group, Shaping(seq_length=64)) * 10
+    scorer = ReferenceScorer(
+        [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=1.0
+    )
+    try:
+        scored = scorer.submit(samples).result(timeout=DEADLINE_S)
+    finally:
+        scorer.close()
+    assert [s.sample_id for s in scored] == [s.sample_id for s in samples]
+    assert fake.most == 3
