@@ -1,0 +1,109 @@
+"""Command lines are accepted by the real argument parsers: vLLM's for servers, torchrun's for the trainer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config import load
+from pipelinerl.inference.args import vllm_arguments
+from pipelinerl.launcher.commands import torchrun_arguments
+from pipelinerl.world import Cluster, Node, WorldMap, map_world
+
+PARSE_VLLM = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+parsed = []
+for line in json.load(sys.stdin):
+    arguments = parser.parse_args(line)
+    validate_parsed_serve_args(arguments)
+    parsed.append({name: getattr(arguments, name) for name in (
+        "model", "tensor_parallel_size", "pipeline_parallel_size", "dtype", "port", "host", "max_num_seqs",
+        "max_model_len", "served_model_name", "enable_prefix_caching", "logprobs_mode", "hf_overrides",
+        "gpu_memory_utilization", "worker_extension_cls",
+    )} | {"weight_transfer": getattr(arguments.weight_transfer_config, "backend", arguments.weight_transfer_config)})
+print("PARSED " + json.dumps(parsed))
+"""
+PARSE_TORCHRUN = """
+import json, sys
+from torch.distributed.run import config_from_args, get_args_parser
+parsed = []
+for line in json.load(sys.stdin):
+    arguments = get_args_parser().parse_args(line)
+    config, command, script = config_from_args(arguments)
+    parsed.append({
+        "nodes": [config.min_nodes, config.max_nodes], "nproc": config.nproc_per_node, "restarts": config.max_restarts,
+        "rank": config.rdzv_configs["rank"], "endpoint": config.rdzv_endpoint, "script": script,
+    })
+print("PARSED " + json.dumps(parsed))
+"""
+
+
+def parse(code: str, lines: list[list[str]]) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(lines), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("PARSED ")[1])
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory):
+    overrides = [
+        "output_dir=/nowhere",
+        "actor.rollout_policy=a.b",
+        "dataset_loader=a.b",
+        "vllm_config.vllm_kwargs.tensor-parallel-size=2",
+        "vllm_config.vllm_kwargs.pipeline-parallel-size=2",
+        "world.actor_fraction=8",
+        "world.preprocessor_fraction=4",
+        "world.finetune_fraction=4",
+    ]
+    return load.parse(load.compose("base", overrides))
+
+
+@pytest.fixture(scope="module")
+def world(config) -> WorldMap:
+    nodes = tuple(Node(rank=i, hostname=f"host-{i}", devices=8) for i in range(2))
+    return map_world(config, Cluster(accelerator="cuda", nodes=nodes, identity="test"), check=False)
+
+
+def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
+    servers = [*world.get("actor_llm"), *world.get("preprocessor_llm")]
+    parsed = parse(PARSE_VLLM, [list(vllm_arguments(config, world, job)) for job in servers])
+    assert [len(job.gpus) for job in servers] == [4, 4, 4]
+    for job, arguments in zip(servers, parsed, strict=True):
+        assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (2, 2)
+        assert (arguments["dtype"], arguments["port"], arguments["host"]) == ("bfloat16", job.port, "0.0.0.0")
+        assert arguments["model"] == config.model_path
+        assert arguments["max_num_seqs"] == config.actor.llm_max_rollouts
+        assert arguments["enable_prefix_caching"] is False
+        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+        policy = job.kind == "actor_llm"
+        assert arguments["served_model_name"] == ["policy" if policy else "reference"]
+        assert bool(arguments["weight_transfer"]) is policy
+        assert bool(arguments["worker_extension_cls"]) is policy
+
+
+def test_trainer_over_two_nodes_is_accepted_by_torchrun(config):
+    spread = config.model_copy(
+        update={"world": config.world.model_copy(update={"actor_fraction": 1, "preprocessor_fraction": 0})}
+    )
+    nodes = tuple(Node(rank=i, hostname=f"host-{i}", devices=8) for i in range(2))
+    world = map_world(spread, Cluster(accelerator="cuda", nodes=nodes, identity="test"), check=False)
+    trainers = world.get("finetune")
+    assert len(trainers) == 2
+    role = ["-m", "pipelinerl.finetune", "--run-dir", str(Path("/run")), "--job"]
+    lines = [[*torchrun_arguments(job, world)[2:], *role, job.name] for job in trainers]
+    parsed = parse(PARSE_TORCHRUN, lines)
+    assert [p["nproc"] for p in parsed] == [job.num_ranks for job in trainers]
+    assert [p["rank"] for p in parsed] == [0, 1]
+    for arguments in parsed:
+        assert arguments["nodes"] == [2, 2]
+        assert arguments["restarts"] == 0
+        assert arguments["endpoint"] == f"{world.master_addr}:{world.master_port}"
