@@ -38,7 +38,8 @@ class Report(Protocol):
 class Sender(Protocol):
     """The part of `pipelinerl.weights.sender.WeightSender` that is used here."""
 
-    def poll_returning_servers(self) -> tuple[str, ...]: ...
+    @property
+    def returning(self) -> tuple[str, ...]: ...
     def send_async(self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[ParamSpec]) -> None: ...
     def readmit_async(self) -> bool: ...
     @property
@@ -113,7 +114,7 @@ class Publisher:
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
         """Wait until ``count`` servers answer or the time is up; returns how many do."""
         deadline = time.monotonic() + timeout_s
-        while (up := len(self._sender.poll_returning_servers())) < count and time.monotonic() < deadline:
+        while (up := len(self._sender.returning)) < count and time.monotonic() < deadline:
             time.sleep(IDLE_S)
         return up
 
@@ -164,10 +165,9 @@ class Publisher:
             report = self._attest(self._sender.wait())
             self._record(report)
             return
-        if not self._sender.is_pushing and self._sender.poll_returning_servers() and not self._lease.held():
-            with self._condition:
-                if not self._sender.is_pushing and self.stats.version >= 0:
-                    self._sender.readmit_async()
+        with self._condition:
+            if not self._sender.is_pushing and self.stats.version >= 0 and not self._lease.held():
+                self._sender.readmit_async()
         with self._condition:
             if not self._closed:
                 self._condition.wait(PUSHING_S if self._sender.is_pushing else IDLE_S)

@@ -126,7 +126,7 @@ class WeightSender:
     >>> sender = WeightSender(world.get("actor_llm"), backend="gloo", ...)
     >>> sender.send_async(version, named_tensors, specs)   # returns after the snapshot
     >>> report = sender.wait()
-    >>> changed = sender.poll_returning_servers(version, named_tensors, specs)   # between steps; None = no change
+    >>> if sender.readmit_async(): report = sender.wait()   # between steps: a server came back or left
     """
 
     def __init__(
@@ -196,26 +196,16 @@ class WeightSender:
         targets = [link for link in self._links.values() if link.in_service or link.is_up]
         self._start_push(snapshot, targets)
 
-    def poll_returning_servers(
-        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
-    ) -> UpdateReport | None:
-        """Give servers that came back the current weights.
+    def readmit_async(self) -> bool:
+        """Push the newest snapshot to servers that came back; False if the servers in service stay the same.
 
-        Costs nothing while the servers in service stay the same; ``params`` are read only when ``version`` is not
-        the one of the last `send`, whose snapshot is kept.
-
-        Returns:
-            A report when the servers in service changed (one came back, or one lost its weights), else None.
+        True also when one lost its weights: the report then names those that are left.
         """
         assert self._push is None, "wait() for the update under way first"
-        targets = [self._links[name] for name in self.returning]
-        if not targets and self.in_service == self._announced:
-            return None
-        snapshot = self._snapshot
-        if snapshot is None or snapshot.version != version:
-            snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
-        self._start_push(snapshot, targets)
-        return self.wait()
+        if self._snapshot is None or (not self.returning and self.in_service == self._announced):
+            return False
+        self._start_push(self._snapshot, [self._links[name] for name in self.returning])
+        return True
 
     @property
     def is_pushing(self) -> bool:
