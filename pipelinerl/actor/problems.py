@@ -8,7 +8,7 @@ their weights: the next problem comes from the domain that is furthest behind.
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -50,6 +50,15 @@ class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of this epoch that are published or dropped."""
 
 
+@dataclass(eq=False)
+class _Epoch:
+    """An epoch begun and not settled."""
+
+    removed: tuple[int, ...]
+    size: int
+    settled: set[int] = field(default_factory=set)
+
+
 class ProblemSource:
     """The endless order of one domain's problems for one actor.
 
@@ -68,26 +77,28 @@ class ProblemSource:
         self._num_problems, self._seed, self._name = num_problems, seed, name
         self._actor, self._num_actors = actor, num_actors
         self._removed: set[int] = set()
-        self._epochs: dict[int, tuple[tuple[int, ...], set[int]]] = {}
-        self._open: dict[int, int] = {}
+        self._epochs: dict[int, _Epoch] = {}
         self._queue: deque[Place] = deque()
         self._next_epoch = 0
 
     def take(self) -> Place:
-        """The next problem."""
-        while not self._queue:
-            self._begin_epoch(self._next_epoch, self._removed)
-        return self._queue.popleft()
+        """The next problem that is not settled."""
+        while True:
+            while not self._queue:
+                self._begin_epoch(self._next_epoch, self._removed)
+            place = self._queue.popleft()
+            epoch = self._epochs.get(place.epoch)
+            if epoch is not None and place.position not in epoch.settled:
+                return place
 
     def settle(self, place: Place) -> None:
         """The problem's group is published or dropped."""
-        removed_settled = self._epochs.get(place.epoch)
-        if removed_settled is None or place.position in removed_settled[1]:
+        epoch = self._epochs.get(place.epoch)
+        if epoch is None:
             return
-        removed_settled[1].add(place.position)
-        self._open[place.epoch] -= 1
-        if not self._open[place.epoch]:
-            del self._epochs[place.epoch], self._open[place.epoch]
+        epoch.settled.add(place.position)
+        if len(epoch.settled) == epoch.size:
+            del self._epochs[place.epoch]
 
     def remove(self, problem_index: int) -> None:
         """The problem leaves the pool from the next epoch on."""
@@ -110,8 +121,8 @@ class ProblemSource:
     def progress(self) -> tuple[EpochProgress, ...]:
         """The epochs begun and not settled; all earlier ones are."""
         return tuple(
-            EpochProgress(epoch=epoch, removed=removed, settled=tuple(sorted(settled)))
-            for epoch, (removed, settled) in sorted(self._epochs.items())
+            EpochProgress(epoch=number, removed=epoch.removed, settled=tuple(sorted(epoch.settled)))
+            for number, epoch in sorted(self._epochs.items())
         )
 
     def restore(self, *, next_epoch: int, progress: Iterable[EpochProgress], removed: Iterable[int]) -> None:
@@ -119,14 +130,9 @@ class ProblemSource:
         self._removed = set(removed)
         self._queue.clear()
         self._epochs.clear()
-        self._open.clear()
-        for epoch in sorted(progress, key=lambda item: item.epoch):
-            self._begin_epoch(epoch.epoch, epoch.removed)
-            settled = set(epoch.settled)
-            done = {place for place in self._queue if place.epoch == epoch.epoch and place.position in settled}
-            self._queue = deque(place for place in self._queue if place not in done)
-            for place in done:
-                self.settle(place)
+        for begun in sorted(progress, key=lambda item: item.epoch):
+            self._begin_epoch(begun.epoch, begun.removed)
+            self._epochs[begun.epoch].settled.update(begun.settled)
         self._next_epoch = next_epoch
 
     def _begin_epoch(self, epoch: int, removed: Collection[int]) -> None:
@@ -135,8 +141,7 @@ class ProblemSource:
             removed = ()
             self._removed.clear()
             places = self._places(epoch, ())
-        self._epochs[epoch] = (tuple(sorted(removed)), set())
-        self._open[epoch] = len(places)
+        self._epochs[epoch] = _Epoch(removed=tuple(sorted(removed)), size=len(places))
         self._queue.extend(places)
         self._next_epoch = epoch + 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.actor.lag import Pacing
 
-STEPS = 12
+STEPS = 10
 MAX_TICKS = 200_000
 
 
@@ -96,7 +96,7 @@ def simulate(world: World) -> World:
     raise AssertionError(f"no progress after {MAX_TICKS} ticks: {world}")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.sampled_from([0, 1, 2, 8, None]),
@@ -117,7 +117,7 @@ def test_pipeline_never_deadlocks_nor_exceeds_the_bound(
     assert bound != 0 or set(world.trained_lags) == {0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     phase=st.sampled_from([1, 2, 3, 4]),
@@ -166,10 +166,10 @@ def test_conventional_waits_for_a_whole_phase() -> None:
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 5])
-def test_actors_share_the_bound_without_remainder(actors: int) -> None:
+def test_actors_share_the_steps_in_turn(actors: int) -> None:
     shares = [
         Pacing(batch_size=7, max_lag_steps=1, max_train_steps=50, actor=i, num_actors=actors).limit(3)
         for i in range(actors)
     ]
     assert sum(shares) == (3 + 1 + 1) * 7
-    assert max(shares) - min(shares) <= 1
+    assert shares == {1: [35], 2: [21, 14], 3: [14, 14, 7], 5: [7, 7, 7, 7, 7]}[actors]

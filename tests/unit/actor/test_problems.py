@@ -47,7 +47,7 @@ def test_actors_split_an_epoch_without_overlap(actors: int) -> None:
 
 
 def test_fewer_problems_than_actors_is_refused() -> None:
-    with pytest.raises(DomainError, match="has 1 training problems for world.replicas=2"):
+    with pytest.raises(DomainError, match=r"has 1 training problems for world\.replicas=2"):
         source(1, num_actors=2)
 
 
