@@ -10,7 +10,7 @@ Logits and everything derived from them are float32 (float64 for float64 inputs)
 Shapes: K trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -83,24 +83,9 @@ def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) without a graph."""
-    options = _HeadOptions(_Nothing(), temperature, chunk, fp32)
-    with torch.no_grad():
-        parts = [
-            (part.logprobs_C, part.entropy_C)
-            for part in _chunks(_Operands(hidden_KH, head.weight, head.bias, fp32), targets_K, options)
-        ]
-    if not parts:
-        empty = hidden_KH.new_empty(0, dtype=_compute_dtype(hidden_KH))
-        return empty, empty
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-class _Nothing:
-    sequence_level = False
-    uses_entropy = False
-
-    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
-        return logprobs_C.sum() * 0.0
+    operands = _Operands(hidden_KH, head.weight, head.bias, fp32)
+    with torch.no_grad(), torch.autocast(hidden_KH.device.type, enabled=False):
+        return _logprobs(operands, targets_K, temperature, chunk)
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -134,7 +119,6 @@ class _Operands:
 
 
 class _Chunk(NamedTuple):
-    rows: slice
     targets_C1: Tensor
     shifted_CV: Tensor
     """Logits minus their row maximum."""
@@ -144,20 +128,32 @@ class _Chunk(NamedTuple):
     entropy_C: Tensor
 
 
-def _chunks(operands: _Operands, targets_K: Tensor, options: _HeadOptions) -> Iterator[_Chunk]:
-    for start in range(0, targets_K.shape[0], options.chunk):
-        rows = slice(start, min(start + options.chunk, targets_K.shape[0]))
-        targets_C1 = targets_K[rows, None]
-        logits_CV = operands.logits(rows)
-        if options.temperature != 1.0:
-            logits_CV.div_(options.temperature)
-        shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-        exp_CV = shifted_CV.exp()
-        sum_C = exp_CV.sum(1)
-        log_sum_C = sum_C.log()
-        expected_C = torch.bmm(exp_CV[:, None, :], shifted_CV[:, :, None])[:, 0, 0] / sum_C
-        logprobs_C = shifted_CV.gather(1, targets_C1)[:, 0] - log_sum_C
-        yield _Chunk(rows, targets_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
+def _rows(total: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, total)) for start in range(0, total, chunk))
+
+
+def _evaluate(operands: _Operands, targets_K: Tensor, rows: slice, temperature: float) -> _Chunk:
+    """Softmax of one chunk: the two full-vocabulary buffers, and what is read off them."""
+    targets_C1 = targets_K[rows, None]
+    logits_CV = operands.logits(rows)
+    if temperature != 1.0:
+        logits_CV.div_(temperature)
+    shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    exp_CV = shifted_CV.exp()
+    sum_C = exp_CV.sum(1)
+    log_sum_C = sum_C.log()
+    expected_C = torch.bmm(exp_CV[:, None, :], shifted_CV[:, :, None])[:, 0, 0] / sum_C
+    logprobs_C = shifted_CV.gather(1, targets_C1)[:, 0] - log_sum_C
+    return _Chunk(targets_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
+
+
+def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies alone."""
+    logprobs_K = torch.zeros(targets_K.shape[0], dtype=operands.dtype, device=targets_K.device)
+    entropy_K = torch.zeros_like(logprobs_K)
+    for rows in _rows(targets_K.shape[0], chunk):
+        logprobs_K[rows], entropy_K[rows] = _evaluate(operands, targets_K, rows, temperature)[-2:]
+    return logprobs_K, entropy_K
 
 
 def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float) -> Tensor:
@@ -174,9 +170,6 @@ def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature:
         factor_CV = part.shifted_CV.mul_(e_C[:, None]).add_(offset_C[:, None])
         gradient_CV = factor_CV.mul_(part.exp_CV.mul_((-1.0 / part.sum_C)[:, None]))
     return gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
-
-
-Gradients = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor, Tensor | None]]
 
 
 def _objective_gradients(
@@ -206,40 +199,60 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*scaled, None, None)
 
 
+class _Gradients:
+    """Gradients of the head's inputs under construction; those that nobody asked for are None."""
+
+    def __init__(self, operands: _Operands, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Any):
+        self._operands = operands
+        self.hidden = torch.zeros_like(hidden_KH) if needed[0] else None
+        self.weight = torch.zeros_like(weight_VH, dtype=operands.dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias_V) if bias_V is not None and needed[2] else None
+        self._weight_dtype = weight_VH.dtype
+
+    def add(self, gradient_CV: Tensor, rows: slice) -> None:
+        """Add what the logits of ``rows`` contribute."""
+        if self.bias is not None:
+            self.bias += gradient_CV.sum(0)
+        gradient_CV = gradient_CV.to(self._operands.weight_VH.dtype)
+        if self.hidden is not None:
+            self.hidden[rows] = torch.mm(gradient_CV, self._operands.weight_VH).to(self.hidden.dtype)
+        if self.weight is not None:
+            _accumulate(self.weight, gradient_CV, self._operands.hidden_KH[rows])
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(self._weight_dtype), self.bias
+
+
 def _forward(
     ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
 ):
     operands = _Operands(hidden_KH, weight_VH, bias_V, options.fp32)
-    objective, total = options.objective, targets_K.shape[0]
-    logprobs_K = torch.zeros(total, dtype=operands.dtype, device=hidden_KH.device)
-    entropy_K = torch.zeros_like(logprobs_K)
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    hidden_grad = torch.zeros_like(hidden_KH) if needs_hidden else None
-    weight_grad = torch.zeros_like(weight_VH, dtype=operands.dtype) if needs_weight else None
-    bias_grad = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
-
-    loss, ahead = logprobs_K.new_zeros(()), None
+    gradients = _Gradients(operands, hidden_KH, weight_VH, bias_V, ctx.needs_input_grad)
+    total, objective, temperature = targets_K.shape[0], options.objective, options.temperature
+    ahead = None
     if objective.sequence_level and total > options.chunk:
-        for part in _chunks(operands, targets_K, options):
-            logprobs_K[part.rows], entropy_K[part.rows] = part.logprobs_C, part.entropy_C
+        logprobs_K, entropy_K = _logprobs(operands, targets_K, temperature, options.chunk)
         loss, *ahead = _objective_gradients(objective, logprobs_K, entropy_K, 0)
+    else:
+        logprobs_K = torch.zeros(total, dtype=operands.dtype, device=hidden_KH.device)
+        entropy_K = torch.zeros_like(logprobs_K)
+        loss = logprobs_K.new_zeros(())
 
-    for part in _chunks(operands, targets_K, options):
-        logprobs_K[part.rows], entropy_K[part.rows] = part.logprobs_C, part.entropy_C
+    def one_chunk(rows: slice) -> Tensor:
+        """Its loss (0 when known ahead); the full-vocabulary buffers die with this call."""
+        part = _evaluate(operands, targets_K, rows, temperature)
         if ahead is None:
-            part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, part.rows.start)
-            loss = loss + part_loss
+            logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C
+            part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, rows.start)
         else:
-            g_C, e_C = ahead[0][part.rows], ahead[1][part.rows]
-        gradient_CV = _logits_gradient(part, g_C, e_C if objective.uses_entropy else None, options.temperature)
-        if bias_grad is not None:
-            bias_grad += gradient_CV.sum(0)
-        product_CV = gradient_CV.to(operands.weight_VH.dtype)
-        if hidden_grad is not None:
-            hidden_grad[part.rows] = torch.mm(product_CV, operands.weight_VH).to(hidden_grad.dtype)
-        if weight_grad is not None:
-            _accumulate(weight_grad, product_CV, operands.hidden_KH[part.rows])
-    ctx.gradients = (hidden_grad, None if weight_grad is None else weight_grad.to(weight_VH.dtype), bias_grad)
+            part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
+        gradient_CV = _logits_gradient(part, g_C, e_C if objective.uses_entropy else None, temperature)
+        gradients.add(gradient_CV, rows)
+        return part_loss
+
+    for rows in _rows(total, options.chunk):
+        loss = loss + one_chunk(rows)
+    ctx.gradients = gradients.finish()
     ctx.mark_non_differentiable(logprobs_K, entropy_K)
     return loss, logprobs_K, entropy_K
 

@@ -1,0 +1,238 @@
+"""Every loss × aggregation × correction × {without, with KL and entropy} against a float64 oracle: values, gradients.
+
+The oracle shares nothing with the code: it takes the full softmax, goes token by token in plain Python over whole
+rollouts, and aggregates by the words of docs/algorithms.md §4. The code under test gets packed segments, a weight per
+segment, and a head that sees five tokens at a time.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipelinerl.finetune.rl.head import OutputHead, head_loss
+from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+from pipelinerl.preprocess.aggregation import rollout_weights
+
+VOCAB, HIDDEN, TEMPERATURE = 37, 6, 0.7
+LOSSES = ("reinforce", "ppo", "gspo", "decoupled_ppo")
+AGGREGATIONS = ("sum_over_batch", "token_mean", "sample_mean", "prompt_mean")
+CORRECTIONS = {
+    "none": {},
+    "token_tis": {"token_tis": 1.2},
+    "sequence_tis": {"sequence_tis": 1.5},
+    "token_mis": {"token_mis": 1.3},
+    "sequence_mis": {"sequence_mis": 2.0},
+    "veto": {"veto": 0.55},
+    "token_tis+veto": {"token_tis": 1.2, "veto": 0.55},
+    "token_mis+sequence_tis": {"token_mis": 1.3, "sequence_tis": 1.5},
+}
+EXTRAS = {"plain": {}, "kl+entropy": {"kl_coef": 0.13, "kl_clamp": 0.8, "entropy_bonus": 0.07}}
+RATIO_CLAMP, EPSILON_LOW, EPSILON_HIGH = 1.4, 0.2, 0.28
+
+
+@dataclass
+class Rollout:
+    group: str
+    advantage: float
+    sequences: list[list[int]]
+    """Indices of each sequence's trained tokens in the flat arrays."""
+
+
+@dataclass
+class Case:
+    rollouts: list[Rollout]
+    hidden: Tensor
+    targets: Tensor
+    log_mu: Tensor
+    log_ref: Tensor
+
+
+@pytest.fixture(scope="module")
+def head() -> OutputHead:
+    torch.manual_seed(1)
+    return OutputHead.wrap(nn.Linear(HIDDEN, VOCAB, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def case(head: OutputHead) -> Case:
+    """Three groups; rollouts of one to three sequences of 1 to 7 tokens; ratios on both sides of every bound."""
+    rng = np.random.default_rng(3)
+    torch.manual_seed(2)
+    rollouts, count = [], 0
+    for group, members in (("a", 3), ("b", 2), ("c", 1)):
+        for _ in range(members):
+            sequences = []
+            for length in rng.integers(1, 8, rng.integers(1, 4)):
+                sequences.append(list(range(count, count + int(length))))
+                count += int(length)
+            rollouts.append(Rollout(group, float(rng.normal()), sequences))
+    hidden = torch.randn(count, HIDDEN, dtype=torch.float64)
+    targets = torch.from_numpy(rng.integers(0, VOCAB, count))
+    with torch.no_grad():
+        log_pi = (head(hidden) / TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    spread = torch.from_numpy(rng.normal(0, 0.6, count))
+    return Case(rollouts, hidden, targets, log_pi + spread, log_pi + torch.from_numpy(rng.normal(0, 0.7, count)))
+
+
+# --- the oracle
+
+
+def policy_term(name: str, log_pi: list[Tensor], log_mu: list[float], t: int, advantage: float) -> Tensor:
+    """Loss of token t of a sequence."""
+    ratio = torch.exp(log_pi[t] - log_mu[t])
+    if name == "reinforce":
+        return -min(ratio.item(), RATIO_CLAMP) * advantage * log_pi[t]
+    if name == "decoupled_ppo":
+        proximal = log_pi[t].item()
+        behaviour = math.exp(proximal - log_mu[t])
+        return behaviour * clipped(torch.exp(log_pi[t] - proximal), advantage)
+    if name == "gspo":
+        total = sum(((p - m) for p, m in zip(log_pi, log_mu, strict=True)), torch.zeros((), dtype=torch.float64))
+        ratio = torch.exp(total / len(log_pi))
+    return clipped(ratio, advantage)
+
+
+def clipped(ratio: Tensor, advantage: float) -> Tensor:
+    inside = ratio
+    if ratio.item() < 1 - EPSILON_LOW:
+        inside = torch.tensor(1 - EPSILON_LOW, dtype=torch.float64)
+    if ratio.item() > 1 + EPSILON_HIGH:
+        inside = torch.tensor(1 + EPSILON_HIGH, dtype=torch.float64)
+    plain, bounded = ratio * advantage, inside * advantage
+    return -(plain if plain.item() <= bounded.item() else bounded)
+
+
+def correction(settings: dict[str, float], log_pi: list[Tensor], log_mu: list[float], t: int) -> float:
+    """The product of the configured weights, a number without gradient."""
+    ratios = [math.exp(p.item() - m) for p, m in zip(log_pi, log_mu, strict=True)]
+    whole, weight = math.prod(ratios), 1.0
+    if "token_tis" in settings:
+        weight *= min(ratios[t], settings["token_tis"])
+    if "sequence_tis" in settings:
+        weight *= min(whole, settings["sequence_tis"])
+    if "token_mis" in settings:
+        weight *= ratios[t] if ratios[t] <= settings["token_mis"] else 0.0
+    if "sequence_mis" in settings:
+        weight *= whole if whole <= settings["sequence_mis"] else 0.0
+    if "veto" in settings and any(ratio < settings["veto"] for ratio in ratios):
+        weight = 0.0
+    return weight
+
+
+def kl_term(settings: dict[str, float], log_pi: Tensor, log_ref: float) -> Tensor:
+    d = log_ref - log_pi
+    bound = settings["kl_clamp"]
+    if abs(d.item()) > bound:
+        d = torch.tensor(math.copysign(bound, d.item()), dtype=torch.float64)
+    return settings["kl_coef"] * (torch.exp(d) - d - 1)
+
+
+def oracle(
+    case: Case, weight: Tensor, bias: Tensor, hidden: Tensor, name: str, aggregation: str, settings: dict[str, float]
+) -> Tensor:
+    log_p = ((hidden @ weight.T + bias) / TEMPERATURE).log_softmax(-1)
+    per_rollout = []
+    for rollout in case.rollouts:
+        total = torch.zeros((), dtype=torch.float64)
+        for sequence in rollout.sequences:
+            log_pi = [log_p[i, case.targets[i]] for i in sequence]
+            log_mu = [case.log_mu[i].item() for i in sequence]
+            for t, i in enumerate(sequence):
+                loss = policy_term(name, log_pi, log_mu, t, rollout.advantage)
+                loss = loss * correction(settings, log_pi, log_mu, t)
+                if "kl_coef" in settings:
+                    loss = loss + kl_term(settings, log_pi[t], case.log_ref[i].item())
+                    entropy = -(log_p[i].exp() * log_p[i]).sum()
+                    loss = loss - settings["entropy_bonus"] * entropy
+                total = total + loss
+        per_rollout.append((rollout, sum(len(s) for s in rollout.sequences), total))
+    return aggregate(aggregation, per_rollout)
+
+
+def aggregate(kind: str, per_rollout: list[tuple[Rollout, int, Tensor]]) -> Tensor:
+    if kind == "sum_over_batch":
+        return sum(total for _, _, total in per_rollout) / len(per_rollout)
+    if kind == "token_mean":
+        return sum(total for _, _, total in per_rollout) / sum(tokens for _, tokens, _ in per_rollout)
+    if kind == "sample_mean":
+        return sum(total / tokens for _, tokens, total in per_rollout) / len(per_rollout)
+    groups = sorted({rollout.group for rollout, _, _ in per_rollout})
+    means = []
+    for group in groups:
+        members = [(tokens, total) for rollout, tokens, total in per_rollout if rollout.group == group]
+        means.append(sum(total for _, total in members) / sum(tokens for tokens, _ in members))
+    return sum(means) / len(means)
+
+
+# --- the comparison
+
+
+def inputs_of(case: Case, aggregation: str, with_reference: bool) -> TokenInputs:
+    tokens = np.array([sum(len(s) for s in rollout.sequences) for rollout in case.rollouts])
+    groups = [rollout.group for rollout in case.rollouts]
+    weights = rollout_weights(aggregation, tokens, groups, np.ones(len(tokens), dtype=bool))
+    columns: list[tuple[float, float, int]] = []
+    segment = 0
+    for rollout, weight in zip(case.rollouts, weights, strict=True):
+        for sequence in rollout.sequences:
+            columns += [(rollout.advantage, float(weight), segment)] * len(sequence)
+            segment += 1
+    advantages, per_token, segments = zip(*columns, strict=True)
+    return TokenInputs(
+        sampler_logprobs_K=case.log_mu,
+        advantages_K=torch.tensor(advantages, dtype=torch.float64),
+        weights_K=torch.tensor(per_token, dtype=torch.float64),
+        segments_K=torch.tensor(segments),
+        num_segments=segment,
+        ref_logprobs_K=case.log_ref if with_reference else None,
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_equal_the_oracle(case: Case, head: OutputHead, name: str, extras: str) -> None:
+    for aggregation, key in itertools.product(AGGREGATIONS, CORRECTIONS):
+        chosen = {**CORRECTIONS[key], **EXTRAS[extras]}
+        hidden = case.hidden.clone().requires_grad_()
+        expected = oracle(case, head.weight, head.bias, hidden, name, aggregation, chosen)
+        expected_gradients = torch.autograd.grad(expected, (hidden, head.weight, head.bias))
+
+        settings = LossSettings(
+            policy_loss=name,
+            ratio_clamp=RATIO_CLAMP,
+            epsilon_low=EPSILON_LOW,
+            epsilon_high=EPSILON_HIGH,
+            **chosen,
+        )
+        objective = PolicyObjective(inputs_of(case, aggregation, extras != "plain"), settings)
+        for chunk in (5, 10_000):
+            output = head_loss(head, hidden, case.targets, objective, temperature=TEMPERATURE, chunk=chunk, fp32=True)
+            gradients = torch.autograd.grad(output.loss, (hidden, head.weight, head.bias))
+            where = f"{aggregation} {key} chunk={chunk}"
+            assert relative_error(output.loss, expected) <= 1e-6, where
+            for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+                assert relative_error(gradient, wanted) <= 1e-6, where
+
+
+def test_case_has_ratios_on_both_sides_of_every_bound(case: Case, head: OutputHead) -> None:
+    """The comparison above would prove little about a bound that nothing crosses."""
+    with torch.no_grad():
+        log_pi = (head(case.hidden) / TEMPERATURE).log_softmax(-1).gather(1, case.targets[:, None])[:, 0]
+    ratio = (log_pi - case.log_mu).exp()
+    whole = torch.tensor([ratio[s].prod() for rollout in case.rollouts for s in rollout.sequences])
+    for values, bound in (
+        *((ratio, b) for b in (RATIO_CLAMP, 1 - EPSILON_LOW, 1 + EPSILON_HIGH, 1.2, 1.3, 0.55)),
+        *((whole, b) for b in (1.5, 2.0)),
+        ((case.log_ref - log_pi).abs(), 0.8),
+    ):
+        assert (values < bound).any(), bound
+        assert (values > bound).any(), bound
