@@ -6,6 +6,7 @@ import traceback
 import aiohttp
 
 from pipelinerl.actor.sequences import SequenceTooLong
+from pipelinerl.async_llm import is_retryable
 from pipelinerl.errors import DomainError, PipelineRLError, RecordError, ServerError, TransportError, VerifierError
 
 TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS = (
@@ -34,7 +35,7 @@ def classify(error: BaseException) -> str:
         return DOMAIN
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return TIMEOUT
-    if isinstance(error, ServerError) and 400 <= error.status < 500:
+    if isinstance(error, ServerError) and not is_retryable(error):
         return TOO_LONG if any(words in str(error).lower() for words in _TOO_LONG_WORDS) else DOMAIN
     if isinstance(error, (TransportError, aiohttp.ClientError, ConnectionError)):
         return TRANSPORT

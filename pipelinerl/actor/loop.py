@@ -149,12 +149,9 @@ class ActorLoop:
             while not self._should_stop() and not self._ended():
                 self._refresh()
                 self._dispatch()
-                results = self._workers.poll(POLL_S)
-                for result in results:
+                for result in self._workers.poll(POLL_S):
                     self._take(result)
                 self._finish_evaluation()
-                if results:
-                    self._status.progress(version=self._version, published=self._progress.published)
                 self._name_wait()
                 self._log()
         finally:
@@ -366,6 +363,7 @@ class ActorLoop:
             RolloutGroup(**self._identity(work), rollouts=rollouts, dispatched_version=work.start.version),
         )
         self._metrics.rollouts(rollouts)
+        self._status.progress(published=self._progress.published)
 
     def _drop_group(self, work: _Work, failure: Failure) -> None:
         self._settle(work, GroupDropped(**self._identity(work), reason=failure.reason, detail=failure.detail))
@@ -428,6 +426,7 @@ class ActorLoop:
         evaluation.take(work.item, result.rollouts, worth_repeating=repeat)
         problem = work.item.problem
         if result.rollouts:
+            self._status.progress(evaluating=evaluation.version)
             self._publish_test(
                 RolloutGroup(
                     group_id=work.start.group_id,

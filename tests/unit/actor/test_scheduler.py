@@ -1,0 +1,178 @@
+"""Rollouts in a worker: joined requests, failures and their types, deadlines, retries."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from omegaconf import OmegaConf
+
+from pipelinerl.actor.messages import GroupFinished, StartGroup
+from pipelinerl.actor.scheduler import Scheduler, Settings
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.errors import TransportError, VerifierError
+from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.testing import FakeServer, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+METRICS = BaseMetrics(reward=1, success=True, no_error=True, no_answer=False)
+
+
+def answer(prompt_ids: list[int], params: dict[str, Any], index: int) -> list[int]:
+    return [*TOKENIZER.encode(str(index)), TOKENIZER.eos_token_id]
+
+
+async def ask(llm: TrainableLLM, session: aiohttp.ClientSession, text: str = "?") -> RolloutResult:
+    call = await llm_async_generate(llm, Prompt.from_user_message(text), session)
+    return RolloutResult(training_texts=[make_training_text(llm, call)], metrics=METRICS, latency=0.0)
+
+
+async def plain(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+    return await ask(llm, session)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with FakeServer(answer) as running:
+        yield running
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Run]:
+    async with aiohttp.ClientSession() as session:
+
+        async def run_group(
+            function: Callable, *servers: FakeServer, attempts: int = 4, problem: dict | None = None, **changes: Any
+        ) -> GroupFinished:
+            settings = {
+                "rollout_timeout_s": 10.0,
+                "request_timeout_s": 10.0,
+                "max_request_retries": 2,
+                "max_completions_per_request": 64,
+                "seq_length": 1000,
+            } | changes
+            parameters = settings.pop("parameters", {"max_tokens": 8})
+            llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters=parameters, collect_logprobs=True)
+            scheduler = Scheduler(OmegaConf.create({}), [function], (llm, llm), session, Settings(**settings))
+            scheduler.pool.update({str(i): running.url for i, running in enumerate(servers)})
+            start = StartGroup(
+                ticket=1,
+                group_id="g",
+                domain=0,
+                problem=problem or {"p": 1},
+                attempts=tuple(range(attempts)),
+                evaluation=False,
+                version=0,
+            )
+            return await scheduler.run_group(start)
+
+        yield run_group
+
+
+async def test_equal_requests_of_a_group_travel_as_one(run: Run, server: FakeServer) -> None:
+    finished = await run(plain, server)
+    assert [request["sampling_params"]["n"] for request in server.requests] == [4]
+    sampled = sorted(TOKENIZER.decode(r.sequences[0].token_ids)[-len("0<|im_end|>") :][0] for r in finished.rollouts)
+    assert sampled == ["0", "1", "2", "3"]
+
+
+async def test_a_seed_or_different_prompts_keep_requests_apart(run: Run, server: FakeServer) -> None:
+    await run(plain, server, parameters={"max_tokens": 8, "seed": 1})
+    assert len(server.requests) == 4
+    count = iter(range(4))
+
+    async def different(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        return await ask(llm, session, str(next(count)))
+
+    await run(different, server)
+    assert len(server.requests) == 8
+
+
+async def test_failing_server_is_left_for_another(run: Run, server: FakeServer) -> None:
+    async with FakeServer(answer) as broken:
+        broken.status = 500
+        finished = [await run(plain, broken, server) for _ in range(4)]
+    assert all(len(one.rollouts) == 4 for one in finished)
+
+
+@pytest.mark.parametrize(("status", "reason"), [(500, "transport"), (400, "domain_error"), (429, "transport")])
+async def test_status_of_the_server_types_the_failure(run: Run, server: FakeServer, status: int, reason: str) -> None:
+    server.status = status
+    finished = await run(plain, server, attempts=2, max_request_retries=1)
+    assert [failure.reason for failure in finished.failures] == [reason] * 2
+    assert len(server.requests) == (1 if status == 400 else 2)
+
+
+async def test_domain_that_swallows_a_transport_failure_earns_no_reward(run: Run, server: FakeServer) -> None:
+    async def swallowing(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        try:
+            return await ask(llm, session)
+        except Exception:
+            return RolloutResult(training_texts=[], metrics=METRICS, latency=0.0)
+
+    server.status = 500
+    finished = await run(swallowing, server, max_request_retries=0)
+    assert finished.rollouts == ()
+    assert {failure.reason for failure in finished.failures} == {"transport"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyError("answer"), "domain_error"),
+        (VerifierError("verifier_0 did not answer"), "verifier"),
+        (TransportError("tool server"), "transport"),
+        (aiohttp.ServerDisconnectedError(), "transport"),
+        (TimeoutError("my own"), "timeout"),
+        (asyncio.CancelledError(), "domain_error"),
+    ],
+)
+async def test_exception_of_the_domain_is_typed_and_costs_one_rollout(
+    run: Run, server: FakeServer, error: BaseException, reason: str
+) -> None:
+    turn = iter(range(4))
+
+    async def failing(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        if next(turn) == 1:
+            raise error
+        return await ask(llm, session)
+
+    finished = await run(failing, server)
+    assert len(finished.rollouts) == 3
+    (failure,) = finished.failures
+    assert failure.reason == reason
+    assert f"failing raised {type(error).__name__}" in failure.detail
+    assert "{'p': 1}" in failure.detail
+
+
+async def test_rollout_deadline_ends_it_as_timeout(run: Run, server: FakeServer) -> None:
+    server.hold.clear()
+    finished = await run(plain, server, attempts=1, rollout_timeout_s=0.2)
+    (failure,) = finished.failures
+    assert failure.reason == "timeout"
+    assert "actor.rollout_timeout_s=0.2" in failure.detail
+
+
+async def test_request_deadline_is_a_transport_failure_that_is_repeated(run: Run, server: FakeServer) -> None:
+    server.hold.clear()
+    finished = await run(plain, server, attempts=1, request_timeout_s=0.1, max_request_retries=1)
+    assert finished.failures[0].reason == "transport"
+    assert len(server.requests) == 2
+
+
+async def test_sequence_longer_than_seq_length_is_too_long(run: Run, server: FakeServer) -> None:
+    finished = await run(plain, server, attempts=1, seq_length=3)
+    assert finished.failures[0].reason == "too_long"
+
+
+async def test_result_without_tokens_is_not_trained(run: Run, server: FakeServer) -> None:
+    async def empty(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        return RolloutResult(training_texts=[], metrics=METRICS, latency=0.0)
+
+    finished = await run(empty, server, attempts=1)
+    assert finished.failures[0].reason == "empty"
