@@ -32,13 +32,21 @@ def make_sequence(
 
 
 def make_groups(
-    seed: int, count: int, *, attempts: int = 16, turns: int = 1, merged: bool = False, vocab_size: int = 32_000
+    seed: int,
+    count: int,
+    *,
+    attempts: int = 16,
+    turns: int = 1,
+    merged: bool = False,
+    vocab_size: int = 32_000,
+    versions: int = 2,
 ) -> Iterator[RolloutGroup]:
     """Groups of rollouts with prompts of 100–500 and completions of 200–8,000 tokens.
 
     Args:
         turns: LLM calls per rollout.
         merged: one sequence per rollout that holds all turns (together as long as one completion); else one per turn.
+        versions: weight versions that each completion crosses, from 0 on.
     """
     rng = np.random.default_rng(seed)
     for position in range(count):
@@ -55,23 +63,24 @@ def make_groups(
             dispatch_index=position,
             attempts=attempts,
             dispatched_version=0,
-            rollouts=tuple(_make_rollout(rng, a, prompt, turns, merged, vocab_size) for a in range(attempts)),
+            rollouts=tuple(_make_rollout(rng, a, prompt, turns, merged, vocab_size, versions) for a in range(attempts)),
         )
 
 
 def _make_rollout(
-    rng: np.random.Generator, attempt: int, prompt: int, turns: int, merged: bool, vocab_size: int
+    rng: np.random.Generator, attempt: int, prompt: int, turns: int, merged: bool, vocab_size: int, versions: int
 ) -> Rollout:
     if merged:
         total = int(completion_lengths(rng, 1)[0])
-        sequences = [make_sequence(rng, prompt, [max(1, total // turns)] * turns, vocab_size=vocab_size)]
+        completions = [[max(1, total // turns)] * turns]
     else:
-        lengths = completion_lengths(rng, turns).tolist()
-        sequences = [make_sequence(rng, prompt, [length], vocab_size=vocab_size) for length in lengths]
+        completions = [[length] for length in completion_lengths(rng, turns).tolist()]
     return Rollout(
         attempt=attempt,
         reward=float(rng.integers(0, 2)),
-        sequences=tuple(sequences),
+        sequences=tuple(
+            make_sequence(rng, prompt, lengths, vocab_size=vocab_size, versions=versions) for lengths in completions
+        ),
         metrics={},
         latency_s=1.0,
         num_llm_calls=turns,
