@@ -83,7 +83,9 @@ def train_domains(cfg: Config) -> list[TrainDomain]:
     for section in domains_of(cfg):
         problems = load_problems(section, section.train_dataset_names)
         if not problems:
-            raise DomainError(f"domain {section.name} has no training problems: set train_dataset_names")
+            raise DomainError(
+                f"{section.dataset_loader} returned no problems for train_dataset_names={section.train_dataset_names}"
+            )
         domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems))
         log.info("problems loaded domain=%s train=%d", section.name, len(problems))
     return domains
@@ -109,7 +111,8 @@ def test_problems(cfg: Config) -> list[TestProblem]:
         return []
     tests = []
     for i, section in enumerate(domains_of(cfg)):
-        problems = load_problems(section, section.test_dataset_names)
+        names = section.test_dataset_names
+        problems = load_problems(section, names) if names else []
         for index, problem in enumerate(problems[: cfg.eval.max_problems]):
             dataset = str(problem.get("dataset", "test"))
             tests.append(TestProblem(domain=i, dataset=dataset, index=index, problem=problem))

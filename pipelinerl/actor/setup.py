@@ -54,8 +54,6 @@ def domains_of(cfg: Config) -> tuple[DomainSection, ...]:
 def load_problems(domain: DomainSection, names: list[str]) -> list[dict[str, Any]]:
     """The loader's problems, checked."""
     loader = resolve_function(domain.dataset_loader)
-    if not names:
-        return []
     try:
         problems = loader(names, **domain.dataset_loader_params)
         if inspect.iscoroutine(problems):
@@ -70,8 +68,6 @@ def load_problems(domain: DomainSection, names: list[str]) -> list[dict[str, Any
         raise DomainError(
             f"{domain.dataset_loader}({names}{', ' + params if params else ''}) raised {type(error).__name__}: {error}"
         ) from error
-    if not problems:
-        raise DomainError(f"{domain.dataset_loader} returned no problems for {names}: check the dataset names")
     for i, problem in enumerate(problems):
         if not isinstance(problem, dict):
             raise DomainError(

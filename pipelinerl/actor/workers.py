@@ -257,6 +257,6 @@ async def _messages(connection: Connection) -> Any:
 def require_coroutines(functions: Iterable[Callable]) -> None:
     """A rollout function must be ``async def``."""
     for function in functions:
-        if not inspect.iscoroutinefunction(function):
+        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
             name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
             raise DomainError(f"{name} is not a coroutine function: define it with `async def`")
