@@ -274,6 +274,7 @@ class ActorLoop:
         if isinstance(result, Lost):
             self._take_lost(result)
             return
+        self._metrics.aborted(result.aborted_requests)
         work = self._works.pop(result.ticket, None)
         if work is None:
             return

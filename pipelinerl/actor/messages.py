@@ -59,6 +59,8 @@ class GroupFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     ticket: int
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...]
+    aborted_requests: int = 0
+    """Requests that ended without a completion, repeated or not."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -29,6 +29,7 @@ class ActorMetrics:
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
         self._retried = 0
+        self._aborted_requests = 0
         self._rollouts = 0
         self._output_tokens = 0
         self._groups = 0
@@ -53,6 +54,10 @@ class ActorMetrics:
         """A group that will never come."""
         self._dropped_groups[reason] += 1
 
+    def aborted(self, requests: int) -> None:
+        """Requests that a server did not complete."""
+        self._aborted_requests += requests
+
     def retried(self) -> None:
         """A group whose missing attempts were tried again."""
         self._retried += 1
@@ -66,6 +71,7 @@ class ActorMetrics:
             "rollouts": self._rollouts,
             "groups": self._groups,
             "groups_retried": self._retried,
+            "aborted_requests": self._aborted_requests,
             "rollouts_per_s": (self._rollouts - rollouts) / elapsed,
             "tokens_generated": self._output_tokens,
             "tokens_generated_per_s": (self._output_tokens - tokens) / elapsed,

@@ -112,6 +112,7 @@ class GroupTransport:
         self._buckets: dict[tuple[bytes, bytes], _Bucket] = {}
         self._sending: set[asyncio.Task] = set()
         self.server: Server | None = None
+        self.aborted_requests = 0
 
     async def settle(self) -> Server:
         """The group's server; a new one when there is none or it left service."""
@@ -181,6 +182,7 @@ class GroupTransport:
             try:
                 return await self._post(server, request, n)
             except TransportError as error:
+                self.aborted_requests += 1
                 if server.in_service:
                     if repetition >= self._settings.max_request_retries or not is_retryable(error):
                         raise
@@ -244,6 +246,7 @@ class Scheduler:
             ticket=start.ticket,
             rollouts=tuple(result for result in results if isinstance(result, Rollout)),
             failures=tuple(result for result in results if isinstance(result, Failure)),
+            aborted_requests=transport.aborted_requests,
         )
 
     async def _run_attempt(self, start: StartGroup, attempt: int, transport: GroupTransport) -> Rollout | Failure:

@@ -27,7 +27,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
     llm = TrainableLLM(
         model_name="policy",
         tokenizer_name=model_path(vllm_server),
-        parameters={"max_tokens": 24, "temperature": 1.0},
+        parameters={"max_tokens": 24, "temperature": 1.0, "ignore_eos": True},
         collect_logprobs=True,
     )
     llm.load_tokenizer()

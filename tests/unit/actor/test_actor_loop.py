@@ -1,0 +1,305 @@
+"""The loop with scripted workers: mixing, capacity, failures, evaluation, the end."""
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.actor.evaluation import TestProblem
+from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
+from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
+from pipelinerl.actor.problems import ProblemSource
+from pipelinerl.actor.progress import Progress
+from pipelinerl.actor.workers import Lost
+from pipelinerl.errors import DomainError
+from pipelinerl.records import EvaluationDone, GroupDropped, Rollout, RolloutGroup, TrainingSequence
+
+ATTEMPTS = 2
+
+
+def rollout(attempt: int, version: int, success: float = 1.0) -> Rollout:
+    sequence = TrainingSequence(
+        token_ids=np.arange(3, dtype=np.int32),
+        logprobs=np.zeros(1, np.float32),
+        spans=np.array([[2, 3, version]], np.int32),
+        finish_reason="stop",
+    )
+    metrics = {"success": success, "reward": success}
+    return Rollout(
+        attempt=attempt, reward=success, sequences=(sequence,), metrics=metrics, latency_s=0.1, num_llm_calls=1
+    )
+
+
+class ScriptedWorkers:
+    """Answers each start with ``answer(start)`` at the next poll; None = never."""
+
+    def __init__(self, answer: Callable[[StartGroup], GroupFinished | Lost | None]):
+        self.answer = answer
+        self.running: dict[int, StartGroup] = {}
+        self.started: list[StartGroup] = []
+        self.most_running = 0
+        self.servers: list[Servers] = []
+        self.waiting: deque[StartGroup] = deque()
+
+    @property
+    def num_rollouts(self) -> int:
+        return sum(len(start.attempts) for start in self.running.values())
+
+    def set_servers(self, servers: Servers) -> None:
+        self.servers.append(servers)
+
+    def start(self, start: StartGroup) -> None:
+        self.running[start.ticket] = start
+        self.started.append(start)
+        self.waiting.append(start)
+        self.most_running = max(self.most_running, self.num_rollouts)
+
+    def cancel(self, ticket: int) -> None:
+        self.running.pop(ticket, None)
+
+    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
+        results = []
+        for _ in range(len(self.waiting)):
+            start = self.waiting.popleft()
+            if start.ticket in self.running and (result := self.answer(start)) is not None:
+                del self.running[start.ticket]
+                results.append(result)
+        return results
+
+
+def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "transport") -> GroupFinished:
+    return GroupFinished(
+        ticket=start.ticket,
+        rollouts=tuple(rollout(i, start.version) for i in start.attempts if i not in failed),
+        failures=tuple(Failure(attempt=i, reason=reason, detail="d") for i in start.attempts if i in failed),
+    )
+
+
+class ScriptedTrainer:
+    def __init__(self, version: int = 0):
+        self.version = version
+        self.servers = ("s",)
+        self.training_done = False
+
+    @property
+    def weights(self) -> tuple[int | None, tuple[str, ...]]:
+        return self.version, self.servers
+
+
+class QuietStatus:
+    def progress(self, **fields: Any) -> None:
+        pass
+
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+class Stage:
+    """A loop with everything around it scripted; ``until`` runs it to a condition."""
+
+    def __init__(
+        self,
+        answer: Callable[[StartGroup], GroupFinished | Lost | None] = finished,
+        *,
+        weights: dict[str, float] | None = None,
+        tests: int = 0,
+        batch: int = 1000,
+        **limits: Any,
+    ):
+        self.workers = ScriptedWorkers(answer)
+        self.trainer = ScriptedTrainer()
+        self.records: list[RolloutGroup | GroupDropped] = []
+        self.news: list[Any] = []
+        self.metrics: list[dict[str, float]] = []
+        self.stop: Callable[[], bool] = lambda: True
+        domains = [
+            TrainDomain(name=name, weight=weight, problems=[{"i": i} for i in range(7)])
+            for name, weight in (weights or {"d": 1.0}).items()
+        ]
+        self.loop = ActorLoop(
+            limits=Limits(
+                **{
+                    "attempts": ATTEMPTS,
+                    "llm_max_rollouts": 8,
+                    "max_failed_rollouts_per_group": 0,
+                    "max_group_reissues": 1,
+                    "max_domain_errors": 5,
+                    "eval_every_n_versions": 0,
+                    "eval_at_start": False,
+                    "eval_at_end": False,
+                    "eval_attempts": 1,
+                    "eval_timeout_s": 100.0,
+                    "log_every_s": 1000.0,
+                }
+                | limits
+            ),
+            pacing=Pacing(batch_size=batch, max_lag_steps=0, max_train_steps=100),
+            domains=domains,
+            test_problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
+            urls={"s": "http://s"},
+            trainer=self.trainer,
+            workers=self.workers,
+            dropped_later=lambda: 0,
+            publish=lambda record: self.records.append(record) or len(self.records),  # type: ignore[func-returns-value]
+            publish_test=lambda record: 0,
+            announce=lambda message: self.news.append(message) or 0,  # type: ignore[func-returns-value]
+            log_metrics=lambda values, step: self.metrics.append(values),
+            status=QuietStatus(),
+            should_stop=lambda: self.stop(),
+            progress=Progress({d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains}),
+            save=lambda: None,
+        )
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        polls = iter(range(2000))
+        self.stop = lambda: condition() or next(polls, None) is None
+        self.loop.run()
+        assert condition()
+
+
+def test_mix_of_what_is_published_meets_the_weights_although_one_domain_is_dropped() -> None:
+    count = Counter[int]()
+
+    def answer(start: StartGroup) -> GroupFinished:
+        count[start.domain] += 1
+        lost = start.domain == 0 and count[0] % 3 != 0
+        return finished(start, failed=start.attempts if lost else (), reason="empty")
+
+    stage = Stage(answer, weights={"a": 3.0, "b": 1.0})
+    stage.until(lambda: len(stage.records) >= 400)
+    published = Counter(record.domain for record in stage.records if isinstance(record, RolloutGroup))
+    assert published["a"] / published.total() == pytest.approx(0.75, abs=0.02)
+    assert count[0] > 2 * published["a"]
+
+
+def test_rollouts_under_way_never_exceed_the_servers_capacity() -> None:
+    stage = Stage()
+    stage.until(lambda: len(stage.records) >= 20)
+    assert stage.workers.most_running == 8
+
+
+def test_group_that_lost_a_member_is_completed_by_that_member_alone() -> None:
+    def answer(start: StartGroup) -> GroupFinished:
+        return finished(start, failed=(1,) if len(start.attempts) == ATTEMPTS else ())
+
+    stage = Stage(answer)
+    stage.until(lambda: len(stage.records) >= 3)
+    group = stage.records[0]
+    assert isinstance(group, RolloutGroup)
+    assert [member.attempt for member in group.rollouts] == [0, 1]
+    assert (1,) in [start.attempts for start in stage.workers.started]
+
+
+def test_group_that_stays_incomplete_is_dropped_with_its_reason() -> None:
+    stage = Stage(lambda start: finished(start, failed=(0,)))
+    stage.until(lambda: len(stage.records) >= 1)
+    dropped = stage.records[0]
+    assert isinstance(dropped, GroupDropped)
+    assert (dropped.reason, dropped.attempts, dropped.dispatch_index) == ("transport", 2, 0)
+    tries = [start for start in stage.workers.started if start.group_id == dropped.group_id]
+    assert [start.attempts for start in tries] == [(0, 1), (0,)]
+
+
+def test_member_within_the_budget_is_left_out() -> None:
+    stage = Stage(lambda start: finished(start, failed=(0,), reason="too_long"), max_failed_rollouts_per_group=1)
+    stage.until(lambda: len(stage.records) >= 1)
+    group = stage.records[0]
+    assert isinstance(group, RolloutGroup)
+    assert ([member.attempt for member in group.rollouts], group.attempts) == ([1], 2)
+
+
+def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
+    """Batch of 4 at bound 0: whatever is dropped, exactly 4 samples are published."""
+    count = iter(range(10_000))
+    stage = Stage(lambda s: finished(s, failed=s.attempts if next(count) % 5 else (), reason="empty"), batch=4)
+    stage.until(lambda: sum(len(r.rollouts) for r in stage.records if isinstance(r, RolloutGroup)) >= 4)
+    before = len(stage.records)
+    polls = iter(range(50))
+    stage.stop = lambda: next(polls, None) is None
+    stage.loop.run()
+    assert len(stage.records) == before
+
+
+def test_domain_errors_beyond_the_budget_end_the_role() -> None:
+    stage = Stage(lambda start: finished(start, failed=start.attempts, reason="domain_error"))
+    with pytest.raises(DomainError, match=r"6 rollouts failed.*actor\.max_domain_errors=5; the last: d"):
+        stage.until(lambda: False)
+
+
+def test_guilty_problem_is_found_although_others_die_with_it() -> None:
+    """The worker dies whenever problem 3 is in it; only that problem is dropped, the others are published."""
+
+    class Fragile(ScriptedWorkers):
+        def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
+            self.waiting.clear()
+            running = list(self.running.values())
+            self.running.clear()
+            if any(start.problem["i"] == 3 for start in running):
+                return [Lost(tickets=tuple(start.ticket for start in running), exit_code=-11)]
+            return [finished(start) for start in running]
+
+    stage = Stage()
+    stage.workers.__class__ = Fragile
+    stage.until(lambda: len({record.problem_index for record in stage.records}) == 7)
+    dropped = {record.problem_index for record in stage.records if isinstance(record, GroupDropped)}
+    assert dropped == {3}
+    assert all(record.reason == "poisonous" for record in stage.records if isinstance(record, GroupDropped))
+
+
+def test_evaluation_counts_only_tokens_of_the_announced_version() -> None:
+    stale = iter([7])
+
+    def answer(start: StartGroup) -> GroupFinished:
+        version = next(stale, start.version) if start.evaluation else start.version
+        return GroupFinished(
+            ticket=start.ticket, rollouts=tuple(rollout(i, version) for i in start.attempts), failures=()
+        )
+
+    stage = Stage(answer, tests=3, eval_at_start=True)
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
+    done = stage.news[-1]
+    assert (done.version, done.num_rollouts, done.metrics["complete"]) == (0, 3, 1.0)
+    assert len([start for start in stage.workers.started if start.evaluation]) == 4
+
+
+def test_evaluation_failure_is_left_out_and_never_scored() -> None:
+    def answer(start: StartGroup) -> GroupFinished:
+        return finished(start, failed=start.attempts if start.evaluation and start.problem["i"] == 0 else ())
+
+    stage = Stage(answer, tests=4, eval_at_start=True)
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
+    done = stage.news[-1]
+    assert (done.success, done.num_rollouts, done.metrics["complete"]) == (1.0, 3, 0.75)
+
+
+def test_evaluation_every_n_versions_while_training_goes_on() -> None:
+    stage = Stage(tests=2, eval_every_n_versions=3, batch=4)
+
+    def condition() -> bool:
+        if len(stage.records) >= 2 * (stage.trainer.version + 1) and stage.trainer.version < 7:
+            stage.trainer.version += 1
+        return stage.trainer.version == 7 and len(stage.records) >= 16
+
+    stage.until(condition)
+    assert [m.version for m in stage.news if isinstance(m, EvaluationDone)] == [3, 6]
+
+
+def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
+    stage = Stage(lambda start: finished(start) if start.evaluation else None, tests=2, eval_at_end=True)
+    polls = iter(range(200))
+
+    def condition() -> bool:
+        stage.trainer.training_done = True
+        stage.trainer.version = 9
+        return next(polls, None) is None
+
+    stage.stop = condition
+    stage.loop.run()
+    assert [type(m).__name__ for m in stage.news] == ["EvaluationStarted", "EvaluationDone"]
+    assert stage.news[-1].version == 9
+    assert stage.records == []
+    assert stage.workers.running == {}
