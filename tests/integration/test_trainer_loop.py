@@ -31,7 +31,8 @@ class FakeSender:
         self._report: Any = None
         self._in_service = False
 
-    def poll_returning_servers(self) -> tuple[str, ...]:
+    @property
+    def returning(self) -> tuple[str, ...]:
         return () if self._in_service else ("actor_llm_0",)
 
     def send_async(self, version: int, params: Any, metadata: Any) -> None:

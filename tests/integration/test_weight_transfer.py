@@ -144,7 +144,7 @@ def test_server_that_is_down_costs_no_time(start_model_server: Any, make_sender:
     assert report.servers == ("actor_llm_0",)
     assert report.transfer_ms < 5000
     assert send(sender, 1).servers == ("actor_llm_0",)
-    assert sender.poll_returning_servers(1, params(1).items(), specs()) is None
+    assert not sender.readmit_async()
 
 
 def test_restarted_server_leaves_service_and_gets_the_current_weights(
@@ -157,11 +157,11 @@ def test_restarted_server_leaves_service_and_gets_the_current_weights(
     server.receiver.abandon()
     server.receiver._group = None
     wait_for(lambda: sender.returning == ("actor_llm_0",))
-    report = sender.poll_returning_servers(4, params(4).items(), specs())
-    assert report is not None
+    assert sender.readmit_async()
+    report = sender.wait()
     assert report.servers == ("actor_llm_0",)
     assert holds(server, 4)
-    assert sender.poll_returning_servers(4, params(4).items(), specs()) is None
+    assert not sender.readmit_async()
 
 
 def test_wrong_secret_is_refused_at_once(start_model_server: Any, make_sender: Any) -> None:
