@@ -15,7 +15,8 @@ from pipelinerl.world import Job, WorldMap
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
 GUARD = "pipelinerl.inference.guard.Guard"
-WORKER_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
+WEIGHT_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
+SCORE_EXTENSION = "pipelinerl.inference.scoring.ScoreExtension"
 
 RESERVED = {
     "host": "addresses come from the world map",
@@ -24,7 +25,7 @@ RESERVED = {
     "model": "set model_path",
     "served-model-name": "clients address the model as `policy` or `reference`",
     "weight-transfer-config": "set weights.backend",
-    "worker-extension-cls": "weight updates use it",
+    "worker-extension-cls": "weight updates and exact scores use it",
     "logprobs-mode": "training needs the processed log-probabilities of what was sampled",
     "return-tokens-as-token-ids": "tokens are exact",
     "enable-scale-out": "the token-in/token-out endpoint is part of it",
@@ -47,6 +48,8 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job) -> tuple[str, ...]:
     user = _normalized(cfg.vllm_config.vllm_kwargs)
     _refuse_reserved(user, job)
     settings = _defaults(cfg, world, job) | user
+    if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
+        settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
     head = _head_overrides(cfg, settings)
     if head:
         settings["hf-overrides"] = head
@@ -55,7 +58,14 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job) -> tuple[str, ...]:
 
 def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
     """Environment variables of one server; `vllm_config.env` wins."""
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": job.hostname}
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": job.hostname,
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",  # longer than any client's, so that no request meets a closing connection
+    }
+    if job.kind == "preprocessor_llm":
+        env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no position beyond the model's own is ever computed
     if world.accelerator == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(_threads(cfg, job))}
         if job.cores:
@@ -93,7 +103,9 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     }
     if job.kind == "actor_llm":
         settings["weight-transfer-config"] = {"backend": BACKENDS[weight_backend(cfg, world)]}
-        settings["worker-extension-cls"] = WORKER_EXTENSION
+        settings["worker-extension-cls"] = WEIGHT_EXTENSION
+    else:
+        settings["worker-extension-cls"] = SCORE_EXTENSION
     if world.accelerator == "cpu":
         settings["enforce-eager"] = True
         if _world_size(cfg) == 1:
