@@ -88,7 +88,7 @@ def summarise(
     evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
     updates = {m.version: m for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.version > 0}
     pauses = [pause for update in updates.values() for pause in update.pause_ms]
-    training_s = training_seconds(records.trainer)
+    training_s = training_seconds(records.trainer, evaluations)
     trained = sum(step.metrics.get("tokens", 0.0) for step in steps)
     return {
         "success_before": evaluations[0].success if evaluations else None,
@@ -124,13 +124,16 @@ def last_per_step(messages: Iterable[TrainerMessage]) -> list[SamplesProcessed]:
     return sorted({m.step: m for m in messages if isinstance(m, SamplesProcessed)}.values(), key=lambda m: m.step)
 
 
-def training_seconds(messages: Sequence[TrainerMessage]) -> float | None:
-    """From the first weights that servers held to the last optimizer step."""
-    starts = [m.timestamp for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
+def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[EvaluationDone] = ()) -> float | None:
+    """From the first weights that servers held, or the end of their evaluation, to the last optimizer step."""
+    updates = [m for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
     ends = [m.timestamp for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
-    if not starts or not ends or max(ends) <= min(starts):
+    if not updates or not ends:
         return None
-    return max(ends) - min(starts)
+    first = min(updates, key=lambda update: update.timestamp)
+    evaluated = [e.timestamp for e in evaluations if e.version == first.version and e.timestamp < max(ends)]
+    start = max([first.timestamp, *evaluated])
+    return max(ends) - start if max(ends) > start else None
 
 
 def rate(amount: float, seconds: float | None) -> float | None:
