@@ -25,7 +25,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.accumulate import BatchRules, train_step
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.engines import Engine, build_engine, choose_engine, init_ranks
+from pipelinerl.finetune.engines import Engine, build_engine, choose_engine, join_ranks, read_ranks
 from pipelinerl.finetune.feed import Feed
 from pipelinerl.finetune.model import DTYPES, Policy, load_lm, verify_packing
 from pipelinerl.finetune.optim import learning_rate
@@ -90,7 +90,7 @@ class Trainer:
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
-        self.rank, self.world_size, self.device = init_ranks(ctx.world.accelerator)
+        self.rank, self.world_size, self.device = read_ranks(ctx.world.accelerator)
         torch.manual_seed(self.cfg.seed + self.rank)
         self.engine = make_engine(self.cfg, self.device, self.world_size)
         self.dtype = DTYPES[self.cfg.finetune.dtype]
@@ -218,6 +218,8 @@ class Trainer:
 def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine, its attention verified."""
     finetune = cfg.finetune
+    name = choose_engine(cfg, world_size)
+    join_ranks(name, world_size, device)
     policy = Policy(
         load_lm(cfg.model_path, cfg, device),
         temperature=finetune.rl.temperature,
@@ -225,8 +227,9 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
     )
-    engine = build_engine(choose_engine(cfg, world_size), policy, cfg, device)
+    engine = build_engine(name, policy, cfg, device)
     verify_packing(engine.policy, device, finetune.attn_implementation)
+    log.info("engine=%s ranks=%d", name, world_size)
     return engine
 
 

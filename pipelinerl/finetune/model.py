@@ -25,6 +25,15 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class Tokens(NamedTuple):
+    """Input of a forward pass without a loss."""
+
+    input_ids: Tensor
+    """int64 [B, L]"""
+    position_ids: Tensor
+    """int64 [B, L]"""
+
+
 class PolicyOutput(NamedTuple):
     loss: Tensor
     """Scalar: policy, KL, entropy and value terms of this micro-batch, weighted."""
@@ -68,8 +77,13 @@ class Policy(nn.Module):
         """[B, L, H] final states. No mask and no cache: with either, packed documents attend to each other."""
         return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
 
-    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
-        hidden_KH = self.hidden_states(batch.input_ids, batch.position_ids).flatten(0, 1)[batch.predictors_K]
+    def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
+        """The loss of a micro-batch; for bare tokens their hidden states (engines gather parameters only in here)."""
+        hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
+        if settings is None:
+            return hidden_BLH
+        assert isinstance(batch, Batch)
+        hidden_KH = hidden_BLH.flatten(0, 1)[batch.predictors_K]
         inputs, value_term = batch.inputs, None
         if self.value_head is not None:
             inputs, value_term = self._with_values(hidden_KH, inputs)
@@ -93,6 +107,14 @@ class Policy(nn.Module):
         rewards_K = inputs.advantages_K
         loss = self.value_loss_coef * 0.5 * (inputs.weights_K * (values_K - rewards_K).square()).sum()
         return replace(inputs, advantages_K=rewards_K - values_K.detach()), loss
+
+
+def decoder_layers(lm: nn.Module) -> nn.ModuleList:
+    """The repeated blocks of the model: its longest list of modules."""
+    lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"model_path: {type(lm).__name__} has no list of layers to shard; use finetune.engine=ddp")
+    return max(lists, key=len)
 
 
 def choose_attention(requested: str, cuda: bool) -> str:
@@ -143,8 +165,8 @@ def packing_error(policy: Policy, device: torch.device, length: int = 8) -> floa
     vocab = policy.lm.config.get_text_config().vocab_size
     ids = torch.arange(2 * length, device=device).remainder(vocab)[None]
     positions = torch.arange(length, device=device)[None]
-    packed = policy.hidden_states(ids, torch.cat([positions, positions], 1)).float()
-    alone = torch.cat([policy.hidden_states(part, positions).float() for part in ids.split(length, 1)], 1)
+    packed = policy(Tokens(ids, torch.cat([positions, positions], 1))).float()
+    alone = torch.cat([policy(Tokens(part, positions)).float() for part in ids.split(length, 1)], 1)
     return ((packed - alone).abs().max() / alone.abs().max()).item()
 
 

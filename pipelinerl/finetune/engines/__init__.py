@@ -10,7 +10,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
 from pipelinerl.finetune.model import Policy
 
-__all__ = ["Engine", "NonFiniteGradientError", "build_engine", "choose_engine", "init_ranks"]
+__all__ = ["Engine", "NonFiniteGradientError", "build_engine", "choose_engine", "join_ranks", "read_ranks"]
 
 
 def choose_engine(cfg: Config, world_size: int) -> str:
@@ -24,16 +24,20 @@ def choose_engine(cfg: Config, world_size: int) -> str:
     return "deepspeed" if cfg.use_deepspeed else "ddp"
 
 
-def init_ranks(accelerator: str) -> tuple[int, int, torch.device]:
-    """(rank, world size, device) from the environment of torchrun; joins the process group when there are several."""
+def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
+    """(rank, world size, device) from the environment of torchrun."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if accelerator == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return rank, world_size, device
+
+
+def join_ranks(name: str, world_size: int, device: torch.device) -> None:
+    """Join the process group that engine ``name`` needs: all but one rank with plain replication need one."""
+    if (world_size > 1 or name != "ddp") and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:
@@ -42,4 +46,12 @@ def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -
         from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 
         return ReplicatedEngine(policy, cfg.finetune, device)
+    if name == "fsdp2":
+        from pipelinerl.finetune.engines.sharded import ShardedEngine
+
+        return ShardedEngine(policy, cfg.finetune, device)
+    if name == "deepspeed":
+        from pipelinerl.finetune.engines.zero import ZeroEngine
+
+        return ZeroEngine(policy, cfg, device)
     raise ConfigError(f"finetune.engine is {name!r}: use ddp, deepspeed or fsdp2")

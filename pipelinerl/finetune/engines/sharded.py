@@ -1,0 +1,103 @@
+"""FSDP2: parameters, gradients and optimizer states are sharded over the ranks with torch's `fully_shard`.
+
+Parameters are kept in float32; bfloat16 runs through a mixed-precision policy with float32 reduction. Each decoder
+layer is one group, embedding and head another. Gradients are reduce-scattered in the last micro-batch of a step only.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.engines.base import (
+    OPTIMIZER_STATES,
+    Engine,
+    NonFiniteGradientError,
+    State,
+    adamw,
+)
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, decoder_layers
+from pipelinerl.finetune.rl.losses import LossSettings
+
+
+class ShardedEngine(Engine):
+    """`finetune.engine: fsdp2`."""
+
+    def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
+        self.policy = policy.to(device)
+        self.device = device
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.clipping = finetune.gradient_clipping_threshold
+        self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
+        self._parameters = dict(self.policy.named_parameters())
+        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self.optimizer = adamw(self.policy, finetune)
+
+    def _shard(self, precision: MixedPrecisionPolicy) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for layer in decoder_layers(self.policy.lm):
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        if self.policy.value_head is not None:
+            fully_shard(self.policy.value_head, mesh=mesh)
+        fully_shard(self.policy, mesh=mesh, mp_policy=precision)
+
+    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
+        return self.policy(batch, settings)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """FSDP averages over ranks; the loss of a batch is a sum over them."""
+        self.policy.set_requires_gradient_sync(last)
+        (loss * self.world_size).backward()
+
+    def step(self, learning_rate: float) -> float:
+        parameters = list(self._trained.values())
+        norm = _whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
+        if not norm < float("inf"):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradientError(f"the gradient norm is {norm}")
+        if self.clipping is not None and norm > self.clipping:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clipping, torch.tensor(norm, device=self.device))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield name, _whole(parameter.detach())
+
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
+
+    def state(self) -> Iterator[tuple[str, State]]:
+        for name, parameter in self._trained.items():
+            moments = self.optimizer.state.get(parameter) or {k: torch.zeros_like(parameter) for k in OPTIMIZER_STATES}
+            whole = {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}
+            yield name, {key: _whole(tensor) for key, tensor in whole.items()}
+
+    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
+        for name, parameter in self._trained.items():
+            shards = {key: self._shard_like(tensor, parameter) for key, tensor in read(name).items()}
+            with torch.no_grad():
+                parameter.copy_(shards.pop("param"))
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **shards}
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def _shard_like(self, tensor: Tensor, parameter: nn.Parameter) -> DTensor:
+        assert isinstance(parameter, DTensor)
+        tensor = tensor.to(self.device, parameter.dtype)
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All-gather a sharded tensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,141 @@
+"""DeepSpeed ZeRO 1, 2 and 3, set up through Accelerate from a file of `conf/deepspeed`.
+
+What the file says about precision, batch size and clipping is replaced by what `finetune` says. ZeRO-1 reduces
+gradients once per optimizer step; ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelinerl.config.load import CONF_DIR
+from pipelinerl.config.sections import Config
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.engines.base import (
+    OPTIMIZER_STATES,
+    Engine,
+    NonFiniteGradientError,
+    State,
+    adamw,
+)
+from pipelinerl.finetune.model import Policy, PolicyOutput
+from pipelinerl.finetune.rl.losses import LossSettings
+
+UNCLIPPED = 1e12
+"""DeepSpeed computes the gradient norm only when it clips."""
+
+
+def deepspeed_settings(cfg: Config, path: Path) -> dict[str, Any]:
+    """The file's settings with what `finetune` decides."""
+    settings = json.loads(path.read_text())
+    return settings | {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": cfg.finetune.gradient_clipping_threshold or UNCLIPPED,
+        "bf16": {"enabled": cfg.finetune.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+    }
+
+
+class ZeroEngine(Engine):
+    """`finetune.engine: deepspeed`."""
+
+    def __init__(self, policy: Policy, cfg: Config, device: torch.device):
+        self.device = device
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        settings = deepspeed_settings(cfg, CONF_DIR / "deepspeed" / f"{cfg.deepspeed_config}.json")
+        self.stage = int(settings["zero_optimization"]["stage"])
+        self.engine = _prepare(policy.to(device), settings, cfg)
+        self.policy = self.engine.module
+        self._parameters = dict(self.policy.named_parameters())
+        self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+
+    def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
+        return self.engine(batch, settings)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """DeepSpeed averages over ranks; the loss of a batch is a sum over them."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.world_size)
+
+    def step(self, learning_rate: float) -> float:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteGradientError("the gradient is not finite")
+        norm = self.engine.get_global_grad_norm()
+        return float(norm)
+
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        for name, parameter in self._parameters.items():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+                yield name, parameter.detach()
+
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self._parameters.items()]
+
+    def state(self) -> Iterator[tuple[str, State]]:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, parameter in self._trained.items():
+            param = safe_get_full_fp32_param(parameter)
+            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in OPTIMIZER_STATES}
+            yield name, {"param": param, **{k: torch.zeros_like(param) if m is None else m for k, m in moments.items()}}
+
+    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        self._create_moments(num_steps)
+        for name, parameter in self._trained.items():
+            state = {key: tensor.to(self.device) for key, tensor in read(name).items()}
+            safe_set_full_fp32_param(parameter, state["param"])
+            for key in OPTIMIZER_STATES:
+                safe_set_full_optimizer_state(parameter, state[key], key)
+        self._refresh_working_copy()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def _create_moments(self, num_steps: int) -> None:
+        """The inner optimizer's states as if it had made ``num_steps`` steps: DeepSpeed makes them in the first one."""
+        zero = self.engine.optimizer
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        for flat in flats:
+            moments = {key: torch.zeros_like(flat) for key in OPTIMIZER_STATES}
+            zero.optimizer.state[flat] = {"step": torch.tensor(float(num_steps)), **moments}
+        if self.stage != 3:
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _refresh_working_copy(self) -> None:
+        """Copy the loaded float32 weights into the parameters that the forward pass uses."""
+        zero = self.engine.optimizer
+        if self.stage != 3:
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config) -> Any:
+    """The DeepSpeed engine around the policy, made by Accelerate."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+    prepared, _ = accelerator.prepare(policy, adamw(policy, cfg.finetune))
+    return prepared

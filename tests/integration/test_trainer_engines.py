@@ -1,0 +1,143 @@
+"""Engines and rank counts: same steps, same losses; saved by one, resumed by another. Gloo on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_rank.py"
+TIMEOUT_S = 240
+ENGINES = {
+    "zero1": ("deepspeed", ["deepspeed_config=deepspeed_stage1_bf16"]),
+    "zero2": ("deepspeed", ["deepspeed_config=deepspeed_stage2_bf16"]),
+    "zero3": ("deepspeed", ["deepspeed_config=deepspeed_stage3_bf16"]),
+    "fsdp2": ("fsdp2", []),
+    "ddp": ("ddp", []),
+}
+STEPS, HALF = 20, 10
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1").save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) -> list[dict[str, float]]:
+    """Train with ``world_size`` processes; the metrics of each step."""
+    name, overrides = ENGINES[engine]
+    job |= {"engine": name, "overrides": overrides + job.pop("overrides", []), "model": str(model), "out": str(out)}
+    port = free_port()
+    processes = []
+    for rank in range(world_size):
+        env = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        log = out.with_suffix(f".rank{rank}.log").open("w")
+        arguments = [sys.executable, str(SCRIPT), json.dumps(job)]
+        processes.append((subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT), log))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process, _ in processes]
+    finally:
+        for process, log in processes:
+            process.kill()
+            process.wait()
+            log.close()
+    assert codes == [0] * world_size, out.with_suffix(".rank0.log").read_text()[-4000:]
+    return json.loads(out.read_text())
+
+
+class Runs:
+    """Whole runs of 20 steps, each made once: metrics in `<engine>/out.json`, the state after step 10 beside it."""
+
+    def __init__(self, root: Path, model: Path):
+        self._root, self._model = root, model
+        self._done: dict[str, Path] = {}
+
+    def folder(self, engine: str, world_size: int) -> Path:
+        key = f"{engine}-{world_size}"
+        if key not in self._done:
+            folder = self._root / key
+            folder.mkdir()
+            run_ranks(
+                folder / "out.json",
+                world_size,
+                engine,
+                self._model,
+                steps=[0, STEPS],
+                save_at=HALF,
+                save=str(folder / "checkpoints"),
+            )
+            self._done[key] = folder
+        return self._done[key]
+
+    def metrics(self, engine: str, world_size: int) -> list[dict[str, float]]:
+        return json.loads((self.folder(engine, world_size) / "out.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_have_the_losses_of_one(engine: str, runs: Runs) -> None:
+    ours, expected = runs.metrics(engine, 2), runs.metrics("ddp", 1)
+    for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy", "ess"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
+        assert mine["tokens"] == theirs["tokens"]
+    weights = load_file(runs.folder(engine, 2) / "out.safetensors")
+    wanted = load_file(runs.folder("ddp", 1) / "out.safetensors")
+    assert weights.keys() == wanted.keys()
+    assert max((weights[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "reader_ranks"),
+    [("zero3", "fsdp2", 2), ("fsdp2", "ddp", 1), ("ddp", "zero3", 2), ("ddp", "zero2", 2)],
+)
+def test_saved_on_two_ranks_resumed_by_another(
+    writer: str, reader: str, reader_ranks: int, runs: Runs, model: Path, tmp_path: Path
+) -> None:
+    saved = str(runs.folder(writer, 2) / "checkpoints")
+    ours = run_ranks(tmp_path / "out.json", reader_ranks, reader, model, steps=[HALF, STEPS], load=saved)
+    for mine, theirs in zip(ours, runs.metrics("ddp", 1)[HALF:], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -1,0 +1,75 @@
+"""One rank of a trainer without servers, run as a process by the engine tests.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python trainer_rank.py '{"engine": "fsdp2", …}'
+
+Trains the synthetic steps `first … last`, resuming from `load` and saving into `save` at `save_at`, and writes the
+metrics of each step (and, at the end, the weights) to `out` on rank 0.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.accumulate import train_step
+from pipelinerl.finetune.checkpoints import Counters
+from pipelinerl.finetune.engines import read_ranks
+from pipelinerl.finetune.loop import make_engine, make_rules
+from pipelinerl.finetune.optim import learning_rate
+from pipelinerl.finetune.rl.losses import settings_at
+from pipelinerl.finetune.saving import resume, save
+from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
+from pipelinerl.records import MicroBatch
+
+SAMPLES, VOCAB, MICRO_BATCHES = 12, 64, 4
+
+
+def records_of(step: int, rank: int, world_size: int) -> list[MicroBatch]:
+    """This rank's share of the step's micro-batches; the whole is the same for every number of ranks."""
+    samples = make_samples(0, SAMPLES, vocab_size=VOCAB, lengths=(5, 12), step=step, max_lag=2)
+    owners = [number % world_size for number in range(MICRO_BATCHES)]
+    records = pack(samples, split_evenly(SAMPLES, MICRO_BATCHES), step, rank_of=owners)
+    return [record for record, owner in zip(records, owners, strict=True) if owner == rank]
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, world_size, device = read_ranks("cpu")
+    overrides = [
+        "output_dir=unused",
+        f"model_path={job['model']}",
+        "dataset_loader=a.b",
+        "actor.rollout_policy=a.b",
+        "finetune.dtype=float32",
+        "finetune.learning_rate=1e-2",
+        "finetune.gradient_checkpointing=false",
+        f"finetune.engine={job['engine']}",
+        *job.get("overrides", []),
+    ]
+    cfg = parse(compose("base", overrides))
+    engine = make_engine(cfg, device, world_size)
+    rules = make_rules(engine.policy, cfg)
+    if "load" in job:
+        assert resume(engine, Path(job["load"])) is not None
+    metrics = []
+    for step in range(*job["steps"]):
+        records = records_of(step, rank, world_size)
+        settings = settings_at(cfg.finetune.rl, step, 100)
+        metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step)))
+        if step + 1 == job.get("save_at"):
+            tokenizer = AutoTokenizer.from_pretrained(job["model"])
+            save(engine, Path(job["save"]), Counters(step=step + 1), torch.float32, tokenizer, keep=2)
+    weights = {name: tensor.clone() for name, tensor in engine.named_full_parameters()}
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(metrics))
+        save_file(weights, Path(job["out"]).with_suffix(".safetensors"))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
