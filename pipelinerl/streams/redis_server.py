@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
 OLDEST_VERSION = 7
 _PING_EVERY_S = 1.0
+_PING_TIMEOUT_S = 5.0
 _SILENCE_S = 30.0
 """A server that has not answered for this long counts as failed."""
 _STOP_S = 6.0
@@ -161,7 +162,11 @@ def _client(port: int, password: str | None) -> "redis.Redis":
     from redis.retry import Retry
 
     return redis.Redis(
-        port=port, password=password, socket_timeout=5, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
+        port=port,
+        password=password,
+        socket_timeout=_PING_TIMEOUT_S,
+        socket_connect_timeout=_PING_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
     )
 
 
