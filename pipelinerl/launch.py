@@ -27,6 +27,18 @@ QUIET_HYDRA = (
     "hydra/job_logging=disabled",
     "hydra/hydra_logging=disabled",
 )
+OPTIONS_WITH_VALUE = (
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+    "--package",
+    "-p",
+    "--cfg",
+    "-c",
+)
 UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 
 
@@ -75,10 +87,22 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
-    """The user's arguments: keys of ours may be written with `+`, and Hydra keeps its own files to itself."""
+    """The user's arguments as Hydra takes them.
+
+    Options come first (its parser wants all overrides side by side), keys of ours may be written with `+`, and Hydra
+    keeps its own files to itself.
+    """
     known = set(config_keys())
-    ours = [re.sub(r"^\+(?=([\w.]+)=)", _plus_of(known), argument) for argument in arguments]
-    return [*ours, *QUIET_HYDRA]
+    options: list[str] = []
+    overrides: list[str] = []
+    waiting_for_value = False
+    for argument in arguments:
+        if waiting_for_value or argument.startswith("-"):
+            options.append(argument)
+            waiting_for_value = not waiting_for_value and argument in OPTIONS_WITH_VALUE
+        else:
+            overrides.append(re.sub(r"^\+(?=([\w.]+)=)", _plus_of(known), argument))
+    return [*options, *overrides, *QUIET_HYDRA]
 
 
 def _plus_of(known: set[str]) -> Callable[[re.Match[str]], str]:

@@ -1,0 +1,275 @@
+"""Every refusal through the real command line: one message, exit code 2, soon, and nothing started or written."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 20.0
+DOMAIN = """
+import aiohttp
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.llm import Prompt
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+
+def load_problems(dataset_names, **params):
+    return [{"question": f"{n}?", "answer": n, "dataset": name} for name in dataset_names for n in range(8)]
+
+
+def load_dicts_of_something_else(dataset_names, **params):
+    return [{"prompt": "1?"}] * 8
+
+
+def load_tuple(dataset_names, **params):
+    return ({"question": "1?", "answer": 1},)
+
+
+def load_strings(dataset_names, **params):
+    return ["1?"]
+
+
+def load_nothing(dataset_names, **params):
+    return []
+
+
+def load_and_raise(dataset_names, **params):
+    raise FileNotFoundError("no such data set: " + dataset_names[0])
+
+
+def load_and_die(dataset_names, **params):
+    import os
+    os._exit(3)
+
+
+def load_without_arguments():
+    return []
+
+
+async def generate_rollout(cfg, llm, problem, session):
+    call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": problem["question"]}]), session)
+    text = make_training_text(llm, call)
+    text.reward = float(call.output.content == str(problem["answer"]))
+    metrics = BaseMetrics(reward=text.reward, success=text.reward > 0, no_error=True, no_answer=False)
+    return RolloutResult(training_texts=[text], metrics=metrics, latency=0.0, dataset_name=problem.get("dataset"))
+
+
+async def raise_at_once(cfg, llm, problem, session):
+    raise RuntimeError("this domain is broken")
+
+
+async def raise_after_the_answer(cfg, llm, problem, session):
+    result = await generate_rollout(cfg, llm, problem, session)
+    return result.no_such_field
+
+
+async def return_a_number(cfg, llm, problem, session):
+    return 1.0
+
+
+async def need_a_service(cfg, llm, problem, session):
+    async with session.get("http://127.0.0.1:9/judge"):
+        pass
+
+
+def not_async(cfg, llm, problem, session):
+    return None
+
+
+async def three_arguments(cfg, llm, problem):
+    return None
+
+
+async def strict(cfg, llm, problem, session):
+    return await generate_rollout(cfg, llm, problem, session)
+
+
+strict.required_problem_keys = ("question", "difficulty")
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "toy_domain.py").write_text(DOMAIN)
+    (tmp_path / "broken_domain.py").write_text("1 / 0\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def launch(place: Path, *arguments: str) -> tuple[int, str, float]:
+    """Exit code, everything printed, seconds."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pipelinerl.launch",
+            "--config-name=quickstart",
+            "output_dir=run",
+            "tiny_model=null",
+            "model_path=model",
+            *arguments,
+        ],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - started
+
+
+def toy(rollout: str = "generate_rollout", loader: str = "load_problems") -> list[str]:
+    return [f"actor.rollout_policy=toy_domain.{rollout}", f"dataset_loader=toy_domain.{loader}"]
+
+
+REFUSALS = {
+    "unknown override": (
+        ["finetune.learnin_rate=1"],
+        "`finetune.learnin_rate` is not .*did you mean `finetune.learning_rate`",
+    ),
+    "unknown added key": (["+finetune.nope=1"], "`finetune.nope` is not a configuration key"),
+    "key of a free section": (["llm.parameters.top_p=0.9"], r"add it with \+llm.parameters.top_p="),
+    "unknown config": (["--config-name=nope"], "Cannot find primary config 'nope'"),
+    "broken override": (["seed=[1"], "error: "),
+    "out of bounds": (["attempts=0"], "`attempts` is 0: it should be greater than 0"),
+    "wrong type": (["seed=many"], "`seed` is 'many': it should be a valid integer"),
+    "sequence too short": (["finetune.seq_length=100"], "`finetune.seq_length` is 100 but .*max_model_len` is 256"),
+    "truncated sampling": (["+llm.parameters.top_p=0.9"], "`llm.parameters.top_p`=0.9"),
+    "kl without reference": (["finetune.rl.kl_coef=0.1"], "`world.preprocessor_fraction` is 0"),
+    "impossible world": (["world.cpu_slots=1"], "1 node"),
+    "missing model folder": (["model_path=/no/such/model"], "`model_path` is '/no/such/model': it does not exist"),
+    "folder without a model": (["model_path=."], r"`model_path` is '.': that folder holds no config.json"),
+    "rollout without module": (
+        ["actor.rollout_policy=nowhere.rollout"],
+        "`actor.rollout_policy`: .*no module 'nowhere'",
+    ),
+    "rollout without function": (["actor.rollout_policy=toy_domain.nope"], "toy_domain has no 'nope'"),
+    "module that raises": (["actor.rollout_policy=broken_domain.f"], "importing it raised ZeroDivisionError"),
+    "rollout not async": (toy("not_async"), "must be an async function"),
+    "rollout with other arguments": (toy("three_arguments"), r"cannot be called with \(cfg, llm, problem, session\)"),
+    "loader without arguments": (toy(loader="load_without_arguments"), "it cannot be called with"),
+    "loader returns a tuple": (toy(loader="load_tuple"), "must return a list of dicts and returned tuple"),
+    "loader returns strings": (toy(loader="load_strings"), "every problem must be a dict"),
+    "loader returns nothing": (toy(loader="load_nothing"), "returned no problems"),
+    "loader raises": (toy(loader="load_and_raise"), "raised FileNotFoundError: no such data set: train"),
+    "loader ends the process": (toy(loader="load_and_die"), "ended the process that imported it"),
+    "problems without what the domain needs": (
+        toy(loader="load_dicts_of_something_else"),
+        r"needs 'question', which the loader's problems do not have; a problem has \['prompt'\]",
+    ),
+    "problems without declared keys": (toy("strict"), "problem 0 has no 'difficulty', which toy_domain.strict needs"),
+    "rollout raises": (toy("raise_at_once"), "raises on every rollout: RuntimeError: this domain is broken"),
+    "rollout raises late": (toy("raise_after_the_answer"), "raises on every rollout: AttributeError"),
+    "rollout returns something else": (toy("return_a_number"), "returned float; it must return a RolloutResult"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusal_is_one_message_in_time(place: Path, case: str) -> None:
+    arguments, message = REFUSALS[case]
+    code, output, seconds = launch(place, *arguments)
+    assert code == 2, output
+    assert re.search(message, output), output
+    assert output.startswith("error: "), output
+    assert len(output.strip().splitlines()) == 1, output
+    assert seconds < LIMIT_S
+
+
+def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path) -> None:
+    """A path typed by hand is never built silently: it would train a toy."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", "output_dir=run", "model_path=modle"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "`model_path` is 'modle': it does not exist; correct it, or build it with" in done.stderr
+
+
+def test_refusal_of_a_used_port_names_it(place: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, output, seconds = launch(place, f"world.port_base={port - 1}")
+    assert code == 2
+    assert f"port {port} of actor_llm_0 is in use" in output
+    assert seconds < LIMIT_S
+
+
+def test_refusal_of_another_experiments_folder(place: Path) -> None:
+    (place / "run").mkdir()
+    (place / "run" / "thesis.tex").touch()
+    code, output, _ = launch(place)
+    assert code == 2
+    assert "it holds thesis.tex and no run" in output
+    assert [path.name for path in (place / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_refusal_starts_and_writes_nothing(place: Path) -> None:
+    code, output, _ = launch(place, *toy("raise_at_once"))
+    assert code == 2, output
+    assert [path.name for path in (place / "run").iterdir() if path.name not in ("launcher.lock", "launcher.log")] == []
+
+
+def test_warning_of_a_service_that_is_not_up_is_no_refusal(place: Path) -> None:
+    from pipelinerl.config.load import compose, to_container
+    from pipelinerl.launcher.preflight import check_domain
+
+    container = to_container(compose("quickstart", toy("need_a_service")))
+    previous = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(place)
+    try:
+        warnings = check_domain(container)
+    finally:
+        os.environ.pop("PYTHONPATH") if previous is None else os.environ.update(PYTHONPATH=previous)
+    assert len(warnings) == 1
+    assert "could not be tried without its services" in warnings[0]
+
+
+def test_dry_run_prints_commands_and_writes_nothing(place: Path) -> None:
+    code, output, _ = launch(place, "+dry_run=true", "finetune.rl.epsilon_low=0.1")
+    assert code == 0, output
+    assert "-m pipelinerl.finetune --run-dir" in output
+    assert "-m pipelinerl.inference --run-dir" in output
+    assert "warning: finetune.rl.epsilon_low has no effect" in output
+    assert "dry run: nothing was started or written" in output
+    assert not (place / "run").exists()
+
+
+def test_help_and_cfg_answer(place: Path) -> None:
+    code, output, _ = launch(place, "--help")
+    assert code == 0
+    assert "max_lag_steps" in output
+    code, output, _ = launch(place, "--cfg", "job")
+    assert code == 0
+    assert "seq_packing: true" in output
+
+
+def test_users_config_directory_is_found(place: Path) -> None:
+    (place / "conf").mkdir()
+    (place / "conf" / "mine.yaml").write_text(
+        "defaults: [base, _self_]\nactor: {rollout_policy: toy_domain.generate_rollout}\n"
+        "dataset_loader: toy_domain.load_problems\nuse_deepspeed: false\nworld: {accelerator: cpu}\nattempts: 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl.launch", "--config-dir=conf", "--config-name=mine", "output_dir=run"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: `attempts` is 0: it should be greater than 0\n"

@@ -1,0 +1,42 @@
+"""What Hydra gets of the user's command line, and how its errors are told."""
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from pipelinerl.launch import QUIET_HYDRA, explain, hydra_arguments
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        (["--config-name=quickstart", "seed=1"], ["--config-name=quickstart", "seed=1"]),
+        (["seed=1", "--help"], ["--help", "seed=1"]),
+        (["seed=1", "--cfg", "job", "attempts=2"], ["--cfg", "job", "seed=1", "attempts=2"]),
+        (["-cn", "a", "-cd", "b", "~x"], ["-cn", "a", "-cd", "b", "~x"]),
+        (["+dry_run=true", "+llm.parameters.stop=[a]"], ["dry_run=true", "+llm.parameters.stop=[a]"]),
+        (["++seed=1", "+finetune.nope=1"], ["++seed=1", "+finetune.nope=1"]),
+    ],
+)
+def test_hydra_arguments_puts_options_first_and_drops_needless_plus(typed: list[str], given: list[str]) -> None:
+    assert hydra_arguments(typed) == [*given, *QUIET_HYDRA]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("seeed", "`seeed` is not a configuration key; did you mean `seed`?"),
+        (
+            "llm.parameters.stop",
+            "`llm.parameters.stop` is not in the configuration yet: add it with +llm.parameters.stop=…",
+        ),
+    ],
+)
+def test_explain_unknown_override_in_one_line(key: str, told: str) -> None:
+    error = ConfigCompositionException(
+        f"Could not override '{key}'.\nTo append to your config use +{key}=1\nKey not in struct"
+    )
+    assert explain(error) == told
+
+
+def test_explain_other_errors_keep_their_words_on_one_line() -> None:
+    assert explain(ConfigCompositionException("first\n  second")) == "first second"
