@@ -4,9 +4,11 @@ An estimate for people, made before anything starts: states and caches are exact
 Bytes per parameter P of one trainer rank (N ranks, float32 master weights everywhere):
 
     ddp       16 P               weights, gradient, two Adam moments in float32
-    fsdp2     16 P / N           the same, sharded, and the gathered layer
+    fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
     deepspeed bf16  2 P + 2 P + 12 P;  stage 1 shards the 12, stage 2 also the gradient, stage 3 all
               fp32  4 P + 4 P + 8 P, likewise
+
+With LoRA the weights are whole and the rest counts the adapters only.
 """
 
 import json
@@ -104,20 +106,26 @@ def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, trainer_bytes: int, s
     return note
 
 
-def state_bytes(parameters: int, *, engine: str, stage: int, ranks: int, half: bool) -> tuple[int, int, int]:
-    """(weights, gradient, optimizer states incl. master weights) of one rank."""
+def state_bytes(
+    parameters: int, *, engine: str, stage: int, ranks: int, half: bool, trained: int | None = None
+) -> tuple[int, int, int]:
+    """(weights, gradient, optimizer states incl. master weights) of one rank; ``trained`` of the parameters learn."""
     if engine == "deepspeed":
         weights, gradient, states = (2, 2, 12) if half else (4, 4, 8)
         sharded = (stage >= 3, stage >= 2, stage >= 1)
     else:
         weights, gradient, states = 4, 4, 8
-        sharded = (engine == "fsdp2",) * 3
-    sizes = (weights, gradient, states)
-    weights_bytes, gradient_bytes, states_bytes = (
-        per_parameter * parameters // (ranks if shard else 1)
-        for per_parameter, shard in zip(sizes, sharded, strict=True)
-    )
-    return weights_bytes, gradient_bytes, states_bytes
+        sharded = (engine == "fsdp2", False, engine == "fsdp2")
+    learning = parameters if trained is None else trained
+    parts = [ranks if shard else 1 for shard in sharded]
+    return weights * parameters // parts[0], gradient * learning // parts[1], states * learning // parts[2]
+
+
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Adapters on every linear layer of the decoder: rank × (inputs + outputs) each."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
+    return shape.layers * rank * (attention + 3 * shape.experts * (shape.hidden + shape.intermediate))
 
 
 def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryItem, ...]:
@@ -125,7 +133,12 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryIte
     finetune = cfg.finetune
     half = finetune.dtype == "bfloat16"
     weights, gradient, states = state_bytes(
-        shape.parameters, engine=trainer_engine(cfg, ranks), stage=zero_stage(cfg), ranks=ranks, half=half
+        shape.parameters,
+        engine=trainer_engine(cfg, ranks),
+        stage=zero_stage(cfg),
+        ranks=ranks,
+        half=half,
+        trained=lora_parameters(shape, finetune.lora.r) if finetune.lora.enabled else None,
     )
     tokens = finetune.seq_length // finetune.seq_parallel
     element = 2 if half else 4

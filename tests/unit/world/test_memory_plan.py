@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipelinerl.config import load
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.memory import GIB, memory_plan, state_bytes
+from pipelinerl.world.memory import GIB, lora_parameters, memory_plan, state_bytes
 from pipelinerl.world.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
 from pipelinerl.world.table import compact_numbers, render_world, world_table
 
@@ -78,7 +78,7 @@ def test_unknown_model_has_no_shape(tmp_path):
     ("engine", "stage", "half", "expected"),
     [
         ("ddp", 0, True, (400, 400, 800)),
-        ("fsdp2", 0, True, (100, 100, 200)),
+        ("fsdp2", 0, True, (100, 400, 200)),
         ("deepspeed", 1, True, (200, 200, 300)),
         ("deepspeed", 2, True, (200, 50, 300)),
         ("deepspeed", 3, True, (50, 50, 300)),
@@ -87,6 +87,15 @@ def test_unknown_model_has_no_shape(tmp_path):
 )
 def test_states_of_a_hundred_parameters_on_four_ranks(engine, stage, half, expected):
     assert state_bytes(100, engine=engine, stage=stage, ranks=4, half=half) == expected
+
+
+def test_adapters_alone_have_gradients_and_states():
+    shape = shape_from_config(TINY)
+    # rank 2, per layer: q, o 2·(8 + 8), k, v 2·(8 + 4), feed-forward 3·(8 + 16)
+    adapters = lora_parameters(shape, 2)
+    assert adapters == 2 * 2 * (32 + 24 + 72)
+    sizes = state_bytes(shape.parameters, engine="ddp", stage=0, ranks=1, half=True, trained=adapters)
+    assert sizes == (4 * 1992, 4 * adapters, 8 * adapters)
 
 
 def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
