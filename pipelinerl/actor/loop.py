@@ -192,18 +192,18 @@ class ActorLoop:
             return
         if self._evaluation is None and self._evaluation_due():
             self._start_evaluation()
-        while self._has_slot() and self._evaluation is not None:
+        while self._evaluation is not None and self._has_slots(self._limits.eval_attempts):
             item = self._evaluation.next_item()
             if item is None:
                 break
             self._start_test(item)
-        while not self._finishing and self._has_slot() and self._may_start():
+        while not self._finishing and self._has_slots(self._limits.attempts) and self._may_start():
             self._start_group()
 
-    def _has_slot(self) -> bool:
+    def _has_slots(self, attempts: int) -> bool:
         capacity = len(self._servers or ()) * self._limits.llm_max_rollouts
         running = self._workers.num_rollouts
-        return running == 0 or running + self._limits.attempts <= capacity
+        return running == 0 or running + attempts <= capacity
 
     def _may_start(self) -> bool:
         assert self._version is not None

@@ -53,6 +53,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
 
 
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """One attempt of the work has ended while others go on: its place is free."""
+
+    ticket: int
+
+
 class GroupFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """Every attempt of a ``StartGroup`` has come to an end."""
 
@@ -73,4 +79,4 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
-FromWorker = GroupFinished | Ready | WorkerFailed
+FromWorker = AttemptEnded | GroupFinished | Ready | WorkerFailed

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
-from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
+from pipelinerl.actor.messages import AttemptEnded, Failure, GroupFinished, StartGroup
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import GenerateRequest, backoff_s, is_retryable, post_generate
 from pipelinerl.errors import DomainError, TransportError
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 COALESCE_WINDOW_S = 0.002
 """How long a request waits for equal ones of its group; it goes at once when all attempts have joined."""
 FIRST_BACKOFF_S = 0.25
+MIN_EVENNESS = 0.8
+"""Mean over longest completion of a prompt, below which requests are not joined."""
+EVENNESS_WEIGHT = 0.05
 COOL_DOWN_S = 2.0
 """A server that failed is chosen only after all others for this long."""
 
@@ -91,6 +94,27 @@ class ServerPool:
         return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load, random.random()))
 
 
+class JoinPolicy:
+    """Whether equal requests of a group travel as one.
+
+    One request for all costs the server half the CPU, but answers when its longest completion does: places of the
+    shorter ones stay empty. So requests are joined while completions of a prompt have about equal lengths.
+    """
+
+    def __init__(self) -> None:
+        self._evenness = 1.0
+
+    @property
+    def joins(self) -> bool:
+        return self._evenness >= MIN_EVENNESS
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        """Lengths of the completions of one prompt, in tokens."""
+        if len(lengths) > 1 and max(lengths) > 0:
+            evenness = sum(lengths) / (len(lengths) * max(lengths))
+            self._evenness += EVENNESS_WEIGHT * (evenness - self._evenness)
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Equal requests that wait to leave together."""
@@ -103,8 +127,17 @@ class _Bucket:
 class GroupTransport:
     """Carries the requests of one group: joined when equal, on one server, repeated elsewhere when that fails."""
 
-    def __init__(self, pool: ServerPool, session: aiohttp.ClientSession, settings: Settings, attempts: int):
+    def __init__(
+        self,
+        pool: ServerPool,
+        session: aiohttp.ClientSession,
+        settings: Settings,
+        attempts: int,
+        policy: JoinPolicy,
+    ):
         self._pool = pool
+        self._policy = policy
+        self._lengths: dict[tuple[bytes, bytes], list[int]] = {}
         self._session = session
         self._settings = settings
         self._attempts = attempts
@@ -134,12 +167,17 @@ class GroupTransport:
             bucket.timer = loop.call_later(COALESCE_WINDOW_S, self._send, key)
         waiter: asyncio.Future[CallTokens] = loop.create_future()
         bucket.waiters.append(waiter)
-        if len(bucket.waiters) >= self._join_limit or b'"seed"' in request.body_key:
+        alone = not self._policy.joins or b'"seed"' in request.body_key
+        if alone or len(bucket.waiters) >= self._join_limit:
             self._send(key)
-        return await waiter
+        tokens = await waiter
+        self._lengths.setdefault(key, []).append(len(tokens.completion_ids))
+        return tokens
 
     def close(self) -> None:
-        """Gives up what is still under way."""
+        """Gives up what is still under way; tells the policy what the group taught."""
+        for lengths in self._lengths.values():
+            self._policy.observe(lengths)
         for bucket in self._buckets.values():
             if bucket.timer:
                 bucket.timer.cancel()
@@ -230,15 +268,18 @@ class Scheduler:
         self._train_llm, self._eval_llm = llms
         self._session = session
         self._settings = settings
+        self._policy = JoinPolicy()
         self.pool = ServerPool()
 
-    async def run_group(self, start: StartGroup) -> GroupFinished:
-        """Every attempt at the problem, side by side; ends when all have ended."""
-        transport = GroupTransport(self.pool, self._session, self._settings, len(start.attempts))
+    async def run_group(self, start: StartGroup, ended: Callable[[], None] = lambda: None) -> GroupFinished:
+        """Every attempt at the problem, side by side; ends when all have ended. ``ended`` is called for each."""
+        transport = GroupTransport(self.pool, self._session, self._settings, len(start.attempts), self._policy)
         try:
             await transport.settle()
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._run_attempt(start, attempt, transport)) for attempt in start.attempts]
+                for task in tasks:
+                    task.add_done_callback(lambda _: ended())
         finally:
             transport.close()
         results = [task.result() for task in tasks]
@@ -315,7 +356,7 @@ def function_name(function: Callable) -> str:
 class WorkSet:
     """The groups under way in a worker, by ticket."""
 
-    def __init__(self, scheduler: Scheduler, report: Callable[[GroupFinished], None]):
+    def __init__(self, scheduler: Scheduler, report: Callable[[AttemptEnded | GroupFinished], None]):
         self._scheduler = scheduler
         self._report = report
         self._tasks: dict[int, asyncio.Task] = {}
@@ -335,6 +376,14 @@ class WorkSet:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _run(self, start: StartGroup) -> None:
-        finished = await self._scheduler.run_group(start)
+        remaining = len(start.attempts)
+
+        def ended() -> None:
+            nonlocal remaining
+            remaining -= 1
+            if remaining and start.ticket in self._tasks:
+                self._report(AttemptEnded(ticket=start.ticket))
+
+        finished = await self._scheduler.run_group(start, ended)
         if self._tasks.pop(start.ticket, None) is not None:
             self._report(finished)

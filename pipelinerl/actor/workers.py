@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.actor.messages import (
+    AttemptEnded,
     Cancel,
     FromWorker,
     GroupFinished,
@@ -55,7 +56,7 @@ class _Worker:
     index: int
     ready: bool = False
     load: dict[int, int] = field(default_factory=dict)
-    """Ticket → number of rollouts."""
+    """Ticket → rollouts still under way."""
 
     @property
     def rollouts(self) -> int:
@@ -141,6 +142,9 @@ class WorkerPool:
                         worker.ready = True
                     case WorkerFailed():
                         raise DomainError(message.error)
+                    case AttemptEnded():
+                        if message.ticket in worker.load:
+                            worker.load[message.ticket] -= 1
                     case GroupFinished():
                         if worker.load.pop(message.ticket, None) is not None:
                             results.append(message)

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.actor.messages import GroupFinished, StartGroup
-from pipelinerl.actor.scheduler import Scheduler, Settings
+from pipelinerl.actor.scheduler import JoinPolicy, Scheduler, Settings
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import TransportError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -91,6 +91,56 @@ async def test_a_seed_or_different_prompts_keep_requests_apart(run: Run, server:
 
     await run(different, server)
     assert len(server.requests) == 8
+
+
+def test_requests_are_joined_only_while_completions_have_equal_lengths() -> None:
+    policy = JoinPolicy()
+    assert policy.joins
+    for _ in range(100):
+        policy.observe([5, 50, 200, 120])  # mean 94 of 200
+    assert not policy.joins
+    for _ in range(100):
+        policy.observe([9, 10, 10, 10])
+    assert policy.joins
+
+
+async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -> None:
+    def uneven(prompt_ids: list[int], params: dict[str, Any], index: int) -> list[int]:
+        return answer(prompt_ids, params, 0) * (1 if uneven_count() else 7)
+
+    count = iter(range(10**6))
+
+    def uneven_count() -> bool:
+        return next(count) % 4 != 0
+
+    async with FakeServer(uneven) as server, aiohttp.ClientSession() as session:
+        llm = TrainableLLM(
+            model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 99}, collect_logprobs=True
+        )
+        settings = Settings(
+            rollout_timeout_s=10,
+            request_timeout_s=10,
+            max_request_retries=0,
+            max_completions_per_request=64,
+            seq_length=1000,
+        )
+        scheduler = Scheduler(OmegaConf.create({}), [plain], (llm, llm), session, settings)
+        scheduler.pool.update({"0": server.url})
+        for ticket in range(20):
+            start = StartGroup(
+                ticket=ticket,
+                group_id="g",
+                domain=0,
+                problem={},
+                attempts=(0, 1, 2, 3),
+                evaluation=False,
+                version=0,
+            )
+            ended: list[int] = []
+            await scheduler.run_group(start, lambda: ended.append(1))  # noqa: B023
+            assert len(ended) == 4
+    sizes = [request["sampling_params"].get("n", 1) for request in server.requests]
+    assert (sizes[0], sizes[-1]) == (4, 1)
 
 
 async def test_failing_server_is_left_for_another(run: Run, server: FakeServer) -> None:
