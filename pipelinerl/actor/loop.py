@@ -30,7 +30,7 @@ from pipelinerl.records.messages import EvaluationMessage
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.01
+MIN_POLL_S, MAX_POLL_S = 0.005, 0.05
 
 
 class Trainer(Protocol):
@@ -134,6 +134,7 @@ class ActorLoop:
         self._works: dict[int, _Work] = {}
         self._suspects: list[_Work] = []
         self._next_ticket = 0
+        self._last_event = time.monotonic()
         self._under_way: Counter[int] = Counter()
         self._domain_errors = 0
         self._evaluation: Evaluation | None = None
@@ -149,7 +150,8 @@ class ActorLoop:
             while not self._should_stop() and not self._ended():
                 self._refresh()
                 self._dispatch()
-                for result in self._workers.poll(POLL_S):
+                for result in self._workers.poll(poll_timeout_s(time.monotonic() - self._last_event)):
+                    self._last_event = time.monotonic()
                     self._take(result)
                 self._finish_evaluation()
                 self._name_wait()
@@ -177,6 +179,7 @@ class ActorLoop:
         if (version, servers) == (self._version, self._servers):
             return
         self._version, self._servers = version, servers
+        self._last_event = time.monotonic()
         self._workers.set_servers(Servers(version=version, urls={name: self._urls[name] for name in servers}))
         self._status.progress(version=version, servers=list(servers))
         if self._evaluation is not None and self._evaluation.version != version:
@@ -495,6 +498,11 @@ class ActorLoop:
         self._log_metrics(values, self._version or 0)
         keys = ("rollouts", "rollouts_per_s", "tokens_generated_per_s", "reward", "success", "rollouts_under_way")
         log.info("progress %s", " ".join(f"{key}={_short(values[key])}" for key in keys if key in values))
+
+
+def poll_timeout_s(quiet_s: float) -> float:
+    """How long to wait for workers before looking at the trainer's news: a tenth of how long it has been quiet."""
+    return min(MAX_POLL_S, max(MIN_POLL_S, quiet_s / 10))
 
 
 def _short(value: float) -> str:
