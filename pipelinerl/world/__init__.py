@@ -2,6 +2,7 @@
 
 from pipelinerl.world.cluster import Cluster, Node, read_cluster, visible_devices
 from pipelinerl.world.map import Job, WorldMap, build_world, check_local_devices, map_world
+from pipelinerl.world.network import interface_of
 
 __all__ = [
     "Cluster",
@@ -10,6 +11,7 @@ __all__ = [
     "WorldMap",
     "build_world",
     "check_local_devices",
+    "interface_of",
     "map_world",
     "read_cluster",
     "visible_devices",

@@ -86,6 +86,11 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return sum(job.num_ranks for job in self.get("finetune"))
 
     @property
+    def launcher_port(self) -> int:
+        """Where the launchers of several nodes meet, on node 0."""
+        return self.weight_port + self.weight_ports
+
+    @property
     def bind_host(self) -> str:
         """Address to listen on: nothing listens beyond its node unless the world has several."""
         return LOOPBACK if len(self.nodes) == 1 else ANY_ADDRESS
@@ -151,7 +156,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     placements = place(request_from_config(cfg), cluster)
     listening = [p for p in placements if p.kind in LISTENING_KINDS]
     weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
-    count = len(listening) + 1 + weight_ports
+    count = 1 + len(listening) + weight_ports + 1
     base = _port_base(cfg, cluster, count)
     ports = {p.name: base + 1 + i for i, p in enumerate(listening)}
     if cfg.streams.port is not None and "redis_0" in ports:
@@ -164,6 +169,8 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
         if trainer_node == cluster.rank:
             local.append(("the trainer's rendezvous", base))
             local.extend(("weight transfer", weight_port + i) for i in range(weight_ports))
+        if cluster.rank == 0:
+            local.append(("the launchers", weight_port + weight_ports))
         _check_local_ports(cfg, cluster, local)
     return WorldMap(
         accelerator=cluster.accelerator,

@@ -19,6 +19,7 @@ def test_public_names_stay():
         "WorldMap",
         "build_world",
         "check_local_devices",
+        "interface_of",
         "map_world",
         "read_cluster",
         "visible_devices",

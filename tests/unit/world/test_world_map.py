@@ -26,7 +26,7 @@ def two_nodes(rank: int = 0) -> Cluster:
 
 def all_ports(world: WorldMap) -> list[int]:
     listening = [job.port for job in world.jobs if job.port is not None]
-    return [*listening, world.master_port, *range(world.weight_port, world.weight_port + world.weight_ports)]
+    return [*listening, world.master_port, *range(world.weight_port, world.launcher_port + 1)]
 
 
 def test_cpu_world_has_every_role_on_loopback():

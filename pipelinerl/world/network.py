@@ -1,0 +1,20 @@
+"""The network interface through which other nodes reach this one.
+
+Gloo and NCCL otherwise guess it from the machine's own name, which may resolve to loopback or to another network.
+"""
+
+import socket
+
+import psutil
+
+
+def interface_of(hostname: str) -> str | None:
+    """Name of the local interface that has the address of ``hostname``; None if no interface here has it."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(hostname, None)}
+    except OSError:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] in addresses for entry in entries):
+            return name
+    return None
