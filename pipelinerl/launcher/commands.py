@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.world import Job, WorldMap, visible_devices
+from pipelinerl.world import Job, WorldMap, interface_of, visible_devices
 
 FOLDERS = {
     "actor_llm": "pipelinerl.inference",
@@ -99,6 +99,10 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
             "MASTER_ADDR": world.master_addr,
             "MASTER_PORT": str(world.master_port),
         }
+    if job.kind == "finetune" and len(world.nodes) > 1:
+        interface = interface_of(job.hostname)
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables |= {name: interface for name in names if interface and name not in env}
     return variables
 
 
