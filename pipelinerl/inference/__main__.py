@@ -15,7 +15,9 @@ def main(context: RoleContext) -> None:
         os.sched_setaffinity(0, context.job.cores)
     from pipelinerl.inference.server import serve
 
-    serve(arguments, takes_weights=context.job.kind == "actor_llm", status=context.status)
+    is_policy = context.job.kind == "actor_llm"
+    temperature = None if is_policy else context.cfg.finetune.rl.temperature
+    serve(arguments, score_temperature=temperature, status=context.status)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,20 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def serve(arguments: Sequence[str], *, takes_weights: bool, status: RoleStatus) -> None:
-    """Serve until SIGTERM or SIGINT; returns when everything is down."""
+def serve(arguments: Sequence[str], *, score_temperature: float | None, status: RoleStatus) -> None:
+    """Serve until SIGTERM or SIGINT; returns when everything is down.
+
+    Args:
+        arguments: vLLM's command line.
+        score_temperature: None = a policy server, which takes weights; else a frozen one, whose scores are those of
+            this temperature.
+        status: the role's heartbeat.
+    """
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(parse_arguments(arguments), takes_weights, status))
+        uvloop.run(_serve(parse_arguments(arguments), score_temperature, status))
 
 
-async def _serve(args: Namespace, takes_weights: bool, status: RoleStatus) -> None:
+async def _serve(args: Namespace, score_temperature: float | None, status: RoleStatus) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     address, sock = setup_server(args, reuse_port=False)
@@ -76,7 +83,7 @@ async def _serve(args: Namespace, takes_weights: bool, status: RoleStatus) -> No
             client = await engine.__aenter__()
         try:
             assert isinstance(client, AsyncLLM), "the engine client of one API process"
-            shutdown = await _serve_engine(client, args, sock, takes_weights, status)
+            shutdown = await _serve_engine(client, args, sock, score_temperature, status)
         finally:
             await engine.__aexit__(None, None, None)
         await shutdown
@@ -85,14 +92,18 @@ async def _serve(args: Namespace, takes_weights: bool, status: RoleStatus) -> No
     log.info("event=server_ended address=%s", address)
 
 
-async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, takes_weights: bool, status: RoleStatus) -> Any:
+async def _serve_engine(
+    client: AsyncLLM, args: Namespace, sock: Any, score_temperature: float | None, status: RoleStatus
+) -> Any:
     tasks = await client.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(args, tasks, client.model_config)
     logging.getLogger().setLevel(level)  # a dependency of vLLM's application raises it to ERROR when it is imported
     await init_app_state(client, app.state, args, tasks)
     updates = None
-    if takes_weights:
+    if score_temperature is not None:
+        await client.collective_rpc("score_at_temperature", args=(score_temperature,))
+    else:
         num_workers = client.vllm_config.parallel_config.world_size_across_dp
         updates = WeightUpdates(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
     _replace_routes(app, build_router(updates))

@@ -1,4 +1,4 @@
-"""Both ends of a weight update, side by side. Nothing here imports vLLM except ``engines`` and ``worker``.
+"""Both ends of a weight update, side by side. Only `worker` and `twin` import vLLM.
 
 | end     | module     | owns                                                                            |
 |---------|------------|---------------------------------------------------------------------------------|
@@ -7,8 +7,11 @@
 | both    | `group`    | the transfer group of the trainer and ONE server: Gloo, NCCL or CUDA IPC           |
 | both    | `delta`    | lossless encoding of what changed since the previous version                    |
 | both    | `probe`    | comparison of server and trainer log-probabilities                              |
+| both    | `scores`   | question and answer of exact scoring                                            |
 | trainer | `names`    | from the trained module's parameters to the checkpoint's names                  |
 | trainer | `sender`   | `WeightSender`: snapshot, push to all servers in parallel, report               |
 | server  | `receiver` | receives into staging buffers in a background thread                            |
-| server  | `worker`   | vLLM's side: prepare and swap                                                   |
+| server  | `engines`  | makes `worker` known to vLLM                                                    |
+| server  | `worker`   | vLLM's side: stage in the background, swap when told                            |
+| server  | `twin`     | how staged tensors become the live model's                                      |
 """

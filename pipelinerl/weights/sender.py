@@ -25,6 +25,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.group import TransferGroup, first_line, host_store, join
 from pipelinerl.weights.layout import Layout, buckets
+from pipelinerl.weights.probe import Probe
 from pipelinerl.weights.protocol import (
     INFO_PATH,
     PATH,
@@ -35,6 +36,7 @@ from pipelinerl.weights.protocol import (
     WeightUpdateAnswer,
     WeightUpdateRequest,
 )
+from pipelinerl.weights.scores import SCORE_PATH, read_scores, score_request
 from pipelinerl.world import Job
 from pipelinerl.world.map import WEIGHT_PORTS_PER_SERVER
 
@@ -74,6 +76,7 @@ class Snapshot:
     buffer: torch.Tensor
     delta: torch.Tensor | None = None
     base_version: int | None = None
+    probe: Probe | None = None
 
 
 @dataclass
@@ -92,6 +95,8 @@ class Link:
     in_service: bool = False
     is_up: bool = True
     """Worth a push: it answers, or nobody has asked yet."""
+    is_expelled: bool = False
+    """It said it took an update and then answered the probe with something else: never used again in this run."""
     pushes: int = 0
     """Counts ended pushes, so that the watcher can tell an answer that is older than one."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -174,14 +179,22 @@ class WeightSender:
         return tuple(name for name, link in self._links.items() if link.is_up and not link.in_service)
 
     def send(
-        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
+        self,
+        version: int,
+        params: Iterable[tuple[str, torch.Tensor]],
+        metadata: Sequence[ParamSpec],
+        probe: Probe | None = None,
     ) -> UpdateReport:
         """`send_async` and `wait`."""
-        self.send_async(version, params, metadata)
+        self.send_async(version, params, metadata, probe)
         return self.wait()
 
     def send_async(
-        self, version: int, params: Iterable[tuple[str, torch.Tensor]], metadata: Sequence[ParamSpec]
+        self,
+        version: int,
+        params: Iterable[tuple[str, torch.Tensor]],
+        metadata: Sequence[ParamSpec],
+        probe: Probe | None = None,
     ) -> None:
         """Take a snapshot and push it in the background to all servers that answer.
 
@@ -190,9 +203,11 @@ class WeightSender:
             params: full tensors under the checkpoint's names, in the order of ``metadata``; consumed one by one, so
                 a sharded trainer may gather each when it is asked for.
             metadata: every parameter's name, dtype and full shape.
+            probe: what a server must answer with these weights before it counts as in service; None = no probe.
         """
         assert self._push is None, "wait() for the previous update first"
         snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
+        snapshot.probe = probe
         targets = [link for link in self._links.values() if link.in_service or link.is_up]
         self._start_push(snapshot, targets)
 
@@ -287,6 +302,8 @@ class WeightSender:
         deadline = time.monotonic() + self._timeout_s
         try:
             answer, num_bytes = self._delta_or_dense(link, snapshot, deadline)
+            if snapshot.probe is not None:
+                self._attest(link, snapshot.probe, deadline)
         except BaseException:
             with link.lock:
                 link.pushes += 1
@@ -296,6 +313,23 @@ class WeightSender:
             link.pushes += 1
             link.held, link.in_service, link.is_up = snapshot.version, True, False
         return answer, num_bytes
+
+    def _attest(self, link: Link, probe: Probe, deadline: float) -> None:
+        """The server's own log-probabilities decide whether the weights are in use."""
+        timeout = max(deadline - time.monotonic(), WATCH_TIMEOUT_S)
+        try:
+            response = link.watch_client.post(SCORE_PATH, json=score_request(probe.token_ids), timeout=timeout)
+        except httpx.HTTPError as error:
+            raise WeightUpdateError(f"{link.server.name} did not score the probe: {first_line(error)}") from error
+        if response.status_code != 200:
+            raise WeightUpdateError(f"{link.server.name} did not score the probe: {response.text[:500]}")
+        difference = probe.difference(read_scores(response.content, probe.token_ids))
+        if difference > probe.tolerance:
+            link.is_expelled = True
+            raise WeightUpdateError(
+                f"{link.server.name} took the update but its log-probabilities differ from the trainer's by "
+                f"{difference:.3g} nats (weights.probe_tolerance={probe.tolerance:g}): it is not used any more"
+            )
 
     def _delta_or_dense(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
         if snapshot.delta is None or link.held != snapshot.base_version:
@@ -407,7 +441,7 @@ class WeightSender:
                 log.warning("event=server_restarted server=%s", link.server.name)
                 link.drop()
             if not link.in_service:
-                link.is_up = version is not None
+                link.is_up = version is not None and not link.is_expelled
 
 
 def _version_of(link: Link) -> str | None:

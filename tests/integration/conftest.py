@@ -113,7 +113,13 @@ def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides:
     trainer = Job(name="finetune_0", kind="finetune")
     node = Node(rank=0, hostname="127.0.0.1", devices=2, cores=tuple(os.sched_getaffinity(0)))
     world = WorldMap(
-        accelerator="cpu", nodes=(node,), jobs=(job, trainer), master_port=free_port(), weight_port=0, weight_ports=0
+        accelerator="cpu",
+        nodes=(node,),
+        jobs=(job, trainer),
+        master_port=free_port(),
+        weight_port=0,
+        weight_ports=0,
+        launcher_port=0,
     )
     world.save(run_dir)
     return job
@@ -189,7 +195,7 @@ SECRET = "unit-test-secret"
 
 
 class ModelServer:
-    """A server without vLLM: real HTTP, real Gloo, real receiver, one worker behind our routes; records pauses, resumes and what is live."""
+    """A server without vLLM: real HTTP, Gloo and receiver; records pauses, resumes and what is live."""
 
     def __init__(self, name: str = "actor_llm_0", refuse: Callable[[Layout], None] | None = None):
         self.live: dict[str, torch.Tensor] = {}

@@ -1,0 +1,242 @@
+"""A real vLLM server: exact tokens, updates under load, dead and frozen senders, guarded control routes."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.errors import ServerError
+from pipelinerl.inference.client import score_tokens
+from pipelinerl.weights.names import export_plan, specs_of, tied_names
+from pipelinerl.weights.probe import Probe, probe_tokens
+from pipelinerl.weights.sender import UpdateReport, WeightSender
+
+TOLERANCE = 2e-5
+PROMPT = list(range(40, 60))
+
+
+class Trainer:
+    """The reference implementation: the same model in Hugging Face, one copy of its weights per version."""
+
+    def __init__(self, model_path: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._start = [param.detach().clone() for param in self.model.parameters()]
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self._generator = torch.Generator().manual_seed(1)
+
+    def next_version(self, version: int) -> None:
+        """Move every parameter away from where it started, so that no stale one can go unnoticed."""
+        with torch.no_grad():
+            for start, param in zip(self._start, self.model.parameters(), strict=True):
+                param.copy_(start + torch.randn(param.shape, generator=self._generator) * 0.03)
+        self.versions[version] = copy.deepcopy(self.model.state_dict())
+
+    def send(self, sender: WeightSender, version: int, **settings: Any) -> UpdateReport:
+        plan = export_plan(self.model.named_parameters(), tied=tied_names(self.model))
+        return sender.send(version, self.model.named_parameters(), specs_of(plan), **settings)
+
+    @torch.no_grad()
+    def replay(self, prompt: list[int], tokens: list[int], spans: list[dict[str, Any]]) -> torch.Tensor:
+        """Log-probabilities of sampled tokens, each under the weights of its version, older keys and values kept."""
+        inputs, cache, parts, position = prompt + tokens, None, [], 0
+        for span in spans:
+            self.model.load_state_dict(self.versions[int(span["version"])])
+            end = len(prompt) + span["end"] - 1
+            output = self.model(torch.tensor([inputs[position:end]]), past_key_values=cache, use_cache=True)
+            cache, position = output.past_key_values, end
+            count = span["end"] - span["start"]
+            targets = torch.tensor(tokens[span["start"] : span["end"]])
+            logprobs = output.logits[0, -count:].log_softmax(-1)
+            parts.append(logprobs.gather(1, targets[:, None])[:, 0])
+        return torch.cat(parts)
+
+
+def generate(url: str, *, max_tokens: int, prompt: list[int] = PROMPT, n: int = 1) -> list[dict[str, Any]]:
+    sampling = {"n": n, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling | {"detokenize": False}}
+    response = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120)
+    response.raise_for_status()
+    return response.json()["choices"]
+
+
+def logprobs_of(choice: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+
+
+def error_of(trainer: Trainer, choice: dict[str, Any], prompt: list[int] = PROMPT) -> float:
+    replayed = trainer.replay(prompt, choice["token_ids"], choice["weight_versions"])
+    return (replayed - logprobs_of(choice)).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_qwen2: Path) -> Trainer:
+    return Trainer(tiny_qwen2)
+
+
+@pytest.fixture
+def sender(vllm_server: Any) -> Iterator[WeightSender]:
+    sender = WeightSender([vllm_server.job], backend="gloo", bucket_mb=1, timeout_s=60, secret=vllm_server.secret)
+    yield sender
+    sender.close()
+
+
+def test_update_is_live_labelled_and_exact(vllm_server: Any, trainer: Trainer, sender: WeightSender) -> None:
+    for version in (1, 2):
+        trainer.next_version(version)
+        assert trainer.send(sender, version).servers == ("actor_llm_0",)
+        assert httpx.get(f"{vllm_server.job.url}/weight_info").json()["weight_version"] == str(version)
+        (choice,) = generate(vllm_server.job.url, max_tokens=100)
+        assert [span["version"] for span in choice["weight_versions"]] == [str(version)]
+        assert error_of(trainer, choice) <= TOLERANCE
+
+
+def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
+    vllm_server: Any, trainer: Trainer, sender: WeightSender
+) -> None:
+    url = vllm_server.job.url
+    trainer.next_version(10)
+    trainer.send(sender, 10)
+    with ThreadPoolExecutor(8) as pool:
+        prompts = [PROMPT[: 5 + 2 * index] for index in range(8)]
+        futures: list[Future[list[dict[str, Any]]]] = [
+            pool.submit(generate, url, max_tokens=600, prompt=prompt, n=4) for prompt in prompts
+        ]
+        version = 10
+        while version < 30 and not all(future.done() for future in futures):
+            version += 1
+            trainer.next_version(version)
+            report = trainer.send(sender, version)
+            assert report.errors == {}
+            time.sleep(0.3)  # spacing of the updates, not synchronisation
+        results = [(prompt, choice) for prompt, f in zip(prompts, futures, strict=True) for choice in f.result()]
+    assert len(results) == 32
+    assert all(choice["finish_reason"] == "length" and len(choice["token_ids"]) == 600 for _, choice in results)
+    most = max(len(choice["weight_versions"]) for _, choice in results)
+    assert most >= 3, f"only {most} versions in one rollout"
+    worst = max(error_of(trainer, choice, prompt) for prompt, choice in results)
+    assert worst <= TOLERANCE
+
+
+def test_probe_accepts_the_right_weights_and_expels_a_server_with_others(
+    vllm_server: Any, trainer: Trainer, sender: WeightSender
+) -> None:
+    trainer.next_version(1000)
+    tokens = probe_tokens(256)
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    own = logits.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
+    right = Probe(token_ids=tokens, logprobs=np.concatenate([[0], own]).astype(np.float32), tolerance=TOLERANCE)
+    assert trainer.send(sender, 1000, probe=right).servers == ("actor_llm_0",)
+    wrong = Probe(token_ids=tokens, logprobs=right.logprobs + np.float32(0.01), tolerance=1e-3)
+    report = trainer.send(sender, 1000, probe=wrong)
+    assert report.servers == ()
+    assert "differ from the trainer's by 0.01 nats" in report.errors["actor_llm_0"]
+
+
+async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer: Trainer, sender: WeightSender) -> None:
+    trainer.next_version(2000)
+    trainer.send(sender, 2000)
+    generator = np.random.default_rng(0)
+    async with aiohttp.ClientSession() as session:
+        for length in (1, 2, 500):
+            tokens = generator.integers(0, 256, size=length)
+            scores = await score_tokens(session, vllm_server.job.url, tokens)
+            assert scores.dtype == np.float32
+            assert scores.shape == (length,)
+            with torch.no_grad():
+                logprobs = trainer.model(torch.tensor(tokens)[None]).logits[0].log_softmax(-1).numpy()
+            expected = logprobs[np.arange(length - 1), tokens[1:]]
+            np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE, rtol=0)
+        with pytest.raises(ServerError) as refusal:
+            await score_tokens(session, vllm_server.job.url, np.zeros(5000, dtype=np.int64))
+    assert refusal.value.status == 400
+
+
+CHILD = """
+import sys, time
+import torch
+from transformers import AutoModelForCausalLM
+import pipelinerl.weights.group as group
+from pipelinerl.weights.names import export_plan, specs_of
+from pipelinerl.weights.sender import WeightSender
+from pipelinerl.world import Job
+original, count = group.GlooGroup.broadcast, 0
+def broadcast(self, *args):
+    global count
+    count += 1
+    if count == 3:
+        print("half", flush=True)
+        time.sleep(600)
+    original(self, *args)
+group.GlooGroup.broadcast = broadcast
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
+sender = WeightSender([job], backend="gloo", bucket_mb=1, timeout_s=6, secret=sys.argv[3])
+zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+sender.send(99, zeros.items(), specs_of(export_plan(zeros.items())))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_running_server(
+    vllm_server: Any, trainer: Trainer, sender: WeightSender, tiny_qwen2: Path, number: signal.Signals
+) -> None:
+    url = vllm_server.job.url
+    version = 3000 + number
+    trainer.next_version(version)
+    trainer.send(sender, version)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, url, str(tiny_qwen2), vllm_server.secret],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"half\n"
+        (during,) = generate(url, max_tokens=50)
+        os.kill(child.pid, number)
+        deadline = time.monotonic() + 20
+        while "event=weight_update_failed" not in vllm_server.log():
+            assert time.monotonic() < deadline, "the server still waits for its sender"
+            time.sleep(0.05)
+        (after,) = generate(url, max_tokens=50)
+        for choice in (during, after):
+            assert [span["version"] for span in choice["weight_versions"]] == [str(version)]
+            assert error_of(trainer, choice) <= TOLERANCE
+        headers = {"Authorization": f"Bearer {vllm_server.secret}"}
+        assert httpx.get(f"{url}/is_paused", headers=headers).json() == {"is_paused": False}
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    trainer.next_version(version + 100)
+    assert trainer.send(sender, version + 100).errors == {}
+    (choice,) = generate(url, max_tokens=50)
+    assert error_of(trainer, choice) <= TOLERANCE
+
+
+def test_control_routes_need_the_secret(vllm_server: Any) -> None:
+    with httpx.Client(base_url=vllm_server.job.url) as client:
+        for path in ("/pause", "/resume", "/update_weights", "/collective_rpc", "/receive_weight_update", "/unknown"):
+            assert client.post(path).status_code == 401, path
+            assert client.post(path, headers={"Authorization": "Bearer wrong"}).status_code == 401, path
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["id"] == "policy"
+        headers = {"Authorization": f"Bearer {vllm_server.secret}"}
+        assert client.post("/pause?mode=keep", headers=headers).status_code == 200
+        assert client.post("/resume", headers=headers).status_code == 200
+    assert vllm_server.secret not in vllm_server.log()

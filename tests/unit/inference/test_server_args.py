@@ -1,0 +1,140 @@
+"""From configuration to vLLM's command line: defaults, the user's word, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.inference.args import vllm_arguments, vllm_environment
+from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.cluster import Node
+
+
+def config(*overrides: str) -> Config:
+    required = ["output_dir=/tmp/x", "dataset_loader=a.b", "actor.rollout_policy=a.c", "model_path=/models/m"]
+    return parse(compose("base", [*required, *overrides]))
+
+
+def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False) -> WorldMap:
+    return WorldMap(
+        accelerator=accelerator,  # type: ignore[arg-type]
+        nodes=tuple(Node(rank=rank, hostname=f"10.0.0.{rank}", devices=2) for rank in range(nodes)),
+        jobs=(),
+        master_port=1,
+        weight_port=2,
+        weight_ports=2,
+        launcher_port=3,
+        share_devices=share_devices,
+    )
+
+
+POLICY = Job(name="actor_llm_1", kind="actor_llm", replica_idx=1, port=8123, cores=(0,))
+REFERENCE = Job(name="preprocessor_llm_0", kind="preprocessor_llm", port=8124, cores=(1,))
+
+
+def settings(arguments: tuple[str, ...]) -> dict[str, Any]:
+    """`--key value` and flags as a dictionary; a key twice is an error."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            assert argument not in found, argument
+            following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+            found[argument] = True if following.startswith("--") else following
+    return found
+
+
+def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
+    found = settings(vllm_arguments(config("vllm_config.vllm_kwargs.dtype=float32"), world(), POLICY))
+    expected = {
+        "--model": "/models/m",
+        "--served-model-name": "policy",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--seed": "42001",
+        "--enable-scale-out": True,
+        "--logprobs-mode": "processed_logprobs",
+        "--return-tokens-as-token-ids": True,
+        "--no-enable-prefix-caching": True,
+        "--enforce-eager": True,
+        "--distributed-executor-backend": "uni",
+        "--dtype": "float32",
+        "--middleware": "pipelinerl.inference.guard.Guard",
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "gloo"}
+    assert "--hf-overrides" not in found
+
+
+def test_environment_on_cpu_pins_threads_and_the_users_word_wins() -> None:
+    env = vllm_environment(config("+vllm_config.env.VLLM_CPU_KVCACHE_SPACE='4'"), world(), POLICY)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+    assert env["OMP_NUM_THREADS"] == "1"
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+def test_tensor_parallel_on_cpu_splits_cores_and_keeps_vllms_executor() -> None:
+    cfg = config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
+    job = Job(name="actor_llm_0", kind="actor_llm", port=1, cores=(2, 3, 4, 5))
+    env = vllm_environment(cfg, world(), job)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|4,5"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in env
+    assert "--distributed-executor-backend" not in vllm_arguments(cfg, world(), job)
+
+
+@pytest.mark.parametrize(("share", "backend"), [(False, "staged_nccl"), (True, "staged_ipc")])
+def test_policy_on_gpu_takes_the_worlds_backend_and_a_float32_head(share: bool, backend: str) -> None:
+    found = settings(vllm_arguments(config(), world("cuda", share_devices=share), POLICY))
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": backend}
+    assert json.loads(found["--hf-overrides"]) == {"head_dtype": "float32"}
+    assert found["--dtype"] == "bfloat16"
+    assert "--enforce-eager" not in found
+    assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_environment(config(), world("cuda"), POLICY)
+
+
+def test_reference_takes_no_weights_and_scores_the_longest_sequence() -> None:
+    found = settings(vllm_arguments(config(), world(), REFERENCE))
+    assert found["--served-model-name"] == "reference"
+    assert "--weight-transfer-config" not in found
+    assert found["--max-model-len"] == "10001"
+    assert found["--worker-extension-cls"] == "pipelinerl.inference.scoring.ScoreExtension"
+
+
+def test_several_nodes_listen_beyond_loopback() -> None:
+    assert settings(vllm_arguments(config(), world("cuda", nodes=2), POLICY))["--host"] == "0.0.0.0"
+
+
+def test_users_kwargs_win_in_any_spelling() -> None:
+    cfg = config(
+        "+vllm_config.vllm_kwargs.enforce_eager=false",
+        "+vllm_config.vllm_kwargs.no-enable-chunked-prefill=''",
+        "+vllm_config.vllm_kwargs.seed=7",
+        "+vllm_config.vllm_kwargs.hf_overrides={rope_theta: 5.0}",
+        "+vllm_config.vllm_kwargs.swap_space=null",
+    )
+    found = settings(vllm_arguments(cfg, world("cuda"), POLICY))
+    assert found["--no-enforce-eager"] is True
+    assert found["--no-enable-chunked-prefill"] is True
+    assert found["--seed"] == "7"
+    assert json.loads(found["--hf-overrides"]) == {"head_dtype": "float32", "rope_theta": 5.0}
+    assert "--swap-space" not in found
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+vllm_config.vllm_kwargs.port=80", "ports come from the world map"),
+        ("+vllm_config.vllm_kwargs.served_model_name=x", "clients address the model"),
+        ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", "processed log-probabilities"),
+        ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "older weights"),
+        ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
+        ("+vllm_config.vllm_kwargs.max-model-len=5", "twice"),
+        ("weights.backend=nccl", "CPU world"),
+    ],
+)
+def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vllm_arguments(config(override), world(), POLICY)
