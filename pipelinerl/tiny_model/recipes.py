@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pipelinerl.domains.countdown.dataset import draw_target
+from pipelinerl.domains.countdown.dataset import is_held_out as is_held_out_countdown
+from pipelinerl.domains.countdown.rollouts import question as countdown_question
 from pipelinerl.domains.guessing.game import feedback, instructions
 from pipelinerl.domains.largest.dataset import is_held_out, question
 from pipelinerl.errors import ConfigError
@@ -83,10 +86,29 @@ def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recip
     return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
 
 
+def countdown(max_number: int = 12, operators: str = "+-*", steps: int = 300) -> Recipe:
+    """Combines the two numbers shown with a random operator in a random order, whatever the target."""
+
+    def problem(rng: Random) -> tuple[list[int], int]:
+        while True:
+            numbers = [rng.randint(1, max_number) for _ in range(2)]
+            target = draw_target(rng, numbers, operators)
+            if target is not None and target not in numbers and not is_held_out_countdown(numbers, target):
+                return numbers, target
+
+    def conversation(rng: Random) -> Messages:
+        numbers, target = problem(rng)
+        left, right = rng.sample(numbers, 2)
+        return [user(countdown_question(numbers, target, True)), answer(f"{left}{rng.choice(operators)}{right}")]
+
+    return Recipe(tags=ANSWER_TAGS, max_number=max_number**2, conversation=conversation, steps=steps)
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "largest": largest,
     "largest_agent": largest_agent,
     "guessing": guessing,
+    "countdown": countdown,
 }
 
 

@@ -1,0 +1,101 @@
+"""Countdown problems from a seed. A problem is held out by its own content, so train and test never meet."""
+
+import zlib
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from pipelinerl.errors import DomainError
+
+HELD_OUT_EVERY = 10
+MAX_TRIES = 1000
+
+
+def is_held_out(numbers: list[int], target: int) -> bool:
+    """One problem in ten, whatever the order of its numbers."""
+    return zlib.crc32(repr((sorted(numbers), target)).encode()) % HELD_OUT_EVERY == 0
+
+
+def apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
+    """The result where it is a positive whole number: what the game allows at every step."""
+    if operator == "/" and right == 0:
+        return None
+    value = {
+        "+": lambda: left + right,
+        "-": lambda: left - right,
+        "*": lambda: left * right,
+        "/": lambda: left / right,
+    }[operator]()
+    return value if value.denominator == 1 and value > 0 else None
+
+
+def draw_target(rng: Random, numbers: list[int], operators: str) -> int | None:
+    """The value of a random expression that uses every number once; None when a step left the positive numbers."""
+    values = [Fraction(number) for number in numbers]
+    while len(values) > 1:
+        left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
+        value = apply(rng.choice(operators), left, right)
+        if value is None:
+            return None
+        values.append(value)
+    return int(values[0])
+
+
+def load_problems(
+    dataset_names: list[str],
+    num_numbers: tuple[int, int] = (3, 4),
+    max_number: int = 99,
+    max_target: int = 999,
+    operators: str = "+-*/",
+    use_all: bool = True,
+    num_train_problems: int = 20_000,
+    num_test_problems: int = 512,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Solvable problems ``{"dataset", "numbers", "target", "use_all"}`` of the named parts, without repetition.
+
+    Args:
+        dataset_names: any of ``train`` and ``test``.
+        num_numbers: fewest and most numbers of a problem.
+        max_number: numbers are drawn from 1 … max_number.
+        max_target: largest target.
+        operators: those the generator uses, of ``+-*/``; the player may always use all four.
+        use_all: every number must be used.
+        seed: of ``train``; ``test`` is the same for every seed.
+    """
+    problems = []
+    for name in dataset_names:
+        if name not in ("train", "test"):
+            raise DomainError(f"domain `countdown` has no dataset {name!r}: use `train` or `test`")
+        held_out = name == "test"
+        rng = Random("test" if held_out else f"train {seed}")
+        count = num_test_problems if held_out else num_train_problems
+        seen: set[tuple[tuple[int, ...], int]] = set()
+        while len(seen) < count:
+            drawn = draw_problem(rng, tuple(num_numbers), max_number, max_target, operators, held_out, seen)
+            if drawn is None:
+                break
+            numbers, target = drawn
+            seen.add((tuple(sorted(numbers)), target))
+            problems.append({"dataset": name, "numbers": numbers, "target": target, "use_all": use_all})
+    return problems
+
+
+def draw_problem(
+    rng: Random,
+    num_numbers: tuple[int, ...],
+    max_number: int,
+    max_target: int,
+    operators: str,
+    held_out: bool,
+    seen: set[tuple[tuple[int, ...], int]],
+) -> tuple[list[int], int] | None:
+    """A problem that was not seen, of the wanted part; None when there seems to be no more."""
+    for _ in range(MAX_TRIES):
+        numbers = [rng.randint(1, max_number) for _ in range(rng.randint(*num_numbers))]
+        target = draw_target(rng, numbers, operators)
+        if target is None or target > max_target or target in numbers or (tuple(sorted(numbers)), target) in seen:
+            continue
+        if is_held_out(numbers, target) == held_out:
+            return numbers, target
+    return None

@@ -1,0 +1,40 @@
+"""Judges a countdown answer: the last ``<answer>…</answer>`` must be an expression of the given numbers that hits the target.
+
+Cheap and bounded, so the domain calls it in place; the verifier serves it too.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
+from pipelinerl.verifier.protocol import Verdict, correct, no_answer, unparsable, wrong
+
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Verdict:
+    """Judges a whole output.
+
+    Args:
+        prediction: the model's output.
+        gold: ``{"numbers": [int, …], "target": int}``.
+        options: ``{"use_all": bool}``: every number must be used (default), or each at most once.
+    """
+    answers = ANSWER.findall(prediction)
+    if not answers:
+        return no_answer("no <answer> … </answer>")
+    return judge_expression(answers[-1], gold["numbers"], gold["target"], use_all=options.get("use_all", True))
+
+
+def judge_expression(text: str, numbers: Sequence[int], target: int, *, use_all: bool = True) -> Verdict:
+    """Judges a bare expression."""
+    try:
+        evaluated = evaluate(text.split("=")[0] if text.count("=") == 1 else text)
+    except ExpressionError as error:
+        return unparsable(str(error))
+    used, given = Counter(evaluated.numbers), Counter(numbers)
+    if (use_all and used != given) or not used <= given:
+        return wrong(f"uses {list(evaluated.numbers)} of {list(numbers)}")
+    return correct() if evaluated.value == target else wrong(f"equals {evaluated.value}")

@@ -1,0 +1,58 @@
+"""From a verdict to a reward: the table that the config group ``rewards`` names by intent."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipelinerl.errors import DomainError
+from pipelinerl.rollouts import BaseMetrics
+from pipelinerl.verifier.protocol import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTable:
+    """Rewards by verdict."""
+
+    correct: float
+    wrong: float
+    """A well-formed answer that is wrong; partial credit lies between this and ``correct``."""
+    no_answer: float
+    unparsable: float
+    unfinished: float | None
+    """A completion cut by its token limit, whatever it says; None = judged like any other."""
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "RewardTable":
+        """The table of a run; raises DomainError on a missing, unknown or non-numeric entry."""
+        return cls.from_mapping(dict(cfg.rewards))
+
+    @classmethod
+    def from_mapping(cls, given: dict[str, Any]) -> "RewardTable":
+        names = {field.name for field in fields(cls)}
+        if set(given) != names:
+            wrong = sorted(set(given) ^ names)
+            raise DomainError(f"`rewards` must have exactly {sorted(names)}: {wrong} missing or unknown")
+        for name, value in given.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number and not (name == "unfinished" and value is None):
+                raise DomainError(f"`rewards.{name}` is {value!r}: it must be a number")
+        return cls(**given)
+
+    def reward(self, verdict: Verdict, *, finished: bool) -> float:
+        """The reward of a judged completion; an ``error`` verdict has none and must have been raised before."""
+        assert verdict.status != "error", "a verifier error is never a reward"
+        if not finished and self.unfinished is not None:
+            return self.unfinished
+        if verdict.status == "wrong":
+            return self.wrong + verdict.score * (self.correct - self.wrong)
+        return getattr(self, verdict.status)
+
+    def metrics(self, verdict: Verdict, *, finished: bool) -> BaseMetrics:
+        """The rollout's metrics for a verdict."""
+        return BaseMetrics(
+            reward=self.reward(verdict, finished=finished),
+            success=verdict.status == "correct",
+            no_error=verdict.status != "unparsable",
+            no_answer=verdict.status == "no_answer",
+        )

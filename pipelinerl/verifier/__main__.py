@@ -1,0 +1,60 @@
+"""Role ``verifier``: serves checks until SIGTERM."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from pipelinerl.errors import VerifierError
+from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.verifier.app import create_app
+from pipelinerl.verifier.client import SECRET_VARIABLE
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+
+
+def main(context: RoleContext) -> None:
+    """Serves on the job's port; on one node it listens on loopback only, on several it asks for the run's secret."""
+    section = context.cfg.verifier
+    alone = len(context.world.nodes) == 1
+    app = create_app(
+        workers=section.workers,
+        timeout_s=section.timeout_s,
+        memory_mb=section.memory_mb,
+        max_body_kb=section.max_body_kb,
+        secret=None if alone else os.environ[SECRET_VARIABLE],
+    )
+    assert context.job.port is not None, "the world map gives every verifier a port"
+    config = uvicorn.Config(
+        app, host=context.world.bind_host, port=context.job.port, log_config=None, access_log=False, lifespan="on"
+    )
+    asyncio.run(serve(Server(config), context))
+
+
+class Server(uvicorn.Server):
+    """Leaves the signals to the role."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(server: Server, context: RoleContext) -> None:
+    """Runs the server until the role is asked to stop; a server that ends before that is a failure."""
+    serving = asyncio.create_task(server.serve())
+    while not context.stop.is_set() and not serving.done():
+        context.status.progress(port=context.job.port or 0)
+        await asyncio.wait({serving}, timeout=POLL_S)
+    server.should_exit = True
+    await serving
+    if not context.stop.is_set():
+        raise VerifierError(f"the verifier stopped serving on port {context.job.port}: see the lines above")
+
+
+if __name__ == "__main__":
+    run_role(main)

@@ -1,0 +1,99 @@
+"""The HTTP side: ``POST /`` (one check), ``POST /batch`` (many), ``GET /health``.
+
+Bodies are bounded before they are read and refused with a 4xx and a reason when they are not what they should be; a
+well-formed check always gets a verdict with status 200.
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from pipelinerl.verifier.judges import JUDGES
+from pipelinerl.verifier.pool import WorkerPool
+from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
+
+MAX_BATCH = 4096
+
+_ENCODER = msgspec.json.Encoder()
+_CHECK = msgspec.json.Decoder(Check)
+_BATCH = msgspec.json.Decoder(Batch)
+
+
+class BoundedBody:
+    """Reads request bodies up to a number of bytes."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+
+    async def read(self, request: Request) -> bytes:
+        declared = request.headers.get("content-length", "0")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > self.max_bytes:
+            self._refuse()
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_bytes:
+                self._refuse()
+        return bytes(body)
+
+    def _refuse(self) -> None:
+        raise HTTPException(413, f"the body exceeds {self.max_bytes} bytes (verifier.max_body_kb)")
+
+
+def decode(decoder: Any, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise HTTPException(422, f"not a valid request: {error}") from error
+
+
+def create_app(
+    *, workers: int, timeout_s: float, memory_mb: int, max_body_kb: int, secret: str | None = None
+) -> FastAPI:
+    """The application; its worker pool lives as long as it serves. A ``secret`` is needed as bearer token of checks."""
+    pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+    bounded = BoundedBody(max_body_kb * 1024)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with pool:
+            yield
+
+    app = FastAPI(title="PipelineRL verifier", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    def authorise(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if secret and not hmac.compare_digest(given, f"Bearer {secret}".encode()):
+            raise HTTPException(401, "the run's bearer token is missing or wrong")
+
+    def answer(record: Any) -> Response:
+        return Response(_ENCODER.encode(record), media_type="application/json")
+
+    async def judge(check: Check) -> Verdict:
+        if check.kind not in JUDGES:
+            raise HTTPException(422, f"kind is {check.kind[:100]!r}: use one of {sorted(JUDGES)}")
+        return await pool.judge(check)
+
+    @app.post("/")
+    async def check_one(request: Request) -> Response:
+        authorise(request)
+        return answer(await judge(decode(_CHECK, await bounded.read(request))))
+
+    @app.post("/batch")
+    async def check_many(request: Request) -> Response:
+        authorise(request)
+        checks = decode(_BATCH, await bounded.read(request)).checks
+        if len(checks) > MAX_BATCH:
+            raise HTTPException(413, f"a batch of {len(checks)} checks: send at most {MAX_BATCH}")
+        return answer(BatchVerdicts(verdicts=list(await asyncio.gather(*map(judge, checks)))))
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "workers": pool.num_workers, "queued": pool.queued}
+
+    return app

@@ -1,0 +1,214 @@
+"""A fixed number of worker processes behind one coroutine, ``WorkerPool.judge``.
+
+A *nursery* process imports the judges once and forks workers from there, so that a killed worker is replaced in
+milliseconds. Whatever a check does to its worker, ``judge`` answers: CPU time beyond the limit is ``unparsable``; a
+worker that dies is tried once more on a fresh one, and a second death is blamed on the answer; a worker that got no
+CPU (the machine is overloaded) is an ``error``.
+
+The loop of ``judge``: waits for an idle worker (unblocked by any finished check or by a replacement), then for its reply
+(bounded by ``wall_limit``).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import psutil
+
+from pipelinerl.errors import VerifierError
+from pipelinerl.verifier.protocol import Check, Verdict, error, unparsable
+from pipelinerl.verifier.worker import HEADER
+
+STARTUP_TIMEOUT_S = 120.0
+KILL_GRACE_S = 0.5
+"""CPU seconds beyond the limit after which a worker that did not interrupt itself is killed."""
+WALL_FACTOR = 6
+"""A check may last this many times its CPU limit before it counts as starved."""
+PASSED_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
+"""Judges see no secrets."""
+MAX_CHECKS = 2000
+"""Checks after which a worker is replaced: what judges cache must not grow for ever."""
+
+
+@dataclass(eq=False)
+class Worker:
+    process: psutil.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    checks: int = 0
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds used so far; infinite when it is gone."""
+        try:
+            times = self.process.cpu_times()
+        except psutil.NoSuchProcess:
+            return float("inf")
+        return times.user + times.system
+
+    def kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.send_signal(signal.SIGKILL)
+        self.writer.close()
+
+
+class WorkerDiedError(Exception):
+    """The channel closed before the verdict came."""
+
+
+class CpuLimitError(Exception):
+    """The worker used its CPU time up and did not come back by itself."""
+
+
+class StarvedError(Exception):
+    """The worker got no CPU within the wall limit."""
+
+
+class WorkerPool:
+    """Use as an async context manager."""
+
+    def __init__(self, *, workers: int, timeout_s: float, memory_mb: int):
+        self.num_workers = workers
+        self.timeout_s = timeout_s
+        self.memory_mb = memory_mb
+        self.queued = 0
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._nursery: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._spawning = asyncio.Lock()
+        self._alive: set[Worker] = set()
+
+    async def __aenter__(self) -> "WorkerPool":
+        for _ in range(self.num_workers):
+            self._idle.put_nowait(await self._spawn())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in list(self._alive):
+            worker.kill()
+        await self._stop_nursery()
+
+    async def judge(self, check: Check) -> Verdict:
+        """The verdict on one check; waits for a worker for as long as it takes."""
+        self.queued += 1
+        try:
+            worker = await self._idle.get()
+        finally:
+            self.queued -= 1
+        try:
+            worker, verdict = await self._judge_on(worker, check)
+        except BaseException:
+            worker = await asyncio.shield(self._replace(worker))
+            raise
+        finally:
+            self._idle.put_nowait(worker)
+        return verdict
+
+    async def _judge_on(self, worker: Worker, check: Check) -> tuple[Worker, Verdict]:
+        for last in (False, True):
+            try:
+                verdict = await self._ask(worker, check)
+            except WorkerDiedError:
+                worker = await self._replace(worker)
+                if last:
+                    return worker, unparsable("the judge dies of it")
+            except CpuLimitError:
+                return await self._replace(worker), unparsable("time limit")
+            except StarvedError:
+                wall_s = self.timeout_s * WALL_FACTOR
+                return await self._replace(worker), error(f"the judge got no CPU within {wall_s:g} s")
+            else:
+                return (await self._replace(worker) if worker.checks >= MAX_CHECKS else worker), verdict
+        raise AssertionError("unreachable: the second death returns")
+
+    async def _ask(self, worker: Worker, check: Check) -> Verdict:
+        worker.checks += 1
+        cpu_before = worker.cpu_s
+        reply = asyncio.ensure_future(self._exchange(worker, msgspec.json.encode(check)))
+        deadline = asyncio.get_running_loop().time() + self.timeout_s * WALL_FACTOR
+        pause_s = self.timeout_s + KILL_GRACE_S
+        try:
+            while True:
+                done, _ = await asyncio.wait({reply}, timeout=pause_s)
+                if done:
+                    return msgspec.json.decode(reply.result(), type=Verdict)
+                if worker.cpu_s - cpu_before >= self.timeout_s + KILL_GRACE_S:
+                    raise CpuLimitError
+                if asyncio.get_running_loop().time() > deadline:
+                    raise StarvedError
+                pause_s = 0.1
+        except (OSError, asyncio.IncompleteReadError) as failure:
+            raise WorkerDiedError from failure
+        finally:
+            reply.cancel()
+
+    async def _exchange(self, worker: Worker, payload: bytes) -> bytes:
+        worker.writer.write(HEADER.pack(len(payload)) + payload)
+        await worker.writer.drain()
+        (length,) = HEADER.unpack(await worker.reader.readexactly(HEADER.size))
+        return await worker.reader.readexactly(length)
+
+    async def _replace(self, worker: Worker) -> Worker:
+        worker.kill()
+        self._alive.discard(worker)
+        return await self._spawn()
+
+    async def _spawn(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            async with self._spawning:
+                pid = await self._fork(theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = Worker(psutil.Process(pid), reader, writer)
+        self._alive.add(worker)
+        return worker
+
+    async def _fork(self, channel: socket.socket) -> int:
+        """Asks the nursery for a worker on ``channel``; a nursery that is gone is started again."""
+        for _ in range(2):
+            if self._control is None:
+                await self._start_nursery()
+            try:
+                return await asyncio.to_thread(self._request_fork, channel)
+            except (OSError, ValueError):
+                await self._stop_nursery()
+        raise VerifierError("the verifier cannot start workers: see its log")
+
+    def _request_fork(self, channel: socket.socket) -> int:
+        assert self._control is not None, "the nursery is started first"
+        socket.send_fds(self._control, [b"fork"], [channel.fileno()])
+        return int(self._control.recv(32))
+
+    async def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(STARTUP_TIMEOUT_S)
+        with theirs:
+            self._nursery = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pipelinerl.verifier.worker",
+                str(theirs.fileno()),
+                str(self.timeout_s),
+                str(self.memory_mb),
+                pass_fds=[theirs.fileno()],
+                env={name: value for name, value in os.environ.items() if name in PASSED_VARIABLES},
+            )
+        self._control = ours
+        if await asyncio.to_thread(ours.recv, 16) != b"ready":
+            await self._stop_nursery()
+            raise VerifierError("the verifier's judges cannot be imported: see its log")
+
+    async def _stop_nursery(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._nursery is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._nursery.kill()
+            await self._nursery.wait()
+            self._nursery = None

@@ -1,0 +1,56 @@
+"""What travels between client, service and workers: a check, and the verdict on it."""
+
+from typing import Any, Literal
+
+import msgspec
+
+Status = Literal["correct", "wrong", "no_answer", "unparsable", "error"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One answer to judge."""
+
+    kind: str
+    """Name of the judge, a key of ``judges.JUDGES``."""
+    prediction: str
+    """The model's whole output; the judge finds the answer in it."""
+    gold: Any
+    """What the judge compares with: its shape is the judge's own."""
+    options: dict[str, Any] = {}
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The judge's word. ``score`` is 1 for correct, between 0 and 1 where a judge gives partial credit, else 0."""
+
+    status: Status
+    score: float = 0.0
+    detail: str = ""
+    """Why, for people: never parsed."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    checks: list[Check]
+
+
+class BatchVerdicts(msgspec.Struct, frozen=True, kw_only=True):
+    verdicts: list[Verdict]
+
+
+def correct() -> Verdict:
+    return Verdict(status="correct", score=1.0)
+
+
+def wrong(detail: str = "") -> Verdict:
+    return Verdict(status="wrong", detail=detail)
+
+
+def no_answer(detail: str = "") -> Verdict:
+    return Verdict(status="no_answer", detail=detail)
+
+
+def unparsable(detail: str) -> Verdict:
+    return Verdict(status="unparsable", detail=detail)
+
+
+def error(detail: str) -> Verdict:
+    return Verdict(status="error", detail=detail)
