@@ -5,6 +5,7 @@ A checkpoint is a folder `checkpoints/step_<n>/`, written under another name, sy
     manifest.json           what the folder holds: counters, stream positions, files with size and CRC
     state-00000.safetensors `<parameter>.param`, `.exp_avg`, `.exp_avg_sq`, whole tensors in float32
     rng-<rank>.safetensors  generators of that rank
+    value_head.safetensors  with the value advantage: the value head alone (an export too)
     hf/                     the policy as a Hugging Face model with its tokenizer (an export: resuming does not read it)
 
 Tensors are whole and named, so any engine on any number of ranks can resume. Nothing is pickled.

@@ -26,7 +26,7 @@ class Feed:
     """Collects the micro-batches of each step. Of n preprocessors, number r packs the steps with step % n == r."""
 
     def __init__(self, readers: Sequence[tuple[str, Reader]]):
-        """``readers``: per preprocessor, one placed at or before the first step to train; with its key in checkpoints."""
+        """``readers``: (key in checkpoints, reader at or before the first step to train) of each preprocessor."""
         self._readers = readers
         self._next = {key: reader.position for key, reader in readers}
         self._taken: tuple[int, dict[int, tuple[int, MicroBatch]]] = (-1, {})

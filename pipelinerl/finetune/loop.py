@@ -226,6 +226,7 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         chunk=finetune.head_chunk_tokens,
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
+        lora_scaling=finetune.lora.alpha / finetune.lora.r,
     )
     engine = build_engine(name, policy, cfg, device)
     verify_packing(engine.policy, device, finetune.attn_implementation)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
@@ -56,15 +56,16 @@ class Policy(nn.Module):
         chunk: int = 512,
         fp32_head: bool = True,
         value_loss_coef: float | None = None,
+        lora_scaling: float = 0.0,
     ):
-        """``value_loss_coef`` None: no value head."""
+        """``value_loss_coef`` None: no value head. ``lora_scaling``: factor of the adapters, α/r."""
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
             lm.set_output_embeddings(OutputHead.wrap(head))
         self.lm = lm
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
-        self.value_loss_coef = value_loss_coef
+        self.value_loss_coef, self.lora_scaling = value_loss_coef, lora_scaling
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -136,11 +137,28 @@ def load_lm(source: str | Path, cfg: Config, device: torch.device) -> nn.Module:
     refuse_unknown_heads(lm)
     if cfg.finetune.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.finetune.lora.enabled:
+        lm = add_adapters(lm, cfg.finetune.lora, cfg.seed)
     lm.config.use_cache = False
     log.info(
         "loaded model_path=%s parameters=%d attention=%s", source, sum(p.numel() for p in lm.parameters()), attention
     )
     return lm.train()
+
+
+def add_adapters(lm: nn.Module, lora: LoraSection, seed: int) -> nn.Module:
+    """Freeze the model and put LoRA adapters into its linear layers (arXiv:2106.09685); B starts at 0."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            "finetune.lora.enabled needs peft, which is not installed: pip install 'pipelinerl[lora]'"
+        ) from error
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules, bias="none"
+    )
+    return inject_adapter_in_model(config, lm)
 
 
 def refuse_unknown_heads(lm: nn.Module) -> None:

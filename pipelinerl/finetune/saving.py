@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.checkpoints import CheckpointWriter, Counters
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.export import save_hf
+from pipelinerl.finetune.export import save_hf, save_value_head
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def save(
             pass
     checkpoints.save_rng(folder, engine.rank, engine.device)
     save_hf(engine, folder / "hf", dtype, tokenizer)
+    save_value_head(engine, folder / "value_head.safetensors")
     positions = _gather_positions(engine, counters)
     needed = None
     if writer is not None:

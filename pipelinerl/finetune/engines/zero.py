@@ -56,6 +56,7 @@ class ZeroEngine(Engine):
         self.policy = self.engine.module
         self._parameters = dict(self.policy.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._create_moments(0)
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.engine(batch, settings)
@@ -89,8 +90,7 @@ class ZeroEngine(Engine):
 
         for name, parameter in self._trained.items():
             param = safe_get_full_fp32_param(parameter)
-            moments = {key: safe_get_full_optimizer_state(parameter, key) for key in OPTIMIZER_STATES}
-            yield name, {"param": param, **{k: torch.zeros_like(param) if m is None else m for k, m in moments.items()}}
+            yield name, {"param": param, **{k: safe_get_full_optimizer_state(parameter, k) for k in OPTIMIZER_STATES}}
 
     def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -107,7 +107,11 @@ class ZeroEngine(Engine):
         dist.barrier()
 
     def _create_moments(self, num_steps: int) -> None:
-        """The inner optimizer's states as if it had made ``num_steps`` steps: DeepSpeed makes them in the first one."""
+        """Zero states of the inner optimizer after ``num_steps`` steps.
+
+        Left to itself DeepSpeed makes them in the first step, and with several parameter groups links only the first
+        group's to the parameters (0.19.8).
+        """
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         for flat in flats:

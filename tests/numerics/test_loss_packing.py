@@ -1,0 +1,147 @@
+"""The gradient of an optimizer batch does not depend on how it is packed, laid out, or cut into micro-batches."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.data import check_record, to_batch
+from pipelinerl.finetune.engines.replicated import ReplicatedEngine
+from pipelinerl.finetune.model import Policy, Tokens, packing_error
+from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.synthetic import make_samples, pack
+
+SAMPLES, VOCAB = 7, 48
+SETTINGS = {
+    "reinforce": LossSettings(kl_coef=0.1, entropy_bonus=0.05),
+    "gspo": LossSettings(policy_loss="gspo", sequence_tis=2.0, entropy_bonus=0.05),
+}
+
+
+def make_policy(dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Policy:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        attn_implementation="sdpa",
+    )
+    lm = Qwen2ForCausalLM(config).to(dtype).train()
+    if checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(lm, chunk=5, value_loss_coef=0.5)
+
+
+def gradients(
+    bins: Sequence[Sequence[int]], settings: LossSettings, *, rows: bool, policy: Policy | None = None
+) -> dict[str, Tensor]:
+    policy = policy or make_policy()
+    samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14), step=3, max_lag=2)
+    for record in pack(samples, bins, step=3):
+        index = check_record(record, VOCAB, max_lag_steps=2)
+        batch = to_batch(record, index, torch.device("cpu"), rows=rows)
+        policy(batch, settings).loss.backward()
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert ((actual[name] - wanted).abs().max() / wanted.abs().max()).item() <= tolerance, name
+
+
+WAYS = {
+    "all packed": ([range(SAMPLES)], False),
+    "all in rows": ([range(SAMPLES)], True),
+    "three packs": ([[0, 4], [5, 2, 1], [3, 6]], False),
+    "reversed": ([range(SAMPLES - 1, -1, -1)], False),
+    "two row grids": ([[6, 1, 3], [0, 2, 4, 5]], True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", SETTINGS)
+def test_gradient_is_that_of_seven_single_sequences(way: str, loss: str) -> None:
+    expected = gradients([[i] for i in range(SAMPLES)], SETTINGS[loss], rows=False)
+    bins, rows = WAYS[way]
+    assert_close(gradients(bins, SETTINGS[loss], rows=rows), expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    expected = gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False)
+    policy = make_policy(checkpointing=True)
+    assert_close(gradients([range(SAMPLES)], SETTINGS["reinforce"], rows=False, policy=policy), expected)
+
+
+def test_packed_documents_do_not_attend_to_each_other() -> None:
+    assert packing_error(make_policy(), torch.device("cpu")) <= 1e-5
+
+
+def test_packing_error_sees_documents_that_do() -> None:
+    policy = make_policy()
+    hidden_states = policy.hidden_states
+    policy.hidden_states = lambda ids, positions: hidden_states(ids, torch.arange(ids.shape[1])[None])
+    assert packing_error(policy, torch.device("cpu")) > 0.05
+
+
+def test_trained_logprobs_are_those_of_the_separate_sequences() -> None:
+    policy = make_policy(torch.float64)
+    samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
+    rules = BatchRules(
+        vocab_size=VOCAB, max_lag_steps=0, allow_rows=True, tokens_per_attention_unit=0, float_dtype=torch.float64
+    )
+    batch = prepare(pack(samples, [range(SAMPLES)])[0], rules, torch.device("cpu"))
+    ours = policy(batch, LossSettings()).logprobs_K
+    expected = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids).long()[None]
+        hidden = policy(Tokens(ids, torch.arange(ids.shape[1])[None]))
+        logprobs = policy.lm.lm_head(hidden)[0].log_softmax(-1)
+        for start, end, _ in sample.spans.tolist():
+            expected += [logprobs[t - 1, ids[0, t]] for t in range(start, end)]
+    assert (ours - torch.stack(expected)).abs().max() <= 1e-9
+
+
+def test_value_head_learns_from_the_reward_and_gives_the_advantage() -> None:
+    """V starts at 0, so the first advantage is the reward; the value gradient is Σ w·coef·(V − r) on the bias."""
+    policy = make_policy()
+    samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
+    record = pack(samples, [range(SAMPLES)])[0]
+    batch = to_batch(record, check_record(record, VOCAB, 0), torch.device("cpu"), rows=False)
+    output = policy(batch, LossSettings())
+    output.loss.backward()
+    rewards, weights = batch.inputs.advantages_K, batch.inputs.weights_K
+    assert torch.equal(output.advantages_K, rewards)
+    assert policy.value_head is not None
+    torch.testing.assert_close(policy.value_head.bias.grad, (weights * 0.5 * -rewards).sum()[None])
+    torch.testing.assert_close(output.value_loss, (weights * 0.25 * rewards.square()).sum())
+
+
+def test_value_head_reaches_the_reward(tmp_path: object) -> None:
+    policy = make_policy()
+    finetune = SimpleNamespace(
+        dtype="float32",
+        gradient_clipping_threshold=None,
+        learning_rate=1e-2,
+        optimizer=SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
+    )
+    engine = ReplicatedEngine(policy, finetune, torch.device("cpu"))
+    samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
+    record = pack(samples, [range(SAMPLES)])[0]
+    batch = to_batch(record, check_record(record, VOCAB, 0), torch.device("cpu"), rows=False)
+    losses = []
+    for _ in range(60):
+        output = engine.forward(batch, LossSettings(ratio_clamp=1e-6))
+        engine.backward(output.loss, last=True)
+        engine.step(1e-2)
+        losses.append(output.value_loss.item())
+    assert losses[-1] < 0.05 * losses[0]

@@ -1,0 +1,74 @@
+"""What leaves the trainer: names, merged adapters, no value head."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.engines.replicated import ReplicatedEngine
+from pipelinerl.finetune.export import exported_parameters, exported_specs, save_hf
+from pipelinerl.finetune.model import Policy, add_adapters
+
+IDS = torch.arange(12)[None]
+
+
+def make_lm(tied: bool = True) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def make_engine(lm: torch.nn.Module, **options: float) -> ReplicatedEngine:
+    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
+    return ReplicatedEngine(Policy(lm, **options), cfg.finetune, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_names_are_those_of_the_hugging_face_model_without_value_head(tied: bool) -> None:
+    names = {name for name, _ in make_lm(tied).named_parameters()}
+    engine = make_engine(make_lm(tied), value_loss_coef=0.5)
+    assert {name for name, _ in exported_parameters(engine, torch.float32)} == names
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_specs_describe_the_parameters_in_their_order() -> None:
+    lora = SimpleNamespace(r=2, alpha=6, dropout=0.0, target_modules="all-linear")
+    engine = make_engine(add_adapters(make_lm(), lora, seed=0), lora_scaling=3.0)
+    specs = [(s.name, s.dtype, s.shape) for s in exported_specs(engine, torch.bfloat16)]
+    parameters = exported_parameters(engine, torch.bfloat16)
+    assert specs == [(name, "bfloat16", tuple(t.shape)) for name, t in parameters]
+
+
+def test_merged_adapters_give_the_adapted_models_logits(tmp_path: Path) -> None:
+    lora = SimpleNamespace(r=2, alpha=6, dropout=0.0, target_modules="all-linear")
+    lm = add_adapters(make_lm(), lora, seed=0)
+    engine = make_engine(lm, lora_scaling=3.0)
+    trained = [name for name, p in engine.policy.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+        adapted = lm(input_ids=IDS).logits
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None: ...
+
+    save_hf(engine, tmp_path, torch.float32, Tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    base = make_lm()
+    with torch.no_grad():
+        assert (merged(input_ids=IDS).logits - adapted).abs().max() <= 1e-5
+        assert (base(input_ids=IDS).logits - adapted).abs().max() > 1e-3
