@@ -31,7 +31,6 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
-from pipelinerl.world.cluster import Node
 
 START_S = 240.0
 VOCAB = 256
@@ -110,17 +109,13 @@ def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides:
     port = free_port()
     cores = (sorted(os.sched_getaffinity(0))[0],)
     job = Job(name=f"{kind}_0", kind=kind, port=port, cores=cores, url=f"http://127.0.0.1:{port}")
-    trainer = Job(name="finetune_0", kind="finetune")
-    node = Node(rank=0, hostname="127.0.0.1", devices=2, cores=tuple(os.sched_getaffinity(0)))
-    world = WorldMap(
-        accelerator="cpu",
-        nodes=(node,),
-        jobs=(job, trainer),
-        master_port=free_port(),
-        weight_port=0,
-        weight_ports=0,
-        launcher_port=0,
-    )
+    fields = {
+        "accelerator": "cpu",
+        "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 2}],
+        "jobs": [msgspec.to_builtins(job), {"name": "finetune_0", "kind": "finetune"}],
+    }
+    ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
+    world = msgspec.convert(fields | dict.fromkeys(ports, 0), WorldMap)
     world.save(run_dir)
     return job
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config.load import compose, parse
@@ -10,7 +11,6 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.args import vllm_arguments, vllm_environment
 from pipelinerl.world import Job, WorldMap
-from pipelinerl.world.cluster import Node
 
 
 def config(*overrides: str) -> Config:
@@ -19,16 +19,14 @@ def config(*overrides: str) -> Config:
 
 
 def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False) -> WorldMap:
-    return WorldMap(
-        accelerator=accelerator,  # type: ignore[arg-type]
-        nodes=tuple(Node(rank=rank, hostname=f"10.0.0.{rank}", devices=2) for rank in range(nodes)),
-        jobs=(),
-        master_port=1,
-        weight_port=2,
-        weight_ports=2,
-        launcher_port=3,
-        share_devices=share_devices,
-    )
+    ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
+    fields = {
+        "accelerator": accelerator,
+        "nodes": [{"rank": rank, "hostname": f"10.0.0.{rank}", "devices": 2} for rank in range(nodes)],
+        "jobs": [],
+        "share_devices": share_devices,
+    }
+    return msgspec.convert(fields | dict.fromkeys(ports, 2), WorldMap)
 
 
 POLICY = Job(name="actor_llm_1", kind="actor_llm", replica_idx=1, port=8123, cores=(0,))
