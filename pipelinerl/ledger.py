@@ -82,15 +82,19 @@ def read(run_dir: Path) -> Ledger:
 
     def records(topic: str, record_type: object, instance: int = 0) -> list:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
-        reader = open_reader(spec, record_type, name="", start=0)
+        reader = open_reader(spec, record_type, name=None)
         try:
             return [record for _, record in reader.read_all()]
         finally:
             reader.close()
 
     trained = [m.step for m in records(topics.TRAINER, TrainerMessage) if isinstance(m, SamplesProcessed)]
-    actor = [r for replica in range(cfg.world.replicas) for r in records(topics.ACTOR, ActorRecord, replica)]
-    return build(actor, records(topics.PREPROCESSOR, PreprocessorProgress), max(trained, default=0))
+    replicas = range(cfg.world.replicas)
+    actor = [record for replica in replicas for record in records(topics.ACTOR, ActorRecord, replica)]
+    preprocessor = [
+        record for replica in replicas for record in records(topics.PREPROCESSOR, PreprocessorProgress, replica)
+    ]
+    return build(actor, preprocessor, max(trained, default=0))
 
 
 def _say(entry: LedgerEntry) -> str:

@@ -1,0 +1,139 @@
+"""The main job, as a newcomer runs it: launcher, real vLLM, actor, preprocessor, trainer, weights over Gloo."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipelinerl.ledger import read as read_ledger
+from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.streams import SingleStreamSpec, open_reader
+
+RUN_TIMEOUT_S = 900
+
+
+def launch(run_dir: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}", *overrides]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("quickstart") / "run"
+    process = subprocess.run(launch(run_dir), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def summary(finished_run: Path) -> dict:
+    return json.loads((finished_run / "summary.json").read_text())
+
+
+@pytest.fixture
+def groups(finished_run: Path) -> list[RolloutGroup]:
+    ledger = read_ledger(finished_run)  # sets the streams backend
+    assert ledger.violations == ()
+    with open_reader(SingleStreamSpec(finished_run, "actor"), ActorRecord, name=None) as reader:
+        return [record for _, record in reader.read_all() if isinstance(record, RolloutGroup)]
+
+
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+def test_quickstart_learns_on_held_out_problems(summary: dict):
+    assert summary["success_before"] <= 0.40
+    assert summary["success_after"] >= 0.68
+    assert summary["optimizer_steps"] == 96
+    assert summary["weight_updates"] == 96
+    assert summary["aborted_requests"] == 0
+    assert summary["lag_steps"]["max"] <= 3
+
+
+def test_quickstart_first_log_ratio_is_zero_trainer_and_server_agree(finished_run: Path):
+    first = next(point for point in read_metrics(finished_run, "finetune") if point["step"] == 1)
+    assert first["lag_max"] == 0
+    assert first["logratio_abs_max"] <= 2e-5
+
+
+def test_quickstart_every_weight_version_is_announced_with_its_server(finished_run: Path, groups: list[RolloutGroup]):
+    read_ledger(finished_run)
+    with open_reader(SingleStreamSpec(finished_run, "trainer"), TrainerMessage, name=None) as reader:
+        updates = [m for _, m in reader.read_all() if isinstance(m, WeightUpdateSuccess)]
+    assert [update.version for update in updates] == list(range(97))
+    assert {update.servers for update in updates} == {("actor_llm_0",)}
+
+
+def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, groups: list[RolloutGroup]):
+    """The checkpoint in Hugging Face format scores the last version's own answers with the server's log-probs."""
+    import torch
+
+    newest = sorted((finished_run / "checkpoints").glob("step_*"))[-1] / "hf"
+    model = AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(newest)
+    checked = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            (sequence,) = rollout.sequences
+            if set(sequence.spans[:, 2].tolist()) != {96}:
+                continue
+            ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
+            logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].double(), -1)
+            start = int(sequence.spans[0, 0])
+            expected = logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
+            assert float((expected - torch.from_numpy(sequence.logprobs)).abs().max()) <= 2e-5
+            checked += 1
+    assert checked > 0 or max(int(g.dispatched_version) for g in groups) < 96
+
+
+def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
+    for name in ("learning_curve.png", "conf/config.yaml", "metrics/finetune.jsonl", "metrics/actor.jsonl"):
+        assert (finished_run / name).stat().st_size > 0, name
+    for role in ("actor_llm_0", "actor_0", "preprocessor_0", "finetune_0"):
+        assert (finished_run / role / "log.txt").is_file()
+        assert (finished_run / role / "start.sh").is_file()
+
+
+@pytest.mark.timeout(400)
+def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        launch(run_dir, "finetune.max_train_steps=12", "finetune.save_checkpoint_steps=4", "eval.at_start=false"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(timeout=30) == 130, rest
+    marked = [p for p in psutil.process_iter() if str(run_dir) in _environment(p)]
+    assert marked == []
+
+    resumed = subprocess.run(
+        launch(run_dir, "finetune.max_train_steps=12", "finetune.save_checkpoint_steps=4", "eval.at_start=false"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    ledger = read_ledger(run_dir)
+    assert ledger.violations == ()
+    assert ledger.counts()["trained"] == 12 * 64
+
+
+def _environment(process: psutil.Process) -> str:
+    try:
+        return "" if process.pid == os.getpid() else " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
