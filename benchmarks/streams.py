@@ -294,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure (default: the temporary folder)")
-    parser.add_argument("--count", type=int, default=2000, help="records per round")
+    parser.add_argument("--count", type=int, default=1000, help="records per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latency-samples", type=int, default=1000)
     args = parser.parse_args()
