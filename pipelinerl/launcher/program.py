@@ -29,6 +29,7 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
     role_command,
 )
+from pipelinerl.launcher.nodes import Follower, Leader, Meeting, NodeLink, plan_meeting, shared_secrets
 from pipelinerl.launcher.processes import Guardian, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
@@ -38,6 +39,7 @@ from pipelinerl.observability.report import read_summary, summary_lines, write_r
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
 from pipelinerl.world import Job, WorldMap, build_world, check_local_devices
+from pipelinerl.world.cluster import read_node_environment
 
 log = logging.getLogger(__name__)
 
@@ -72,22 +74,75 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     os.umask(0o077)
     started = time.monotonic()
     container = to_container(cfg)
-    config = parse_container(container)
-    rules.check(config)
-    path = Path(config.output_dir).resolve()
+    path = Path(parse_container(container).output_dir).resolve()
     container["output_dir"] = str(path)
     config = parse_container(container)
+    rules.check(config)
     if config.dry_run:
         return dry_run(config, container, path, command_of)
+    rank = read_node_environment(os.environ).rank
+    if rank:
+        return follow(make_plan(config, container, path, command_of), path, overrides, started)
     claim = run_dir.claim(path, container, force_restart=config.force_restart)
     with claim.lock:
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if claim.finished:
             return tell_finished(claim)
-        plan = prepare(config, container, path, overrides, command_of)
+        plan = make_plan(config, container, path, command_of)
+        prepare(plan, overrides)
         run_dir.write(path, container, plan.world, plan.commands)
-        ending = asyncio.run(supervise(plan, claim, started))
+        if len(plan.world.nodes) == 1:
+            ending = asyncio.run(supervise(plan, path, claim.resumed, started))
+        else:
+            ending = asyncio.run(lead(plan, claim, started))
     return tell_ending(ending, path)
+
+
+async def lead(plan: Plan, claim: Claim, started: float) -> Ending:
+    """Node 0 of several: meet the others, start together."""
+    link = Leader(meeting_of(plan), tuple(node.hostname for node in plan.world.nodes))
+    marker = run_dir.mark_folder(claim.path)
+    try:
+        await link.meet(say, {"marker": marker.name, "resumed": claim.resumed})
+        return await supervise(plan, claim.path, claim.resumed, started, link)
+    finally:
+        await link.close()
+        marker.unlink(missing_ok=True)
+
+
+def follow(plan: Plan, path: Path, overrides: Sequence[str], started: float) -> int:
+    """Any other node: the leader owns the run folder where it is shared, else this node has its own."""
+
+    async def run() -> Ending:
+        link = Follower(meeting_of(plan))
+        try:
+            start = await link.meet(say)
+            if (path / str(start["marker"])).exists():
+                run_dir.write_roles(path, plan.commands)
+                setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
+                return await supervise(plan, path, bool(start["resumed"]), started, link)
+            claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
+            with claim.lock:
+                setup_launcher_logging(path / run_dir.LOG_FILE)
+                run_dir.write(path, plan.container, plan.world, plan.commands)
+                return await supervise(plan, path, bool(start["resumed"]), started, link)
+        finally:
+            await link.close()
+
+    prepare(plan, overrides)
+    return tell_ending(asyncio.run(run()), path)
+
+
+def meeting_of(plan: Plan) -> Meeting:
+    limits = plan.config.launcher
+    return plan_meeting(
+        plan.world,
+        plan.node_rank,
+        plan.container,
+        os.environ,
+        startup_s=limits.startup_timeout_s,
+        node_s=limits.node_timeout_s,
+    )
 
 
 def tell_finished(claim: Claim) -> int:
@@ -98,28 +153,23 @@ def tell_finished(claim: Claim) -> int:
     return EXIT_DONE
 
 
-def prepare(
-    config: Config, container: dict[str, Any], path: Path, overrides: Sequence[str], command_of: CommandOf
-) -> Plan:
+def prepare(plan: Plan, overrides: Sequence[str]) -> None:
     """Every check that needs more than the configuration; builds the tiny model last, when nothing else can refuse."""
-    plan = make_plan(config, container, path, command_of)
+    config = plan.config
     check_local_devices(plan.world, plan.node_rank, os.environ)
     build = preflight.needs_tiny_model(config, overrides)
     if not build:
         preflight.check_model(config.model_path)
-    warnings = preflight.check_domain({**container, "jobs": plan.world.job_dicts()})
+    warnings = preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
     for warning in (*plan.warnings, *warnings):
         say(f"warning: {warning}")
     if build:
         say(f"building the tiny model {config.model_path}")
         preflight.build_tiny_model(config)
-    return plan
 
 
 def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> Plan:
     """World and commands; starts and writes nothing."""
-    from pipelinerl.world.cluster import read_node_environment
-
     world = build_world(config, os.environ)
     node_rank = read_node_environment(os.environ).rank
     commands = tuple(command_of(job, world, path, os.environ) for job in world.on_node(node_rank))
@@ -165,14 +215,15 @@ def show_world(plan: Plan) -> None:
         Console().print(render_world(plan.config, plan.world))
 
 
-async def supervise(plan: Plan, claim: Claim, started: float) -> Ending:
+async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link: NodeLink | None = None) -> Ending:
     """Start the roles of this node and keep them until the end."""
-    path, config = claim.path, plan.config
+    config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
-    environment = inherited_environment(os.environ) | run_secrets(os.environ)
-    os.environ.update({REDIS_PASSWORD_VARIABLE: environment[REDIS_PASSWORD_VARIABLE]})
+    run_secrets = secrets_of(plan, os.environ)
+    environment = inherited_environment(os.environ) | run_secrets
+    os.environ.update(run_secrets)
     backend_from_config(config, path)
-    progress = Progress(path, max_train_steps=config.finetune.max_train_steps, say=say)
+    progress = Progress(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
     supervisor = Supervisor(
         plan.commands,
         run_dir=path,
@@ -182,25 +233,31 @@ async def supervise(plan: Plan, claim: Claim, started: float) -> Ending:
         actors=[job.name for job in plan.world.get("actor")],
         training_done=progress.training_done,
         say=say,
-        report=lambda: report(plan, path, started),
+        report=(lambda: report(plan, path, started)) if leads else (lambda: None),
+        others=link,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
-    say(f"{'resuming' if claim.resumed else 'starting'} {path}")
+    say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
     progress.start()
+    following = asyncio.create_task(link.follow(supervisor)) if link else None
     try:
         return await supervisor.run()
     finally:
+        if following:
+            following.cancel()
         progress.stop()
         guard.dismiss()
 
 
-def run_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Per-run secrets; launchers of several nodes share them through their environment."""
-    return {name: env.get(name) or secrets.token_urlsafe(32) for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
+def secrets_of(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
+    """Per-run secrets: random on one node, derived from the shared one on several."""
+    if len(plan.world.nodes) > 1:
+        return shared_secrets(env[SECRET_VARIABLE])
+    return {name: secrets.token_urlsafe(32) for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
 
 
 def report(plan: Plan, path: Path, started: float) -> None:

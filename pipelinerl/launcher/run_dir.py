@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import fnmatch
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -202,10 +203,22 @@ def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: I
     write_text(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))))
     world.save(path)
     os.chmod(path / WORLD_FILE, 0o600)
+    write_roles(path, commands)
+
+
+def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
+    """One folder with a start script per role of this node."""
     for command in commands:
         folder = path / command.name
         folder.mkdir(mode=0o700, exist_ok=True)
         write_text(folder / "start.sh", start_script(command, Path.cwd()), mode=0o700)
+
+
+def mark_folder(path: Path) -> Path:
+    """An empty file by which another node can tell whether it sees this very folder."""
+    marker = path / f".launch-{secrets.token_hex(8)}"
+    marker.touch(mode=0o600)
+    return marker
 
 
 def write_text(path: Path, text: str, mode: int = 0o600) -> None:

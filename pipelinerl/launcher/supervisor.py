@@ -1,6 +1,6 @@
 """Keeps this node's roles running until the run is done, asked to stop, or beyond its restarts.
 
-Consumes: exits (pidfd, no polling), status files (every `WATCH_INTERVAL_S`), remote news through `node_done`, a stop
+Consumes: exits (pidfd, no polling), status files (every `WATCH_INTERVAL_S`), news of other nodes, a stop
 request. Produces: restarts within the budget, hang reports in `hangs/`, one `Ending`. Ends: always with every process
 of this node ended, whatever happened.
 """
@@ -115,6 +115,16 @@ def backoff_s(restarts: int, base_s: float) -> float:
     return min(base_s * 2**restarts, max(base_s, MAX_BACKOFF_S))
 
 
+class Others:
+    """The launchers of other nodes; this one is for a world without any."""
+
+    async def tell_actor_done(self, name: str) -> None:
+        """An actor of this node made its last evaluation."""
+
+    async def tell_end(self, ending: Ending) -> None:
+        """This node is about to stop its roles."""
+
+
 class Supervisor:
     """Runs the given commands. `actors` are the jobs of the whole world whose end completes the run."""
 
@@ -130,6 +140,7 @@ class Supervisor:
         training_done: Callable[[], bool],
         say: Callable[[str], None],
         report: Callable[[], None],
+        others: Others | None = None,
     ):
         self._roles = {command.name: Role(command) for command in commands}
         self._run_dir = run_dir
@@ -140,6 +151,7 @@ class Supervisor:
         self._training_done = training_done
         self._say = say
         self._report = report
+        self._others = others or Others()
         self._first_failure: Failure | None = None
         self._ending: asyncio.Future[Ending] | None = None
         self._watching_since = time.time()
@@ -155,6 +167,7 @@ class Supervisor:
                 task.add_done_callback(self._task_ended)
             ending = await self._ending
             orderly = ending.kind == "done"
+            await self._others.tell_end(ending)
             return ending
         finally:
             for task in tasks:
@@ -174,7 +187,11 @@ class Supervisor:
         """An actor of any node made its last evaluation; the last one completes the run."""
         self._pending_actors.discard(name)
         if not self._pending_actors:
-            self._end(Ending(kind="done", restarts=self.restarts))
+            self.finish()
+
+    def finish(self) -> None:
+        """The run is complete."""
+        self._end(Ending(kind="done", restarts=self.restarts))
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -196,7 +213,7 @@ class Supervisor:
                 limits=self._limits,
             )
             if decision.action == "done":
-                self._done(role, decision.reason)
+                await self._done(role, decision.reason)
                 return
             failure = self._failure(role, decision.reason)
             if decision.action == "fail":
@@ -223,12 +240,13 @@ class Supervisor:
         role.process = start_role(role.command, folder, self._mark, self._environment)
         log.info("started job=%s pid=%d restarts=%d", name, role.process.pid, role.restarts)
 
-    def _done(self, role: Role, remark: str) -> None:
+    async def _done(self, role: Role, remark: str) -> None:
         role.ended = True
         log.info("ended job=%s", role.command.name)
         if remark:
             self._say(f"{role.command.name}: {remark} after training was done; its work is complete")
         if role.command.kind == "actor":
+            await self._others.tell_actor_done(role.command.name)
             self.actor_done(role.command.name)
 
     def _failure(self, role: Role, reason: str) -> Failure:

@@ -1,0 +1,318 @@
+"""Launchers of several nodes act as one: they meet, start together, and learn of each other's end.
+
+Node 0 leads and listens on one port; every other launcher holds one connection to it. Whoever connects proves, by HMAC
+over a fresh challenge that it knows `PIPELINERL_SECRET` and has the same configuration and world. Lines of JSON follow:
+`alive` at least four times per `launcher.node_timeout_s`, `actor_done` and `end`. A connection that closes without
+`end`, or is silent for `node_timeout_s`, is a lost node and ends the run on all nodes.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
+from pipelinerl.launcher.commands import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
+from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
+from pipelinerl.world import WorldMap
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 65536
+CONNECT_RETRY_S = 0.5
+HANDSHAKE_TIMEOUT_S = 10.0
+BEATS_PER_TIMEOUT = 4
+
+
+class NodeLostError(PipelineRLError):
+    """Another launcher of the run disappeared or ended it; the message says which and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What every launcher of the run must agree about."""
+
+    host: str
+    port: int
+    num_nodes: int
+    rank: int
+    secret: str
+    fingerprint: str
+    """Digest of configuration and world."""
+    meet_timeout_s: float
+    node_timeout_s: float
+
+
+def plan_meeting(
+    world: WorldMap, rank: int, container: Mapping[str, Any], env: Mapping[str, str], *, startup_s: float, node_s: float
+) -> Meeting:
+    """Where and on what terms the launchers of this world meet."""
+    secret = env.get(SECRET_VARIABLE, "")
+    if len(secret) < 16:
+        raise ConfigError(
+            f"the world has {len(world.nodes)} nodes but {SECRET_VARIABLE} is not set: give all launchers the same "
+            "random string of at least 16 characters, e.g. from `openssl rand -hex 32`"
+        )
+    settings = {key: value for key, value in container.items() if key != "output_dir"}
+    document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
+    return Meeting(
+        host=world.nodes[0].hostname,
+        port=world.weight_port + world.weight_ports,
+        num_nodes=len(world.nodes),
+        rank=rank,
+        secret=secret,
+        fingerprint=hashlib.sha256(document.encode()).hexdigest(),
+        meet_timeout_s=startup_s,
+        node_timeout_s=node_s,
+    )
+
+
+def shared_secrets(secret: str) -> dict[str, str]:
+    """All secrets of a run of several nodes follow from the one that its launchers share."""
+    password = hmac.new(secret.encode(), b"redis", hashlib.sha256).hexdigest()
+    return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: password}
+
+
+class NodeLink(Others):
+    """This launcher's connection to the others."""
+
+    async def follow(self, supervisor: Supervisor) -> None:
+        """Pass news to the supervisor until cancelled."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Hang up."""
+        raise NotImplementedError
+
+
+class Wire:
+    """One authenticated connection: JSON lines, with a deadline on silence."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str):
+        self._reader, self._writer, self.peer = reader, writer, peer
+        self.ended = False
+        """The peer said `end`: its silence from now on is no loss."""
+
+    async def send(self, **message: Any) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            await self._writer.drain()
+
+    async def receive(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            line = await asyncio.wait_for(self._reader.readline(), timeout_s)
+            message = json.loads(line) if line else None
+        except TimeoutError:
+            raise NodeLostError(f"{self.peer} has been silent for {timeout_s:g} s (launcher.node_timeout_s)") from None
+        except (ConnectionError, ValueError) as error:
+            raise NodeLostError(f"the connection to {self.peer} broke: {error}") from error
+        if not isinstance(message, dict):
+            raise NodeLostError(f"{self.peer} closed its connection")
+        return message
+
+    async def beat(self, interval_s: float) -> None:
+        """Say `alive` for ever."""
+        while True:
+            await self.send(kind="alive")
+            await asyncio.sleep(interval_s)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), 2)
+
+
+def answer_of(meeting: Meeting, challenge: str, rank: int) -> str:
+    text = f"{challenge}/{rank}/{meeting.fingerprint}"
+    return hmac.new(meeting.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+class Leader(NodeLink):
+    """Node 0: waits for all others, tells them to start, passes on every end."""
+
+    def __init__(self, meeting: Meeting, hosts: tuple[str, ...]):
+        self._meeting, self._hosts = meeting, hosts
+        self._wires: dict[int, Wire] = {}
+        self._server: asyncio.Server | None = None
+        self._complete = asyncio.Event()
+        self._refusal: str | None = None
+
+    async def meet(self, say: Callable[[str], None], start: Mapping[str, Any]) -> None:
+        """Returns when every node is there and told to start."""
+        self._server = await asyncio.start_server(self._welcome, None, self._meeting.port, limit=MAX_LINE_BYTES)
+        say(f"waiting for {self._meeting.num_nodes - 1} more launcher(s) on port {self._meeting.port}")
+        try:
+            await asyncio.wait_for(self._complete.wait(), self._meeting.meet_timeout_s)
+        except TimeoutError:
+            missing = [self._hosts[r] for r in range(1, self._meeting.num_nodes) if r not in self._wires]
+            raise DeadlineError(
+                f"no launcher from {', '.join(missing)} within launcher.startup_timeout_s="
+                f"{self._meeting.meet_timeout_s:g} s: start the same command there with RANK set"
+            ) from None
+        if self._refusal:
+            raise ConfigError(self._refusal)
+        for wire in self._wires.values():
+            await wire.send(kind="start", **start)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Checks one connection; strangers are turned away without an answer."""
+        wire = Wire(reader, writer, "a launcher")
+        challenge = secrets.token_hex(16)
+        await wire.send(kind="challenge", challenge=challenge)
+        try:
+            hello = await wire.receive(HANDSHAKE_TIMEOUT_S)
+            rank = int(hello["rank"])
+            known = hmac.compare_digest(str(hello["proof"]), proof_of_secret(self._meeting, challenge))
+            agreed = hmac.compare_digest(str(hello["answer"]), answer_of(self._meeting, challenge, rank))
+        except (NodeLostError, KeyError, ValueError, TypeError):
+            known = False
+        if not known or not 0 < rank < self._meeting.num_nodes or rank in self._wires:
+            log.warning("turned a connection away")
+            await wire.close()
+            return
+        wire.peer = f"node {rank} ({self._hosts[rank]})"
+        self._wires[rank] = wire
+        if not agreed:
+            self._refusal = (
+                f"{wire.peer} was started with another configuration or world: start the same command on all nodes"
+            )
+            await wire.send(kind="end", ending="failed", reason=self._refusal)
+        if self._refusal or len(self._wires) == self._meeting.num_nodes - 1:
+            self._complete.set()
+
+    async def follow(self, supervisor: Supervisor) -> None:
+        """Consumes news of all nodes; the first loss or failure ends the run."""
+        interval = self._meeting.node_timeout_s / BEATS_PER_TIMEOUT
+        async with asyncio.TaskGroup() as group:
+            for wire in self._wires.values():
+                group.create_task(wire.beat(interval))
+                group.create_task(self._listen(wire, supervisor))
+
+    async def _listen(self, wire: Wire, supervisor: Supervisor) -> None:
+        while True:
+            try:
+                message = await wire.receive(self._meeting.node_timeout_s)
+            except NodeLostError as error:
+                supervisor.fail(str(error))
+                return
+            if message["kind"] == "actor_done":
+                supervisor.actor_done(str(message["name"]))
+            elif message["kind"] == "end":
+                wire.ended = True
+                tell_supervisor(supervisor, message, wire.peer)
+                return
+
+    async def tell_actor_done(self, name: str) -> None:
+        """The leader's own supervisor counts it already."""
+
+    async def tell_end(self, ending: Ending) -> None:
+        for wire in self._wires.values():
+            await wire.send(kind="end", **describe(ending))
+
+    async def close(self) -> None:
+        for wire in self._wires.values():
+            await wire.close()
+        if self._server:
+            self._server.close()
+
+
+class Follower(NodeLink):
+    """Every other node: finds the leader, waits for its word, and goes when it goes."""
+
+    def __init__(self, meeting: Meeting):
+        self._meeting = meeting
+        self._wire: Wire | None = None
+
+    @property
+    def wire(self) -> Wire:
+        assert self._wire is not None, "meet() comes first"
+        return self._wire
+
+    async def meet(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Returns the leader's start message."""
+        meeting = self._meeting
+        leader = f"node 0 ({meeting.host}:{meeting.port})"
+        say(f"waiting for the launcher of {leader}")
+        try:
+            async with asyncio.timeout(meeting.meet_timeout_s):
+                self._wire = await self._connect(leader)
+                challenge = str((await self._wire.receive(HANDSHAKE_TIMEOUT_S))["challenge"])
+                await self._wire.send(
+                    kind="hello",
+                    rank=meeting.rank,
+                    proof=proof_of_secret(meeting, challenge),
+                    answer=answer_of(meeting, challenge, meeting.rank),
+                )
+                message = await self._wire.receive(meeting.meet_timeout_s)
+        except TimeoutError:
+            limit = f"launcher.startup_timeout_s={meeting.meet_timeout_s:g} s"
+            raise DeadlineError(f"{leader} did not start the run within {limit}: see its terminal") from None
+        except NodeLostError as error:
+            raise NodeLostError(f"{error}: is {SECRET_VARIABLE} the same on all nodes?") from error
+        if message["kind"] == "end":
+            raise NodeLostError(f"{leader} ended the run: {message.get('reason')}")
+        return message
+
+    async def _connect(self, leader: str) -> Wire:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(
+                    self._meeting.host, self._meeting.port, limit=MAX_LINE_BYTES
+                )
+                return Wire(reader, writer, leader)
+            await asyncio.sleep(CONNECT_RETRY_S)
+
+    async def follow(self, supervisor: Supervisor) -> None:
+        """Consumes the leader's word; losing it ends this node's part."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.wire.beat(self._meeting.node_timeout_s / BEATS_PER_TIMEOUT))
+            group.create_task(self._listen(supervisor))
+
+    async def _listen(self, supervisor: Supervisor) -> None:
+        while True:
+            try:
+                message = await self.wire.receive(self._meeting.node_timeout_s)
+            except NodeLostError as error:
+                supervisor.fail(str(error))
+                return
+            if message["kind"] == "end":
+                self.wire.ended = True
+                tell_supervisor(supervisor, message, self.wire.peer)
+                return
+
+    async def tell_actor_done(self, name: str) -> None:
+        await self.wire.send(kind="actor_done", name=name)
+
+    async def tell_end(self, ending: Ending) -> None:
+        await self.wire.send(kind="end", **describe(ending))
+
+    async def close(self) -> None:
+        if self._wire:
+            await self._wire.close()
+
+
+def proof_of_secret(meeting: Meeting, challenge: str) -> str:
+    return hmac.new(meeting.secret.encode(), challenge.encode(), hashlib.sha256).hexdigest()
+
+
+def describe(ending: Ending) -> dict[str, str]:
+    """An ending as the others are told it."""
+    text = ending.reason if ending.failure is None else str(ending.failure)
+    return {"ending": ending.kind, "reason": text}
+
+
+def tell_supervisor(supervisor: Supervisor, message: Mapping[str, Any], peer: str) -> None:
+    """End this node's part as the other node ended."""
+    match message.get("ending"):
+        case "done":
+            supervisor.finish()
+        case "stopped":
+            supervisor.request_stop(str(message.get("reason")))
+        case _:
+            supervisor.fail(f"{peer}: {message.get('reason')}")
