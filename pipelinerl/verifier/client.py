@@ -1,7 +1,7 @@
 """Asks verifiers for verdicts over the rollout's pooled HTTP session; the least loaded replica first.
 
-A replica that does not answer is tried again, and the others with it; an ``error`` verdict and a service that stays away
-are a ``VerifierError``. Neither is ever a reward.
+A replica that does not answer is tried again, and the others with it; an ``error`` verdict and a service that stays
+away are a ``VerifierError``. Neither is ever a reward.
 """
 
 import asyncio

@@ -5,8 +5,8 @@ milliseconds. Whatever a check does to its worker, ``judge`` answers: CPU time b
 worker that dies is tried once more on a fresh one, and a second death is blamed on the answer; a worker that got no
 CPU (the machine is overloaded) is an ``error``.
 
-The loop of ``judge``: waits for an idle worker (unblocked by any finished check or by a replacement), then for its reply
-(bounded by ``wall_limit``).
+``judge`` waits for an idle worker (unblocked by any finished check or by a replacement), then for its reply, which is
+bounded by ``WALL_FACTOR``.
 """
 
 import asyncio

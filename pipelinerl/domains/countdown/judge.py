@@ -1,4 +1,4 @@
-"""Judges a countdown answer: the last ``<answer>…</answer>`` must be an expression of the given numbers that hits the target.
+"""Judges a countdown answer: the last ``<answer>…</answer>`` must hit the target with the given numbers.
 
 Cheap and bounded, so the domain calls it in place; the verifier serves it too.
 """

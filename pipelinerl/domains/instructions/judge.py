@@ -86,7 +86,7 @@ def no_commas(text: str) -> bool:
 
 
 def is_json(text: str, type: str | None = None, keys: list[str] | None = None) -> bool:
-    """The whole answer (a Markdown fence around it is allowed) is JSON, of a type (``object``, ``array``), with keys."""
+    """The whole answer (a Markdown fence around it is allowed) is JSON, of a type (object, array), with keys."""
     fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
     body = fenced[1] if fenced else text
     if len(body) > MAX_JSON_CHARS:

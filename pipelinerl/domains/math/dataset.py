@@ -1,21 +1,11 @@
-"""Problems with reference answers, from Hugging Face names or local files, columns mapped by the configuration.
+"""Mathematical problems with reference answers, columns mapped by the configuration."""
 
-A dataset is named by ``<path or name>[:<config>][@<split>]``: ``data/train.jsonl``, ``data/*.parquet``, ``problems.csv``,
-``openai/gsm8k:main@train``. Files are read row by row.
-"""
-
-import csv
-import glob
-import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from pipelinerl.domains.datasets import column, rows_of
 from pipelinerl.errors import DomainError
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -28,7 +18,7 @@ def load_problems(
     """Problems ``{"dataset", "task", "answer", "id"}`` of all datasets, in order.
 
     Args:
-        dataset_names: see the module.
+        dataset_names: see ``pipelinerl.domains.datasets``.
         columns: which column holds what: ``{"task": "problem", "answer": "solution"}``; default ``task`` and ``answer``
             or, where these do not exist, ``question``/``problem`` and ``answer``/``solution``.
         max_problems: of each dataset; None = all.
@@ -46,53 +36,6 @@ def load_problems(
     return problems
 
 
-def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
-    match = NAME.fullmatch(name)
-    if match is None:
-        raise DomainError(f"dataset {name!r} is not of the form <path or name>[:<config>][@<split>]")
-    if match["path"].endswith(FILE_SUFFIXES):
-        files = sorted(glob.glob(match["path"], recursive=True))
-        if not files:
-            raise DomainError(f"dataset {name!r}: no such file")
-        return (row for file in files for row in file_rows(Path(file)))
-    return hub_rows(match["path"], match["config"], match["split"] or "train", streaming)
-
-
-def file_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of one local file, one at a time (a ``.json`` file, one list, is read whole)."""
-    if file.suffix == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        with ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-        return
-    with file.open(encoding="utf-8", newline="") as stream:
-        if file.suffix == ".csv":
-            yield from csv.DictReader(stream)
-        elif file.suffix == ".json":
-            yield from json.load(stream)
-        else:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield json_row(line, file, number)
-
-
-def json_row(line: str, file: Path, number: int) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DomainError(f"{file}:{number} is not JSON: {error}") from error
-
-
-def hub_rows(path: str, config: str | None, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DomainError(f"dataset {path!r} needs the extra `data`: pip install pipelinerl[data]") from error
-    return iter(load_dataset(path, config, split=split, streaming=streaming))
-
-
 def problem_of(row: Any, columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
     """One row as a problem."""
     if not isinstance(row, dict):
@@ -102,16 +45,6 @@ def problem_of(row: Any, columns: dict[str, str], dataset: str, index: int) -> d
     if answer is None or str(answer).strip() == "":
         raise DomainError(f"dataset {dataset!r}: row {index} has no answer")
     return {"dataset": dataset, "task": str(task), "answer": final_answer(str(answer)), "id": index}
-
-
-def column(row: dict[str, Any], name: str | None, usual: tuple[str, ...], dataset: str, what: str) -> Any:
-    for candidate in (name,) if name else usual:
-        if candidate in row:
-            return row[candidate]
-    wanted = repr(name) if name else f"any of {list(usual)}"
-    raise DomainError(
-        f"dataset {dataset!r} has the columns {sorted(row)}, not {wanted}: set dataset_loader_params.columns.{what}"
-    )
 
 
 def final_answer(answer: str) -> str:

@@ -1,7 +1,7 @@
 """Judges mathematical answers with math-verify: the answer found, parsed and compared as that library does it.
 
-May run for ever and take any memory (``10^{10^{10}}``): call it only in a limited process, as the verifier does. Its own
-alarm-based time-outs are off, the worker's limits replace them.
+May run for ever and take any memory (``10^{10^{10}}``): call it only in a limited process, as the verifier does.
+Its own alarm-based time-outs are off, the worker's limits replace them.
 """
 
 import functools

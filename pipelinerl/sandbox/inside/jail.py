@@ -8,6 +8,7 @@ Emits one JSON line per run on the descriptor ``report_fd``; what a report does 
 """
 
 import base64
+import contextlib
 import json
 import os
 import resource
@@ -24,11 +25,14 @@ from kernel import (
     CLONE_NEWPID,
     CLONE_NEWUSER,
     CLONE_NEWUTS,
+    MS_BIND,
     MS_NODEV,
     MS_NOEXEC,
     MS_NOSUID,
     MS_PRIVATE,
+    MS_RDONLY,
     MS_REC,
+    MS_REMOUNT,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -103,10 +107,9 @@ def build_root(specification: dict) -> None:
         os.makedirs(root + path, exist_ok=True)
         mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mb}m,mode=1777")
     os.mkdir(root + "/proc")
-    try:
+    with contextlib.suppress(OSError):  # containers with a masked /proc refuse it: the program sees none
         mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    except OSError:
-        pass  # containers with a masked /proc refuse it: the program sees none
+    mount(None, root, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chroot(root)
     os.chdir(WORK)
 
@@ -228,7 +231,7 @@ def restrict_program(specification: dict) -> None:
     if not isolated:
         readable = [*SYSTEM_PATHS, *SYSTEM_FILES, *specification["readable"]]
         landlock(readable, [os.getcwd(), *DEVICES])
-    seccomp_deny(signals=isolated)
+    seccomp_deny(signals=specification["mode"] == "namespaces")
 
 
 def num_processes_of_user() -> int:
@@ -246,8 +249,7 @@ def num_processes_of_user() -> int:
 
 def watch(process: subprocess.Popen, limits: dict, deadline: float) -> tuple[bytes, bytes, str]:
     """Reads the output until both pipes close or a limit is passed; returns it and the limit ('' = none)."""
-    assert process.stdout is not None and process.stderr is not None, "both are pipes"
-    out, err = process.stdout.fileno(), process.stderr.fileno()
+    out, err = (pipe.fileno() for pipe in (process.stdout, process.stderr) if pipe is not None)
     collected = {out: bytearray(), err: bytearray()}
     open_pipes = {out, err}
     exited_at = None
@@ -342,17 +344,13 @@ def kill_remains() -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         if os.getpid() == 1:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         else:
             for signum in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in descendants():
-                    try:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signum)
-                    except (ProcessLookupError, PermissionError):
-                        pass
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

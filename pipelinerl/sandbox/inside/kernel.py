@@ -1,6 +1,7 @@
-"""The kernel's isolation calls that Python does not offer: mounts, capabilities, Landlock, seccomp. Standard library only.
+"""The kernel's isolation calls that Python does not offer: mounts, capabilities, Landlock, seccomp.
 
 Everything here restricts the calling process (and what it starts) and cannot be undone by it.
+Standard library only: the jail starts without site-packages.
 """
 
 import ctypes

@@ -1,0 +1,6 @@
+"""Programs judged on tests, in SandboxFusion or in the embedded sandbox."""
+
+from pipelinerl.domains.coding.dataset import load_problems
+from pipelinerl.domains.coding.rollouts import generate_rollout
+
+__all__ = ["generate_rollout", "load_problems"]

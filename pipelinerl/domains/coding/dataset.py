@@ -1,0 +1,49 @@
+"""Coding problems from Hugging Face names or local files; a problem is a task and its tests."""
+
+import json
+from typing import Any
+
+from pipelinerl.domains.coding.judge import TestSuite
+from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.errors import DomainError
+
+
+def load_problems(
+    dataset_names: list[str],
+    columns: dict[str, str] | None = None,
+    max_problems: int | None = None,
+    max_tests: int | None = None,
+    streaming: bool = True,
+) -> list[dict[str, Any]]:
+    """Problems ``{"dataset", "task", "tests", "id"}`` of all datasets, in order.
+
+    Args:
+        dataset_names: see ``pipelinerl.domains.datasets``.
+        columns: which column holds what; default ``task`` (or ``question``, ``problem``, ``prompt``) and ``tests`` (or
+            ``input_output``, ``test_cases``): ``{"inputs": […], "outputs": […], "fn_name": …}``, or that as JSON.
+        max_problems: of each dataset; None = all.
+        max_tests: the first n tests of a problem; None = all.
+        streaming: Hugging Face datasets are read as a stream.
+    """
+    problems = []
+    for name in dataset_names:
+        for index, row in enumerate(rows_of(name, streaming)):
+            if max_problems is not None and index >= max_problems:
+                break
+            problems.append(problem_of(row, columns or {}, name, index, max_tests))
+    return problems
+
+
+def problem_of(
+    row: dict[str, Any], columns: dict[str, str], dataset: str, index: int, max_tests: int | None
+) -> dict[str, Any]:
+    usual = ("task", "question", "problem", "prompt")
+    task = column(row, columns.get("task"), usual, dataset, "task")
+    tests = column(row, columns.get("tests"), ("tests", "input_output", "test_cases"), dataset, "tests")
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else dict(tests)
+        tests = {**tests, "inputs": tests["inputs"][:max_tests], "outputs": tests["outputs"][:max_tests]}
+        TestSuite.from_problem(tests)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DomainError(f"dataset {dataset!r}: the tests of row {index} cannot be used: {error}") from error
+    return {"dataset": dataset, "task": str(task), "tests": tests, "id": index}

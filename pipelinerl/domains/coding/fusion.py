@@ -1,0 +1,73 @@
+"""SandboxFusion as a runner of programs: ``POST <endpoint>/run_code``, one request per test."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from pipelinerl.errors import VerifierError
+from pipelinerl.sandbox import Outcome
+
+RETRIES = 4
+FIRST_DELAY_S = 0.5
+MAX_CONCURRENT = 64
+
+
+class SandboxFusion:
+    """A client for one endpoint over the rollout's HTTP session."""
+
+    def __init__(self, endpoint: str, session: aiohttp.ClientSession, *, run_timeout_s: float = 10.0):
+        self._url = f"{endpoint.rstrip('/')}/run_code"
+        self._session = session
+        self._run_timeout_s = run_timeout_s
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+        """Runs the program once per standard input.
+
+        Raises:
+            VerifierError: the service did not answer, or its sandbox failed.
+        """
+        outcomes = []
+        for stdin in stdins:
+            outcomes.append(await self._run(code, stdin))
+            if outcomes[-1].ended != "exited" or (stop_on_failure and outcomes[-1].exit_code):
+                break
+        return outcomes
+
+    async def _run(self, code: str, stdin: str) -> Outcome:
+        body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self._run_timeout_s}
+        timeout = aiohttp.ClientTimeout(total=self._run_timeout_s * 3 + 30)
+        failure: Any = None
+        for attempt in range(RETRIES + 1):
+            if attempt:
+                await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+            try:
+                async with self._slots, self._session.post(self._url, json=body, timeout=timeout) as answer:
+                    if answer.status == 200:
+                        result = await answer.json()
+                        if result.get("status") != "SandboxError":
+                            return outcome_of(result)
+                        failure = result.get("message")
+                    else:
+                        failure = f"status {answer.status}"
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                failure = f"{type(error).__name__}: {error}"
+        raise VerifierError(f"SandboxFusion at {self._url} did not run the program: {failure}")
+
+
+def outcome_of(result: dict[str, Any]) -> Outcome:
+    """SandboxFusion's answer in our words."""
+    run = result.get("run_result") or {}
+    status = run.get("status")
+    if status not in ("Finished", "TimeLimitExceeded", "Error"):
+        raise VerifierError(f"SandboxFusion answered without a run: {str(result)[:300]}")
+    code = run.get("return_code")
+    return Outcome(
+        ended="time" if status == "TimeLimitExceeded" else "exited" if status == "Finished" else "signal",
+        exit_code=0 if code is None else int(code),
+        seconds=float(run.get("execution_time") or 0.0),
+        stdout=run.get("stdout") or "",
+        stderr=run.get("stderr") or "",
+    )

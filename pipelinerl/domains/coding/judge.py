@@ -1,0 +1,159 @@
+"""Judges a program on its tests. The expected outputs never enter the sandbox: only inputs do, outputs come back.
+
+Two kinds of tests: standard input → standard output, and function calls, whose arguments and result travel as JSON.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipelinerl.errors import DomainError
+from pipelinerl.sandbox import Outcome
+from pipelinerl.verifier.protocol import Verdict, correct, no_answer
+
+FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+MAX_CODE_CHARS = 100_000
+TOLERANCE = 1e-6
+SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
+
+
+class Runner(Protocol):
+    """What runs programs: the embedded sandbox or SandboxFusion."""
+
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """``stdin`` goes in, ``expected`` must come out: a text, or a value for function calls."""
+
+    __test__ = False
+
+    stdin: str
+    expected: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestSuite:
+    """The tests of one problem; with ``function`` they are calls of it."""
+
+    __test__ = False
+
+    tests: tuple[Test, ...]
+    function: str | None = None
+
+    @classmethod
+    def from_problem(cls, problem: dict[str, Any]) -> "TestSuite":
+        """From ``{"inputs": […], "outputs": […], "fn_name": name}``; without a name inputs and outputs are texts."""
+        inputs, outputs = problem.get("inputs"), problem.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
+            raise DomainError("a coding problem needs `inputs` and `outputs`, two lists of the same length, not empty")
+        function = problem.get("fn_name")
+        if function is not None and not function.isidentifier():
+            raise DomainError(f"`fn_name` is {function!r}: it must be the name of a function")
+        pairs = zip(inputs, outputs, strict=True)
+        if function is None:
+            return cls(tests=tuple(Test(stdin=as_text(i), expected=as_text(o)) for i, o in pairs))
+        return cls(tests=tuple(Test(stdin=json.dumps(i), expected=o) for i, o in pairs), function=function)
+
+
+def as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def extract_code(completion: str) -> str | None:
+    """The last fenced Python block; None without one."""
+    blocks = FENCE.findall(completion)
+    return blocks[-1] if blocks else None
+
+
+async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:
+    """Judges a whole output; the score is the share of tests passed, ``correct`` means all.
+
+    Raises:
+        VerifierError: the sandbox failed.
+    """
+    code = extract_code(completion)
+    if code is None:
+        return no_answer("no fenced program")
+    if len(code) > MAX_CODE_CHARS:
+        return Verdict(status="unparsable", detail=f"a program of more than {MAX_CODE_CHARS} characters")
+    marker = secrets.token_hex(16)
+    program = code if suite.function is None else code + harness(suite.function, marker)
+    outcomes = await runner.run_python(program, [test.stdin for test in suite.tests])
+    if (last := outcomes[0].stderr.rstrip().rpartition("\n")[2]).startswith(SYNTAX_ERRORS):
+        return Verdict(status="unparsable", detail=last[:200])
+    passed = [
+        passes(outcome, test, marker if suite.function else None)
+        for outcome, test in zip(outcomes, suite.tests, strict=False)
+    ]
+    if len(passed) == len(suite.tests) and all(passed):
+        return correct()
+    first = next((i for i, good in enumerate(passed) if not good), len(passed) - 1)
+    detail = f"test {first} of {len(suite.tests)}: {outcomes[first].ended} {outcomes[first].stderr[-200:]}"
+    return Verdict(status="wrong", score=sum(passed) / len(suite.tests), detail=detail)
+
+
+def harness(function: str, marker: str) -> str:
+    """Calls the function with the arguments on standard input; ``class Solution`` is looked into as well."""
+    return f"""
+
+if __name__ == "__main__":
+    import json as _json, sys as _sys
+    _function = globals().get({function!r}) or getattr(Solution(), {function!r})
+    _result = _function(*_json.loads(_sys.stdin.read()))
+    print({marker!r} + _json.dumps(_result, default=list))
+"""
+
+
+def passes(outcome: Outcome, test: Test, marker: str | None) -> bool:
+    """Whether one run produced what was expected; ``marker`` precedes the value of a function call."""
+    if outcome.ended != "exited" or outcome.exit_code != 0:
+        return False
+    if marker is None:
+        return same_text(outcome.stdout, test.expected)
+    _, found, value = outcome.stdout.rpartition(marker)
+    try:
+        return bool(found) and same_value(json.loads(value), test.expected)
+    except (ValueError, RecursionError):
+        return False
+
+
+def same_text(actual: str, expected: str) -> bool:
+    """Equal lines, blanks at their ends and blank lines at the end aside; decimal numbers may differ by 1e-6."""
+    left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (actual, expected))
+    if left == right:
+        return True
+    if len(left) != len(right):
+        return False
+    words = [(a.split(), b.split()) for a, b in zip(left, right, strict=True)]
+    return all(len(a) == len(b) and all(map(same_word, a, b)) for a, b in words)
+
+
+def same_word(actual: str, expected: str) -> bool:
+    if actual == expected:
+        return True
+    if "." not in expected:
+        return False
+    try:
+        return close(float(actual), float(expected))
+    except ValueError:
+        return False
+
+
+def same_value(actual: Any, expected: Any) -> bool:
+    """Equal JSON values; floats may differ by 1e-6."""
+    if isinstance(expected, float) and isinstance(actual, int | float) and not isinstance(actual, bool):
+        return close(actual, expected)
+    if isinstance(expected, list | tuple) and isinstance(actual, list):
+        return len(actual) == len(expected) and all(map(same_value, actual, expected))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(same_value(actual[key], expected[key]) for key in expected)
+    return type(actual) is type(expected) and actual == expected
+
+
+def close(actual: float, expected: float) -> bool:
+    return abs(actual - expected) <= TOLERANCE * max(1.0, abs(expected))
