@@ -15,7 +15,7 @@ import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipelinerl.chat import ChatRenderer, Turn, extend, parse_output, renderer_of
-from pipelinerl.errors import DomainError, PipelineRLError, ServerError, TransportError
+from pipelinerl.errors import DomainError, ServerError, TransportError
 from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
 from pipelinerl.rollouts import CallTokens, TrainingText
 
@@ -57,8 +57,9 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
     llm._num_calls += 1
     try:
         tokens = await transport.generate(llm, request, session)
-    except PipelineRLError as error:
-        llm._failure = error
+    except TransportError as error:
+        if is_retryable(error):  # a refusal is the domain's to handle; a failure may not become a reward
+            llm._failure = error
         raise
     return _to_call(renderer, llm, prompt, text, tokens, index)
 

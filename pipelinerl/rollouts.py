@@ -53,6 +53,9 @@ class LazyModel(BaseModel):
         return name not in self.__dict__
 
     def __getattr__(self, name: str) -> Any:
+        private = object.__getattribute__(self, "__pydantic_private__")
+        if private is not None and name in private:  # much faster than pydantic's own way to them
+            return private[name]
         build = type(self)._lazy_fields().get(name)
         if build is None:
             return super().__getattr__(name)  # type: ignore[misc]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from pipelinerl.actor.messages import GroupFinished, StartGroup
 from pipelinerl.actor.scheduler import JoinPolicy, Scheduler, Settings
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.errors import TransportError, VerifierError
+from pipelinerl.errors import ServerError, TransportError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeServer, byte_tokenizer
@@ -169,6 +169,30 @@ async def test_domain_that_swallows_a_transport_failure_earns_no_reward(run: Run
     finished = await run(swallowing, server, max_request_retries=0)
     assert finished.rollouts == ()
     assert {failure.reason for failure in finished.failures} == {"transport"}
+
+
+async def test_domain_that_wraps_a_transport_failure_is_not_blamed(run: Run, server: FakeServer) -> None:
+    async def wrapping(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        try:
+            return await ask(llm, session)
+        except TransportError:
+            raise RuntimeError("my agent failed") from None
+
+    server.status = 503
+    finished = await run(wrapping, server, attempts=1, max_request_retries=0)
+    assert finished.failures[0].reason == "transport"
+
+
+async def test_domain_may_handle_a_refused_prompt(run: Run, server: FakeServer) -> None:
+    async def handling(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        first = await ask(llm, session)
+        server.status = 400
+        with pytest.raises(ServerError, match="400"):
+            await ask(llm, session, "too long")
+        return first
+
+    finished = await run(handling, server, attempts=1)
+    assert (len(finished.rollouts), finished.failures) == (1, ())
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ def test_interleaved_conversations_are_merged_each_with_its_own() -> None:
     assert [sequence.token_ids.tolist() for sequence in made.sequences] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
+def test_text_given_twice_is_not_merged_into_itself() -> None:
+    made = rollout(text([1], [2, 3]), text([1], [2, 3]))
+    assert [sequence.spans.tolist() for sequence in made.sequences] == [[[1, 3, 3]], [[1, 3, 3]]]
+
+
 def test_texts_with_different_rewards_stay_apart_and_keep_them() -> None:
     made = rollout(text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=0.0), reward=0.25)
     assert [sequence.reward for sequence in made.sequences] == [1.0, 0.0]
