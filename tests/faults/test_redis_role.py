@@ -39,7 +39,7 @@ class Role:
         self.result: Future[None] = executor.submit(run_redis, context)  # type: ignore[arg-type]
 
     def server(self) -> psutil.Process:
-        (process,) = [p for p in psutil.Process().children() if "redis-server" in p.name()]
+        (process,) = [p for p in psutil.Process().children() if f":{self.port}" in " ".join(p.cmdline())]
         return process
 
 
