@@ -63,7 +63,7 @@ def plan_meeting(
     document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
     return Meeting(
         host=world.nodes[0].hostname,
-        port=world.weight_port + world.weight_ports,
+        port=world.launcher_port,
         num_nodes=len(world.nodes),
         rank=rank,
         secret=secret,

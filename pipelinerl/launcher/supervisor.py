@@ -280,7 +280,8 @@ class Supervisor:
     def _stack_pids(self) -> list[int]:
         """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
         ours = set(guardian.marked_processes(self._mark.run))
-        return [status.pid for status in read_statuses(self._run_dir).values() if status.pid in ours]
+        statuses = read_statuses(self._run_dir).values()
+        return [status.pid for status in statuses if status.pid in ours and status.state == "running"]
 
     def _end(self, ending: Ending) -> None:
         if self._ending is not None and not self._ending.done():

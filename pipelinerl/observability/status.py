@@ -107,6 +107,8 @@ class RoleStatus:
         self._dirty.set()
         self._thread.join(timeout=5)
         self._write()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stacks.close()
 
     def record(self) -> StatusRecord:
         return StatusRecord(

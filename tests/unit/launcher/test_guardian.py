@@ -1,0 +1,115 @@
+"""Marked processes are found and ended whatever they did to get away; strangers are left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.launcher import guardian
+from pipelinerl.launcher.processes import Guardian, RunMark, describe_exit, pinned, run_helper, wait_for_exit
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+)
+FORKING = (
+    "import subprocess, sys, time\n"
+    f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)\n"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+def start(code: str, mark: RunMark | None) -> subprocess.Popen[str]:
+    environment = {**os.environ, **(mark.variables("job_0") if mark else {})}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    if "ready" in code:
+        assert process.stdout is not None
+        process.stdout.readline()
+    return process
+
+
+def close(process: subprocess.Popen[str]) -> int:
+    code = process.wait(timeout=10)
+    assert process.stdout is not None
+    process.stdout.close()
+    return code
+
+
+def test_sweep_ends_marked_processes_and_leaves_strangers() -> None:
+    mark = RunMark()
+    ours, stranger = start(FORKING, mark), start(SLEEP, None)
+    assert len(guardian.marked_processes(mark.run)) == 2
+    assert guardian.sweep(mark.run, grace_s=5) == 2
+    assert close(ours) == -signal.SIGTERM
+    assert guardian.marked_processes(mark.run) == []
+    assert stranger.poll() is None
+    stranger.kill()
+    close(stranger)
+
+
+def test_sweep_by_role_touches_no_other_role_of_the_run() -> None:
+    mark = RunMark()
+    process = start(SLEEP, mark)
+    assert guardian.sweep(mark.role("job_1"), grace_s=0) == 0
+    assert guardian.sweep(mark.role("job_0"), grace_s=0) == 1
+    assert close(process) == -signal.SIGKILL
+
+
+def test_sweep_kills_who_ignores_the_request() -> None:
+    mark = RunMark()
+    process = start(STUBBORN, mark)
+    assert guardian.sweep(mark.run, grace_s=0.2) == 1
+    assert close(process) == -signal.SIGKILL
+
+
+def test_guardian_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
+    mark = RunMark()
+    process = start(SLEEP, mark)
+    Guardian(mark, grace_s=1).dismiss()
+    assert process.poll() is None
+    watch = Guardian(mark, grace_s=1)
+    watch._pipe.close()
+    assert close(process) == -signal.SIGTERM
+    watch._process.wait(timeout=10)
+
+
+def test_run_helper_deadline_ends_all_that_it_started() -> None:
+    started = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_helper([sys.executable, "-c", FORKING], timeout_s=1.0, env=dict(os.environ))
+    assert time.monotonic() - started < 10
+
+
+def test_run_helper_returns_code_and_streams() -> None:
+    code = "import sys; print(sys.stdin.read().upper()); print('e', file=sys.stderr); sys.exit(3)"
+    assert run_helper([sys.executable, "-c", code], timeout_s=20, stdin="in", env=dict(os.environ)) == (
+        3,
+        "IN\n",
+        "e\n",
+    )
+
+
+async def test_wait_for_exit_returns_the_code() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(5)"])  # noqa: ASYNC220
+    assert await wait_for_exit(process) == 5
+    assert await wait_for_exit(process) == 5
+
+
+def test_pinned_child_gets_the_cores_and_the_caller_keeps_its_own(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    with pinned((core,)):
+        shown = subprocess.check_output([sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"], text=True)
+    assert shown.strip() == f"{{{core}}}"
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-99, "killed by signal 99")]
+)
+def test_describe_exit_names_signals(code: int, text: str) -> None:
+    assert describe_exit(code) == text

@@ -1,0 +1,154 @@
+"""Metrics as JSON lines, wandb at the edge, and log lines without secrets."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipelinerl.config.sections import WandbSection
+from pipelinerl.observability import metrics as metrics_module
+from pipelinerl.observability.logging import EventFormatter
+from pipelinerl.observability.metrics import MetricsLogger, read_metrics
+from pipelinerl.observability.wandb import effective_mode, run_identity
+
+
+def config(mode: str = "disabled") -> SimpleNamespace:
+    section = WandbSection(
+        mode=mode,  # type: ignore[arg-type]
+        wandb_project_name="p",
+        wandb_entity_name=None,
+        wandb_group=None,
+        wandb_name=None,
+        tags=[],
+    )
+    return SimpleNamespace(wandb=section)
+
+
+def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> None:
+    logger = MetricsLogger(config(), tmp_path, "actor")  # type: ignore[arg-type]
+    logger.log({"reward": 0.5, "bad": float("nan"), "count": 3}, step=1)
+    logger.log({"reward": 1.0}, step=2)
+    logger.close()
+    with open(tmp_path / "metrics" / "actor.jsonl", "a") as stream:
+        stream.write('{"step": 3, "rew')
+    first, second = read_metrics(tmp_path, "actor")
+    assert {key: first[key] for key in ("step", "reward", "bad", "count")} == {
+        "step": 1,
+        "reward": 0.5,
+        "bad": None,
+        "count": 3,
+    }
+    assert (second["step"], second["reward"]) == (2, 1.0)
+    assert abs(first["time"] - time.time()) < 60
+
+
+def test_metrics_continue_the_file_after_a_restart(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = MetricsLogger(config(), tmp_path, "actor")  # type: ignore[arg-type]
+        logger.log({}, step=step)
+        logger.close()
+    assert [point["step"] for point in read_metrics(tmp_path, "actor")] == [1, 2]
+    assert read_metrics(tmp_path, "nobody") == []
+
+
+def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, monkeypatch, caplog) -> None:
+    def explode(*_: object) -> None:
+        raise RuntimeError("wandb is down")
+
+    monkeypatch.setattr(metrics_module.wandb_run, "start", explode)
+    logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
+    logger.log({"reward": 1.0}, step=1)
+    logger.close()
+    assert read_metrics(tmp_path, "actor")[0]["reward"] == 1.0
+    assert "wandb failed" in caplog.text
+
+
+def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(metrics_module.wandb_run, "start", lambda *_: release.wait(30) or None)
+    monkeypatch.setattr(metrics_module, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(metrics_module, "QUEUE_POINTS", 10)
+    logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
+    started = time.monotonic()
+    for step in range(1000):
+        logger.log({"reward": 1.0}, step=step)
+    logger.close()
+    assert time.monotonic() - started < 5
+    assert len(read_metrics(tmp_path, "actor")) == 1000
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("mode", "env", "netrc", "effective"),
+    [
+        ("online", {"WANDB_API_KEY": "k"}, "", "online"),
+        ("online", {}, "", "offline"),
+        ("online", {}, "machine api.wandb.ai login user password key", "online"),
+        ("online", {"WANDB_BASE_URL": "https://my.host"}, "machine api.wandb.ai login user password key", "offline"),
+        ("offline", {"WANDB_API_KEY": "k"}, "", "offline"),
+        ("disabled", {"WANDB_API_KEY": "k"}, "", "disabled"),
+    ],
+)
+def test_effective_mode_needs_a_key_to_be_online(
+    tmp_path: Path, mode: str, env: dict, netrc: str, effective: str
+) -> None:
+    (tmp_path / ".netrc").write_text(netrc)
+    (tmp_path / ".netrc").chmod(0o600)
+    assert effective_mode(mode, env, tmp_path) == effective
+
+
+def test_run_identity_is_one_group_and_stable_over_restarts(tmp_path: Path) -> None:
+    section = config().wandb
+    actor, again, trainer = (run_identity(section, tmp_path / "run", kind) for kind in ("actor", "actor", "finetune"))
+    assert actor == again
+    assert (actor["group"], actor["name"]) == ("run", "run_actor")
+    assert actor["group"] == trainer["group"]
+    assert actor["id"] != trainer["id"]
+
+
+def record(message: str, exc_info: object = None) -> logging.LogRecord:
+    return logging.LogRecord("pipelinerl.actor.loop", logging.INFO, "f", 1, message, (), exc_info)  # type: ignore[arg-type]
+
+
+def test_event_formatter_is_one_line_per_event() -> None:
+    line = EventFormatter("actor_0").format(record("first\nsecond"))
+    assert line.endswith(" INFO actor_0 actor.loop: first\\nsecond")
+
+
+def test_event_formatter_indents_tracebacks_and_removes_secrets() -> None:
+    try:
+        raise ValueError("token=verysecretvalue")
+    except ValueError:
+        text = EventFormatter("actor_0", ("verysecretvalue", "short")).format(
+            record("bad verysecretvalue short", sys.exc_info())
+        )
+    assert "verysecretvalue" not in text
+    assert "bad *** short" in text
+    assert all(line.startswith("    ") for line in text.splitlines()[1:])
+
+
+def test_setup_role_logging_writes_events_and_warnings_to_stderr() -> None:
+    code = (
+        "import logging, warnings\n"
+        "from pipelinerl.observability.logging import setup_role_logging\n"
+        "setup_role_logging('actor_0')\n"
+        "logging.getLogger('pipelinerl.x').info('hello secretsecret')\n"
+        "warnings.warn('careful')\n"
+        "logging.getLogger('httpx').info('chatter')\n"
+    )
+    environment = {**os.environ, "PIPELINERL_SECRET": "secretsecret"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "INFO actor_0 x: hello ***" in done.stderr
+    assert "WARNING actor_0 py.warnings: " in done.stderr
+    assert "careful" in done.stderr
+    assert "chatter" not in done.stderr
+    assert done.stdout == ""
+    json.dumps(done.stderr)

@@ -1,0 +1,118 @@
+"""The figures of `summary.json`, from records made by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.launcher.terminal import evaluation_line, step_line
+from pipelinerl.observability import report
+from pipelinerl.records import (
+    EvaluationDone,
+    Rollout,
+    RolloutGroup,
+    SamplesProcessed,
+    TrainingDone,
+    TrainingSequence,
+    WeightUpdateSuccess,
+)
+
+
+def sequence(*spans: tuple[int, int, int]) -> TrainingSequence:
+    trained = sum(end - start for start, end, _ in spans)
+    return TrainingSequence(
+        token_ids=np.zeros(spans[-1][1], dtype=np.int32),
+        logprobs=np.zeros(trained, dtype=np.float32),
+        spans=np.array(spans, dtype=np.int32),
+        finish_reason="stop",
+    )
+
+
+def group(*rollouts: tuple[TrainingSequence, ...]) -> RolloutGroup:
+    return RolloutGroup(
+        group_id="0-0",
+        epoch=0,
+        position=0,
+        problem_index=0,
+        actor=0,
+        domain="d",
+        dataset="train",
+        attempts=len(rollouts),
+        rollouts=tuple(
+            Rollout(attempt=i, reward=0.0, sequences=sequences, metrics={}, latency_s=1.0, num_llm_calls=1)
+            for i, sequences in enumerate(rollouts)
+        ),
+        dispatched_version=0,
+        settled_before=0,
+        dispatch_index=0,
+    )
+
+
+def processed(step: int, at: float, **metrics: float) -> SamplesProcessed:
+    return SamplesProcessed(samples_processed=64 * step, step=step, metrics=metrics, timestamp=at)
+
+
+def evaluation(version: int, success: float) -> EvaluationDone:
+    return EvaluationDone(version=version, success=success, reward=2 * success, num_rollouts=8, metrics={})
+
+
+@pytest.fixture
+def records() -> report.RunRecords:
+    totals = report.RolloutTotals()
+    totals.add(group((sequence((2, 5, 0), (5, 6, 1), (6, 9, 2)),), (sequence((0, 4, 1)), sequence((3, 5, 1)))))
+    return report.RunRecords(
+        trainer=[
+            WeightUpdateSuccess(version=0, servers=("s",), pause_ms=(500.0,), timestamp=100.0),
+            WeightUpdateSuccess(version=1, servers=("s",), pause_ms=(10.0, 20.0), timestamp=101.0),
+            processed(1, 101.0, lag_mean=1.0, lag_max=2.0, tokens=100.0, reward=0.1),
+            processed(1, 103.0, lag_mean=2.0, lag_max=3.0, tokens=100.0, reward=0.1),
+            WeightUpdateSuccess(version=2, servers=("s",), pause_ms=(40.0,), timestamp=104.0),
+            processed(2, 105.0, lag_mean=1.0, lag_max=1.0, tokens=300.0, reward=0.2),
+            TrainingDone(step=2),
+        ],
+        evaluations=[evaluation(2, 0.9), evaluation(0, 0.3)],
+        rollouts=totals,
+    )
+
+
+def test_summarise_figures_by_hand(records: report.RunRecords) -> None:
+    summary = report.summarise(records, [{"aborted_requests": 1}, {"aborted_requests": 2}, {}], wall_s=9.0, seed=7)
+    assert (summary["success_before"], summary["success_after"]) == (0.3, 0.9)
+    assert (summary["optimizer_steps"], summary["rollouts_trained"]) == (2, 128)
+    assert summary["weight_updates"] == 2
+    assert summary["pause_ms"] == {"median": 20.0, "mean": pytest.approx(70 / 3), "max": 40.0}
+    assert summary["lag_steps"] == {"mean": pytest.approx((2 * 100 + 1 * 300) / 400), "max": 3.0}
+    assert summary["rollouts"] == 2
+    assert summary["versions_in_one_rollout_max"] == 3
+    assert summary["training_s"] == 5.0
+    assert summary["tokens_generated_per_s"] == pytest.approx((7 + 4 + 2) / 5)
+    assert summary["tokens_trained_per_s"] == pytest.approx(400 / 5)
+    assert (summary["aborted_requests"], summary["wall_s"], summary["seed"]) == (2, 9.0, 7)
+    json.dumps(summary)
+
+
+def test_summarise_nothing_known_is_none_not_zero() -> None:
+    summary = report.summarise(report.RunRecords(), [], wall_s=1.0, seed=0)
+    for key in ("success_before", "success_after", "aborted_requests", "tokens_trained_per_s", "training_s"):
+        assert summary[key] is None
+    assert summary["pause_ms"] == {"median": None, "mean": None, "max": None}
+    assert report.summary_lines(summary, Path("run"))[0] == "success          – → – on the test problems"
+
+
+def test_draw_learning_curve_writes_a_picture(records: report.RunRecords, tmp_path: Path) -> None:
+    report.draw_learning_curve(tmp_path / "curve.png", records)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_step_line_says_everything_once() -> None:
+    message = processed(12, 5.0, reward=0.414, lag_mean=1.23, lag_max=3.0, tokens=1155.0, wait_s=0.016)
+    assert step_line(message, 96, 0.5, 33.6, {"success": 0.55}) == (
+        "step 12/96  reward 0.41  success 0.55  lag 1.2 (max 3)  2,310 tok/s  pause 34 ms  wait 0.02 s"
+    )
+    bare = step_line(processed(1, 0.0), 96, None, None, {})
+    assert bare == "step 1/96  reward –  success –  lag – (max –)  – tok/s  pause – ms  wait – s"
+
+
+def test_evaluation_line_names_its_version() -> None:
+    assert evaluation_line(evaluation(32, 0.5)) == "evaluation of version 32: success 0.500  reward 1.00  (8 rollouts)"

@@ -1,0 +1,94 @@
+"""A role's heartbeat file: states, waits, stacks, and what a reader makes of it."""
+
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.observability.status import RoleStatus, read_statuses
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_status_progress_is_published_soon(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    first = read_statuses(tmp_path)["actor_0"]
+    assert (first.state, first.pid, first.progress_count, first.waits) == ("running", os.getpid(), 0, ())
+    status.progress(groups=1)
+    status.progress(version=4)
+    until(lambda: read_statuses(tmp_path)["actor_0"].fields == {"groups": 1, "version": 4})
+    assert read_statuses(tmp_path)["actor_0"].progress_count == 2
+    status.close()
+
+
+def test_status_waits_are_named_oldest_first_while_they_last(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    with status.waiting("weights", on="finetune_0"), status.waiting("a server", on="actor_llm"):
+        until(lambda: len(read_statuses(tmp_path)["actor_0"].waits) == 2)
+        waits = read_statuses(tmp_path)["actor_0"].waits
+        assert [(wait.what, wait.on) for wait in waits] == [("weights", "finetune_0"), ("a server", "actor_llm")]
+        assert abs(waits[0].since - time.time()) < 10
+    until(lambda: read_statuses(tmp_path)["actor_0"].waits == ())
+    status.close()
+
+
+def test_status_wait_ends_with_its_exception(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    with pytest.raises(KeyError):
+        with status.waiting("weights"):
+            raise KeyError
+    assert status.record().waits == ()
+    status.close()
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_status_close_publishes_the_last_state_once(tmp_path: Path, state: str) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    status.progress(step=9)
+    status.close(state)
+    status.close("something else")
+    record = read_statuses(tmp_path)["actor_0"]
+    assert (record.state, record.fields) == (state, {"step": 9})
+
+
+def test_status_heartbeat_goes_on_while_nothing_moves(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("pipelinerl.observability.status.HEARTBEAT_S", 0.05)
+    status = RoleStatus(tmp_path, "actor_0")
+    first = read_statuses(tmp_path)["actor_0"].heartbeat
+    until(lambda: read_statuses(tmp_path)["actor_0"].heartbeat > first)
+    assert read_statuses(tmp_path)["actor_0"].progress_count == 0
+    status.close()
+
+
+def test_status_files_are_private_and_foreign_files_ignored(tmp_path: Path) -> None:
+    RoleStatus(tmp_path, "actor_0").close()
+    assert stat.S_IMODE((tmp_path / "status" / "actor_0.json").stat().st_mode) == 0o600
+    (tmp_path / "status" / "torn.json").write_text('{"job": "to')
+    (tmp_path / "status" / "other.json").write_text(json.dumps({"something": "else"}))
+    assert set(read_statuses(tmp_path)) == {"actor_0"}
+
+
+def test_status_sigusr1_writes_the_stacks(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "finetune_0.rank1")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stacks = tmp_path / "finetune_0" / "stacks.rank1.txt"
+    until(lambda: "test_status_sigusr1_writes_the_stacks" in stacks.read_text())
+    status.close()
+
+
+def test_status_unwritable_folder_does_not_stop_the_role(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    (tmp_path / "status" / "actor_0.json").unlink()
+    (tmp_path / "status").rmdir()
+    status.progress(step=1)
+    status.close()
