@@ -1,7 +1,7 @@
 """``python -m pipelinerl.plan``: recommend a split before a run, compare with it afterwards, fit its scaling.
 
-python -m pipelinerl.plan split --config-name base --gpu H100 --mean-length 2500
-python -m pipelinerl.plan split --gpus 16 --model Qwen/Qwen2.5-7B --decode 8:900 --decode 128:7000 --train 9000
+python -m pipelinerl.plan --config-name base --gpu H100 --mean-length 2500
+    python -m pipelinerl.plan --gpus 16 --model Qwen/Qwen2.5-7B --decode 8:900 --decode 128:7000 --train 9000
 python -m pipelinerl.plan compare results/base
 python -m pipelinerl.plan scaling results/base
 """
@@ -43,7 +43,7 @@ NOT_NEEDED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args(with_command(sys.argv[1:] if argv is None else argv))
     console = Console()
     try:
         result = args.run(args, console)
@@ -55,12 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def with_command(argv: Sequence[str]) -> list[str]:
+    """`split` is what is meant when no command is named."""
+    named = bool(argv) and (argv[0] in ("-h", "--help") or not argv[0].startswith("-"))
+    return list(argv) if named else ["split", *argv]
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.plan", description=__doc__.partition("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling}")
     split = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
     split.set_defaults(run=run_split)
     split.add_argument("--config-name", default="base", help="configuration whose values are the defaults below")
+    split.add_argument("--config-dir", type=Path, help="folder with your own configurations")
     split.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
     split.add_argument("--model", help="Hugging Face name or folder with config.json")
     split.add_argument("--gpus", type=int, help="devices in total")
@@ -96,7 +103,7 @@ def parse_point(text: str) -> tuple[float, float]:
 
 
 def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override]))
+    cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir))
     work, rates = workload(args, cfg)
     bound = args.max_lag if args.max_lag is not None else cfg.max_lag_steps
     plan = recommend(work, bound)

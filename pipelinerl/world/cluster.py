@@ -121,7 +121,8 @@ def _from_world_size(env: Mapping[str, str]) -> NodeEnvironment:
 
 
 def _from_slurm(env: Mapping[str, str]) -> NodeEnvironment:
-    if int(env.get("SLURM_LOCALID", "0")) != 0 or int(env.get("SLURM_NTASKS_PER_NODE", "1")) != 1:
+    tasks = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if env.get("SLURM_LOCALID", "0") != "0" or (tasks and int(tasks.group()) > 1):
         raise WorldError(
             "SLURM started several tasks on this node: use srun --ntasks-per-node=1 (one launcher per node)"
         )

@@ -39,6 +39,19 @@ def test_servers_of_several_gpus_get_their_concurrency_together(tmp_path):
     assert result["overrides"][2] == f"actor.llm_max_rollouts={2 * result['plan']['concurrency']}"
 
 
+def test_split_is_what_is_meant_without_a_command(tmp_path):
+    output = tmp_path / "meant.json"
+    assert main(["--gpus", "8", "--json", str(output)]) == 0
+    assert json.loads(output.read_text()) == plan(tmp_path, "--gpus", "8")
+
+
+def test_own_configuration_is_planned(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nworld: {gpus_per_node: 4}\nmax_lag_steps: 2\n")
+    result = plan(tmp_path, "--config-dir", str(tmp_path), "--config-name", "mine")
+    assert result["plan"]["largest_lag"] <= 2
+    assert result["overrides"][0].startswith("world.actor_fraction=")
+
+
 def test_recommendation_can_be_simulated(tmp_path):
     result = plan(
         tmp_path, "--gpus", "4", "--decode", "16:400", "--train", "200", "--max-length", "100", "--batch-size", "16",

@@ -133,9 +133,14 @@ def test_slurm_step_counts_before_the_job():
     assert [n.hostname for n in read(env).nodes] == ["127.0.0.1"]
 
 
-def test_slurm_with_several_tasks_per_node_is_refused():
+@pytest.mark.parametrize("tasks", [{"SLURM_LOCALID": "1"}, {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}])
+def test_slurm_with_several_tasks_per_node_is_refused(tasks):
     with pytest.raises(WorldError, match="--ntasks-per-node=1"):
-        read({**SLURM, "SLURM_LOCALID": "1"})
+        read({**SLURM, **tasks})
+
+
+def test_slurm_allocation_for_many_tasks_may_run_one_launcher():
+    assert read({**SLURM, "SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}).rank == 2
 
 
 def test_world_size_counts_before_slurm():
