@@ -36,11 +36,13 @@ def parse(cfg: DictConfig) -> Config:
 
 def to_container(cfg: DictConfig) -> dict[str, Any]:
     """Plain nested dictionaries with every interpolation resolved; `hydra` is not part of a run."""
-    missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
-    if missing:
-        keys = ", ".join(f"`{key}`" for key in missing)
-        raise ConfigError(f"{keys} must be given: set {missing[0]}=... on the command line or in the experiment's YAML")
     try:
+        missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
+        if missing:
+            keys = ", ".join(f"`{key}`" for key in missing)
+            raise ConfigError(
+                f"{keys} must be given: set {missing[0]}=... on the command line or in the experiment's YAML"
+            )
         container = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"`{error.full_key}` cannot be resolved: {str(error).splitlines()[0]}") from error
@@ -124,12 +126,12 @@ def load_run(run_dir: Path | str) -> Config:
 
 
 def compose(config_name: str = "base", overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """Compose as the command line does; for tools and tests. `config_dir` is searched after `conf/`."""
+    """Compose as the command line does; for tools and tests. `config_dir` is searched before `conf/`."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    with initialize_config_dir(str(Path(config_dir or CONF_DIR).resolve()), version_base="1.3"):
+        extra = [f"hydra.searchpath=[file://{CONF_DIR}]"] if config_dir else []
         return hydra_compose(config_name, overrides=[*extra, *overrides])
 
 
