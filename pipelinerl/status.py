@@ -25,7 +25,7 @@ STALE_HEARTBEAT_S = 10.0
 
 def role_rows(statuses: Mapping[str, StatusRecord], now: float) -> list[tuple[str, ...]]:
     """One row per role: state, last progress, what it waits for, newest fields."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, status in sorted(statuses.items()):
         state = describe_state(status, now)
         rows.append((name, state, f"{ago(now - status.progress_at)} ago", describe_wait(status, now), fields(status)))

@@ -134,7 +134,8 @@ def load_problems(domain: DomainFunctions, loader: Callable[..., Any], names: li
 def check_required_keys(domain: DomainFunctions, rollout: Callable[..., Any], problems: list[dict]) -> None:
     """`required_problem_keys` of the rollout function or its module names what every problem must have."""
     module = sys.modules.get(getattr(rollout, "__module__", ""), None)
-    required = getattr(rollout, "required_problem_keys", None) or getattr(module, "required_problem_keys", ())
+    required: tuple[str, ...] = getattr(rollout, "required_problem_keys", ())
+    required = required or getattr(module, "required_problem_keys", ())
     for index, problem in enumerate(problems):
         missing = [key for key in required if key not in problem]
         if missing:

@@ -30,7 +30,7 @@ def marked_processes(mark: str) -> list[int]:
 
 def shared_memory_of(pids: list[int]) -> set[str]:
     """Paths of shared-memory segments that these processes have mapped."""
-    paths = set()
+    paths: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/maps") as stream:

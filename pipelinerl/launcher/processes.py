@@ -82,7 +82,7 @@ async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, lambda: exited.done() or exited.set_result(None))
+    loop.add_reader(descriptor, lambda: None if exited.done() else exited.set_result(None))
     try:
         await exited
     finally:

@@ -8,7 +8,7 @@ import netrc
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from pipelinerl.config.sections import WandbSection
 
@@ -45,7 +45,7 @@ def start(section: WandbSection, run_dir: Path, kind: str) -> Any:
     import wandb
 
     identity = run_identity(section, run_dir, kind)
-    mode = effective_mode(section.mode)
+    mode = cast(Literal["online", "offline", "disabled"], effective_mode(section.mode))
     run = wandb.init(
         mode=mode,
         project=section.wandb_project_name,
@@ -55,7 +55,9 @@ def start(section: WandbSection, run_dir: Path, kind: str) -> Any:
         dir=str(run_dir),
         resume="allow" if mode == "online" else None,
         settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, x_disable_stats=True, x_disable_meta=True),
-        **identity,
+        group=identity["group"],
+        name=identity["name"],
+        id=identity["id"],
     )
     run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
     return run

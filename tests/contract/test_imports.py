@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "records", "config", "rollouts"),
     ("streams", "world", "llm", "chat", "async_llm", "state", "observability", "ledger", "status", "agents"),
     ("weights",),
-    ("domains", "tiny_model", "plan"),
+    ("domains", "sandbox", "tiny_model", "plan"),
     ("actor", "preprocess", "finetune", "inference", "verifier"),
     ("launcher",),
     ("launch",),
