@@ -1,0 +1,52 @@
+"""Invented words from a seed; a word is held out by its own spelling, so train and test never share one."""
+
+import zlib
+from random import Random
+from typing import Any
+
+from pipelinerl.errors import DomainError
+
+HELD_OUT_EVERY = 10
+ONSETS = ("b", "bl", "c", "cr", "d", "f", "g", "gr", "h", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v")
+VOWELS = ("a", "e", "i", "o", "u", "ea", "oo", "ie")
+CODAS = ("", "", "l", "ll", "n", "r", "rr", "s", "ss", "t", "tt")
+
+
+def is_held_out(word: str) -> bool:
+    return zlib.crc32(word.encode()) % HELD_OUT_EVERY == 0
+
+
+def draw_word(rng: Random, max_syllables: int) -> str:
+    count = rng.randint(2, max_syllables)
+    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))
+
+
+def load_problems(
+    dataset_names: list[str],
+    max_syllables: int = 5,
+    num_train_problems: int = 4096,
+    num_test_problems: int = 256,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Problems ``{"dataset", "word", "letter", "count"}``; the letter is in the word four times in five.
+
+    Args:
+        dataset_names: any of ``train`` and ``test``.
+        max_syllables: words have 2 … max_syllables.
+        seed: of ``train``; ``test`` is the same for every seed.
+    """
+    problems = []
+    for name in dataset_names:
+        if name not in ("train", "test"):
+            raise DomainError(f"domain `counting` has no dataset {name!r}: use `train` or `test`")
+        held_out = name == "test"
+        rng = Random("test" if held_out else f"train {seed}")
+        wanted = num_test_problems if held_out else num_train_problems
+        drawn: list[dict[str, Any]] = []
+        while len(drawn) < wanted:
+            word = draw_word(rng, max_syllables)
+            if is_held_out(word) == held_out:
+                letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+                drawn.append({"dataset": name, "word": word, "letter": letter, "count": word.count(letter)})
+        problems += drawn
+    return problems

@@ -1,0 +1,87 @@
+"""Tasks with constraints on their answer: generated from a seed, or read from files and the Hub."""
+
+import json
+from random import Random
+from typing import Any
+
+from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.domains.instructions.judge import CHECKS
+from pipelinerl.errors import DomainError
+
+GENERATED = ("train", "test")
+SUBJECTS = ("the sea", "bread", "a railway station", "winter", "glass", "maps", "a violin", "rain", "bees", "clocks")
+HELD_OUT_SUBJECTS = ("a lighthouse", "salt", "bridges")
+KEYWORDS = ("first", "because", "quiet", "old", "often", "light", "small", "however")
+
+
+def draw_constraints(rng: Random, max_constraints: int) -> list[dict[str, Any]]:
+    """Constraints that one answer can meet together."""
+    word, other = rng.sample(KEYWORDS, 2)
+    at_least = rng.randrange(10, 60, 10)
+    options: list[dict[str, Any]] = [
+        {"check": "length", "unit": "words", "at_least": at_least, "at_most": at_least + rng.choice((10, 30))},
+        {"check": "keyword", "word": word, "at_least": rng.randint(1, 2)},
+        {"check": "forbidden", "word": other},
+        {"check": "bullets", "at_least": rng.randint(2, 4), "at_most": 5},
+        {"check": "no_commas"},
+        {"check": "ends_with", "suffix": "That is all."},
+    ]
+    return rng.sample(options, rng.randint(1, max_constraints))
+
+
+def sentence(constraint: dict[str, Any]) -> str:
+    """A generated constraint in words."""
+    name = constraint["check"]
+    if name == "length":
+        return f"Use {constraint['at_least']} to {constraint['at_most']} {constraint['unit']}."
+    if name == "keyword":
+        return f"Use the word '{constraint['word']}' at least {constraint['at_least']} times."
+    if name == "bullets":
+        return f"Write {constraint['at_least']} to {constraint['at_most']} bullet points that begin with '- '."
+    if name == "forbidden":
+        return f"Do not use the word '{constraint['word']}'."
+    return {"no_commas": "Use no commas.", "ends_with": "End with 'That is all.'"}[name]
+
+
+def load_problems(
+    dataset_names: list[str],
+    max_constraints: int = 3,
+    num_train_problems: int = 4096,
+    num_test_problems: int = 256,
+    columns: dict[str, str] | None = None,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Problems ``{"dataset", "task", "constraints"}``.
+
+    Args:
+        dataset_names: ``train`` and ``test`` are generated; any other name is read (``pipelinerl.domains.datasets``).
+        max_constraints: of a generated problem.
+        columns: of datasets that are read; default ``task`` (or ``prompt``) and ``constraints`` (a list, or JSON).
+        seed: of ``train``; ``test`` is the same for every seed.
+    """
+    problems: list[dict[str, Any]] = []
+    for name in dataset_names:
+        if name not in GENERATED:
+            problems += [read_problem(row, columns or {}, name, i) for i, row in enumerate(rows_of(name, True))]
+            continue
+        rng = Random("test" if name == "test" else f"train {seed}")
+        subjects = HELD_OUT_SUBJECTS if name == "test" else SUBJECTS
+        for _ in range(num_test_problems if name == "test" else num_train_problems):
+            constraints = draw_constraints(rng, max_constraints)
+            task = " ".join([f"Write about {rng.choice(subjects)}.", *map(sentence, constraints)])
+            problems.append({"dataset": name, "task": task, "constraints": constraints})
+    return problems
+
+
+def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
+    task = column(row, columns.get("task"), ("task", "prompt"), dataset, "task")
+    constraints = column(row, columns.get("constraints"), ("constraints",), dataset, "constraints")
+    if isinstance(constraints, str):
+        constraints = json.loads(constraints)
+    unknown = [c for c in constraints if not isinstance(c, dict) or c.get("check") not in CHECKS]
+    if unknown or not constraints:
+        raise DomainError(
+            f"dataset {dataset!r}: row {index} has the constraints {constraints}: "
+            f"each must be an object whose `check` is one of {sorted(CHECKS)}"
+        )
+    return {"dataset": dataset, "task": str(task), "constraints": constraints}
