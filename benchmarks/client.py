@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import platform
 import random
 import time
@@ -183,7 +184,10 @@ def main() -> None:
     server = context.Process(target=serve, args=(theirs, args.lengths), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
-    results: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "attempts": ATTEMPTS}
+    results: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "attempts": ATTEMPTS,
+    }
     for length in args.lengths:
         results[f"{length}_joined"] = uvloop.run(measure(url, length, args.seconds, join=True))
         results[f"{length}_single"] = uvloop.run(measure(url, length, args.seconds, join=False))
