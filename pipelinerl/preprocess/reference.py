@@ -21,9 +21,9 @@ import numpy as np
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
-from pipelinerl.inference.client import score_tokens
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
+from pipelinerl.weights.score_client import score_tokens
 from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)

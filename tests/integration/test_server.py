@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from pipelinerl.errors import ServerError
-from pipelinerl.inference.client import score_tokens
 from pipelinerl.weights.names import export_plan, specs_of, tied_names
 from pipelinerl.weights.probe import Probe, probe_tokens
+from pipelinerl.weights.score_client import score_tokens
 from pipelinerl.weights.sender import UpdateReport, WeightSender
 
 TOLERANCE = 2e-5
