@@ -169,3 +169,18 @@ def test_configured_gpus_that_are_not_there_are_refused_before_start(monkeypatch
     world = map_world(make_config(), two_nodes(), check=False)
     with pytest.raises(WorldError, match=r"node 1 \(beta\) should have 4 GPU\(s\).*show 2"):
         check_local_devices(world, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("rank", "port_of", "owner"), [(0, "launcher_port", "the launchers"), (1, "master_port", "rend")]
+)
+def test_each_launcher_checks_the_ports_of_its_own_node(rank, port_of, owner):
+    count = len(all_ports(map_world(make_config(), two_nodes(), check=False)))
+    config = make_config(f"world.port_base={find_port_block('0.0.0.0', count)}")
+    taken = getattr(map_world(config, two_nodes(), check=False), port_of)
+    with socket.socket() as blocker:
+        blocker.bind(("0.0.0.0", taken))
+        blocker.listen()
+        with pytest.raises(WorldError, match=rf"port {taken} of .*{owner}"):
+            map_world(config, two_nodes(rank))
+        map_world(config, two_nodes(1 - rank))
