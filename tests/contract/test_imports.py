@@ -12,15 +12,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "pipelinerl"
 
 LAYERS = (
     ("errors", "records", "config", "rollouts"),
-    ("streams", "world", "llm", "chat", "async_llm", "state", "observability", "ledger", "status", "agents"),
+    ("streams", "world", "llm", "chat", "async_llm", "state", "observability", "ledger", "status", "agents", "testing"),
     ("weights",),
-    ("domains", "sandbox", "tiny_model", "plan"),
-    ("actor", "preprocess", "finetune", "inference", "verifier"),
+    ("domains", "verifier", "sandbox", "tiny_model", "plan"),
+    ("actor", "preprocess", "finetune", "inference"),
     ("launcher",),
     ("launch",),
 )
-"""A module may import from its own layer and those above it in this list."""
-ROLES = LAYERS[4]
+"""A module may import from its own layer and those above it in this list. Domains and verifier know each other: one
+asks, the other runs its judges."""
+ROLES = ("actor", "preprocess", "finetune", "inference", "verifier")
 LIGHT = (
     "pipelinerl.launch",
     "pipelinerl.launcher.program",
