@@ -14,7 +14,8 @@ from pipelinerl.errors import DomainError
 from pipelinerl.sandbox import Outcome
 from pipelinerl.verifier.protocol import Verdict, correct, no_answer
 
-FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
+LANGUAGES = ("", "python", "python3", "py")
 MAX_CODE_CHARS = 100_000
 TOLERANCE = 1e-6
 SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
@@ -65,9 +66,16 @@ def as_text(value: Any) -> str:
 
 
 def extract_code(completion: str) -> str | None:
-    """The last fenced Python block; None without one."""
-    blocks = FENCE.findall(completion)
-    return blocks[-1] if blocks else None
+    """The last closed fenced block that is Python or names no language; None without one."""
+    code, opening = None, None
+    for fence in FENCE.finditer(completion):
+        if opening is None:
+            opening = fence
+        else:
+            if opening[1].lower() in LANGUAGES:
+                code = completion[opening.end() + 1 : fence.start()]
+            opening = None
+    return code
 
 
 async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:

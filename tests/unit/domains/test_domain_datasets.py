@@ -1,0 +1,92 @@
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipelinerl.domains.coding import load_problems as load_coding
+from pipelinerl.domains.math import load_problems
+from pipelinerl.errors import DomainError
+
+ROWS = [{"problem": "1+1?", "answer": "2"}, {"problem": "Half of one?", "answer": "\\frac{1}{2}"}]
+
+
+@pytest.fixture(params=["jsonl", "json", "csv", "parquet"])
+def file(request, tmp_path):
+    path = tmp_path / f"rows.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    elif request.param == "json":
+        path.write_text(json.dumps(ROWS))
+    elif request.param == "csv":
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, ["problem", "answer"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+def test_every_file_format_gives_the_same_problems(file):
+    problems = load_problems([str(file)])
+    assert [(p["task"], p["answer"], p["id"]) for p in problems] == [(r["problem"], r["answer"], i) for i, r in enumerate(ROWS)]
+    assert {p["dataset"] for p in problems} == {str(file)}
+
+
+def test_columns_are_mapped_and_limited(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(json.dumps({"q": f"{i}?", "a": i}) for i in range(5)))
+    problems = load_problems([str(path)], columns={"task": "q", "answer": "a"}, max_problems=2)
+    assert [(p["task"], p["answer"]) for p in problems] == [("0?", "0"), ("1?", "1")]
+
+
+def test_globs_are_read_in_order(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"task": name, "answer": "1"}))
+    assert [p["task"] for p in load_problems([str(tmp_path / "*.jsonl")])] == ["a", "b"]
+
+
+def test_answer_of_a_worked_solution_is_its_last_line(tmp_path):
+    path = tmp_path / "gsm.jsonl"
+    path.write_text(json.dumps({"question": "?", "answer": "1000 + 234 = <<1234>>\n#### 1,234"}))
+    assert load_problems([str(path)])[0]["answer"] == "1234"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", r"x\.jsonl:1 is not JSON"),
+        (json.dumps({"task": "?"}), "columns.answer"),
+        (json.dumps({"text": "?", "answer": "1"}), "columns.task"),
+        (json.dumps({"task": "?", "answer": " "}), "row 0 has no answer"),
+        ("[1]", "not an object"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, content, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text(content)
+    with pytest.raises(DomainError, match=message):
+        load_problems([str(path)])
+
+
+def test_missing_file_is_named():
+    with pytest.raises(DomainError, match="no such file"):
+        load_problems(["nowhere/none.jsonl"])
+
+
+def test_coding_tests_may_be_json_text_and_are_limited(tmp_path):
+    path = tmp_path / "code.jsonl"
+    tests = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["1\n", "4\n", "9\n"]}
+    path.write_text(json.dumps({"question": "Square it.", "input_output": json.dumps(tests)}))
+    (problem,) = load_coding([str(path)], max_tests=2)
+    assert problem["tests"] == {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "4\n"]}
+
+
+@pytest.mark.parametrize("tests", [{}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "no"])
+def test_unusable_coding_tests_are_named(tmp_path, tests):
+    path = tmp_path / "code.jsonl"
+    path.write_text(json.dumps({"task": "?", "tests": tests}))
+    with pytest.raises(DomainError, match="row 0"):
+        load_coding([str(path)])

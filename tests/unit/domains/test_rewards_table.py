@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import CONF_DIR
+from pipelinerl.domains.rewards import RewardTable
+from pipelinerl.errors import DomainError
+from pipelinerl.verifier.protocol import Verdict
+
+TABLE = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "unfinished": None}
+
+
+@pytest.mark.parametrize(
+    ("status", "score", "reward"),
+    [("correct", 1, 1), ("wrong", 0, 0), ("wrong", 0.25, 0.25), ("no_answer", 0, -1), ("unparsable", 0, -0.5)],
+)
+def test_reward_follows_the_table_with_partial_credit(status, score, reward):
+    table = RewardTable.from_mapping(TABLE)
+    assert table.reward(Verdict(status=status, score=score), finished=True) == reward
+
+
+def test_unfinished_completion_has_its_own_reward_only_where_the_table_gives_one():
+    correct = Verdict(status="correct", score=1)
+    assert RewardTable.from_mapping(TABLE).reward(correct, finished=False) == 1
+    assert RewardTable.from_mapping(TABLE | {"unfinished": -2.0}).reward(correct, finished=False) == -2
+
+
+def test_verifier_error_has_no_reward():
+    with pytest.raises(AssertionError, match="never a reward"):
+        RewardTable.from_mapping(TABLE).reward(Verdict(status="error"), finished=True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"correct": "one"}, {"correct": True}, {"bonus": 1.0}, {"wrong": None}, {"unfinished": "no"}]
+)
+def test_bad_table_is_refused_by_key(change):
+    with pytest.raises(DomainError, match=next(iter(change))):
+        RewardTable.from_mapping(TABLE | change)
+
+
+@pytest.mark.parametrize("file", sorted((CONF_DIR / "rewards").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_table_is_valid_and_prefers_correct(file: Path):
+    table = RewardTable.of(OmegaConf.create({"rewards": OmegaConf.load(file)}))
+    assert table.correct > max(table.wrong, table.no_answer, table.unparsable)
