@@ -29,8 +29,14 @@ class TrainerState:
         version = state.wait_for_model_version(timeout_s=600)
     """
 
-    def __init__(self, exp_path: str | Path):
+    def __init__(self, exp_path: str | Path, *, last_step: int = 0):
+        """
+        Args:
+            exp_path: run folder.
+            last_step: optimizer step that ends training now; a run that was done earlier may have been extended.
+        """
         self.exp_path = Path(exp_path)
+        self._last_step = last_step
         self._changed = threading.Condition()
         self._version: int | None = None
         self._servers: tuple[str, ...] = ()
@@ -138,6 +144,6 @@ class TrainerState:
                     self._version, self._servers = message.version, message.servers
                 case SamplesProcessed():
                     self._samples = message.samples_processed
-                case TrainingDone():
+                case TrainingDone() if message.step >= self._last_step:
                     self._done = True
             self._changed.notify_all()

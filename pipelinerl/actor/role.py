@@ -34,7 +34,7 @@ def run(context: RoleContext) -> None:
     domains = train_domains(cfg)
     progress = Progress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
     tests = test_problems(cfg) if replica == 0 else []
-    trainer = TrainerState(run_dir)
+    trainer = TrainerState(run_dir, last_step=cfg.finetune.max_train_steps)
     trainer.start_listening()
     drops = DropListener(run_dir, replica)
     kind = "actor" if replica == 0 else f"actor_{replica}"

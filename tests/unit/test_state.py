@@ -69,3 +69,15 @@ def test_listener_that_reads_a_foreign_record_hands_the_cause_to_the_caller(tmp_
     with pytest.raises(StreamError, match="died"):
         state.wait_for_training_done(10)
     state.stop()
+
+
+def test_training_done_of_a_run_that_was_extended_does_not_count(tmp_path: Path, trainer: TopicWriter[TrainerMessage]):
+    trainer.write(TrainingDone(step=96))
+    state = TrainerState(tmp_path, last_step=200)
+    state.start_listening()
+    trainer.write(SamplesProcessed(samples_processed=1, step=97))
+    assert state.wait_for_processed_samples(10) == 1
+    assert not state.training_done
+    trainer.write(TrainingDone(step=200))
+    assert state.wait_for_training_done(10)
+    state.stop()
