@@ -1,11 +1,11 @@
 """An agent that knows nothing of PipelineRL: an OpenAI client, one tool, a streamed answer."""
 
 import json
-from typing import Any
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionFunctionToolParam
 
-SUBMIT_TOOL: dict[str, Any] = {
+SUBMIT_TOOL: ChatCompletionFunctionToolParam = {
     "type": "function",
     "function": {
         "name": "submit",
