@@ -22,12 +22,13 @@ import transformers
 from transformers import AutoTokenizer
 
 from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.accumulate import BatchRules, train_step
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, choose_engine, join_ranks, read_ranks
 from pipelinerl.finetune.feed import Feed
-from pipelinerl.finetune.model import DTYPES, Policy, load_lm, verify_packing
+from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
 from pipelinerl.finetune.rl.losses import settings_at
@@ -43,6 +44,7 @@ from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+MAX_PACKING_ERROR = 0.05
 STOP, WAIT, TRAIN = 0, 1, 2
 LOGGED = (
     *("loss", "reward", "grad_norm", "lr", "entropy", "ess", "lag_mean", "lag_max", "tokens"),
@@ -229,9 +231,21 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
     )
     engine = build_engine(name, policy, cfg, device)
-    verify_packing(engine.policy, device, finetune.attn_implementation)
+    verify_packing(engine, finetune.attn_implementation)
     log.info("engine=%s ranks=%d", name, world_size)
     return engine
+
+
+def verify_packing(engine: Engine, attention: str) -> None:
+    """Refuse an attention implementation that lets packed documents see each other. Collective."""
+    vocab_size = engine.policy.lm.config.get_text_config().vocab_size
+    error = packing_error(engine.evaluate, vocab_size, engine.device)
+    if not error <= MAX_PACKING_ERROR:
+        raise ConfigError(
+            f"finetune.attn_implementation is {attention!r}: packed documents attend to each other "
+            f"(states differ by {error:.2g}, {MAX_PACKING_ERROR} is allowed); use sdpa or flash_attention_2"
+        )
+    log.info("packed attention verified error=%.2g", error)
 
 
 def make_rules(policy: Policy, cfg: Config) -> BatchRules:

@@ -6,6 +6,7 @@ speak of the same tensors.
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.rl.head import OutputHead, head_loss
+from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class Tokens(NamedTuple):
     """int64 [B, L]"""
     position_ids: Tensor
     """int64 [B, L]"""
+    targets_N: Tensor | None = None
+    """int64 [B·L]: tokens to score at temperature 1; None asks for hidden states."""
 
 
 class PolicyOutput(NamedTuple):
@@ -79,11 +82,14 @@ class Policy(nn.Module):
         return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
 
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
-        """The loss of a micro-batch; for bare tokens their hidden states (engines gather parameters only in here)."""
+        """The loss of a micro-batch; of bare tokens the hidden states [B, L, H], or the targets' log-probs [B·L].
+
+        Engines gather sharded parameters in here only.
+        """
         hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
-        if settings is None:
-            return hidden_BLH
-        assert isinstance(batch, Batch)
+        if isinstance(batch, Tokens):
+            return hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N)
+        assert settings is not None
         hidden_KH = hidden_BLH.flatten(0, 1)[batch.predictors_K]
         inputs, value_term = batch.inputs, None
         if self.value_head is not None:
@@ -100,6 +106,10 @@ class Policy(nn.Module):
         if value_term is None:
             return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs.advantages_K)
         return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
+
+    def _score(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+        head = self.lm.get_output_embeddings()
+        return head_logprobs(head, hidden_NH, targets_N, temperature=1.0, chunk=self.chunk, fp32=self.fp32_head)[0]
 
     def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
         """Advantage r − sg(V(s_t)) and the value loss coef·½(V − r)², with the token's weight."""
@@ -174,29 +184,13 @@ def refuse_unknown_heads(lm: nn.Module) -> None:
         raise ConfigError(f"model_path: the model's output head is {type(head).__name__}, a linear layer is needed")
 
 
-@torch.no_grad()
-def packing_error(policy: Policy, device: torch.device, length: int = 8) -> float:
-    """Largest difference between packed and separate documents' states, relative to their size.
+def packing_error(forward: Callable[[Tokens], Tensor], vocab_size: int, device: torch.device, length: int = 8) -> float:
+    """Largest difference between packed and separate documents' hidden states, relative to their size.
 
     Attention kernels that do not know packed sequences fail silently: this is the check at start-up.
     """
-    vocab = policy.lm.config.get_text_config().vocab_size
-    ids = torch.arange(2 * length, device=device).remainder(vocab)[None]
+    ids = torch.arange(2 * length, device=device).remainder(vocab_size)[None]
     positions = torch.arange(length, device=device)[None]
-    packed = policy(Tokens(ids, torch.cat([positions, positions], 1))).float()
-    alone = torch.cat([policy(Tokens(part, positions)).float() for part in ids.split(length, 1)], 1)
+    packed = forward(Tokens(ids, torch.cat([positions, positions], 1))).float()
+    alone = torch.cat([forward(Tokens(part, positions)).float() for part in ids.split(length, 1)], 1)
     return ((packed - alone).abs().max() / alone.abs().max()).item()
-
-
-MAX_PACKING_ERROR = 0.05
-
-
-def verify_packing(policy: Policy, device: torch.device, attention: str) -> None:
-    """Refuse an attention implementation that lets packed documents see each other. Collective."""
-    error = packing_error(policy, device)
-    if not error <= MAX_PACKING_ERROR:
-        raise ConfigError(
-            f"finetune.attn_implementation is {attention!r}: packed documents attend to each other "
-            f"(states differ by {error:.2g}, {MAX_PACKING_ERROR} is allowed); use sdpa or flash_attention_2"
-        )
-    log.info("packed attention verified error=%.2g", error)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.records import EvaluationDone, EvaluationStarted, WeightUpdateSuccess
+from pipelinerl.weights.probe import Probe
 from pipelinerl.weights.protocol import ParamSpec
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,13 @@ class Sender(Protocol):
 
     @property
     def returning(self) -> tuple[str, ...]: ...
-    def send_async(self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[ParamSpec]) -> None: ...
+    def send_async(
+        self,
+        version: int,
+        params: Iterable[tuple[str, Tensor]],
+        metadata: Sequence[ParamSpec],
+        probe: Probe | None = None,
+    ) -> None: ...
     def readmit_async(self) -> bool: ...
     @property
     def is_pushing(self) -> bool: ...
@@ -95,10 +102,8 @@ class Publisher:
         sender: Sender,
         announce: Callable[[WeightUpdateSuccess], object],
         lease: EvaluationLease,
-        attest: Callable[[Report], Report] = lambda report: report,
     ):
-        """``attest`` may take servers out of a report, or raise, before it is announced."""
-        self._sender, self._announce, self._lease, self._attest = sender, announce, lease, attest
+        self._sender, self._announce, self._lease = sender, announce, lease
         self._condition = threading.Condition(threading.RLock())
         self._error: Exception | None = None
         self._closed = False
@@ -118,14 +123,20 @@ class Publisher:
             time.sleep(IDLE_S)
         return up
 
-    def begin(self, version: int, parameters: Iterable[tuple[str, Tensor]], specs: Sequence[ParamSpec]) -> float:
-        """Start an update; returns when the parameters are copied. The seconds it first waited for the previous one."""
+    def begin(
+        self,
+        version: int,
+        parameters: Iterable[tuple[str, Tensor]],
+        specs: Sequence[ParamSpec],
+        probe: Probe | None = None,
+    ) -> float:
+        """Start an update; return when the parameters are copied: the seconds it first waited for the previous one."""
         started = time.perf_counter()
         with self._condition:
             self._condition.wait_for(lambda: not self._sender.is_pushing or self._error)
             self._raise_error()
             waited = time.perf_counter() - started
-            self._sender.send_async(version, parameters, specs)
+            self._sender.send_async(version, parameters, specs, probe)
             self._condition.notify_all()
         return waited
 
@@ -162,8 +173,7 @@ class Publisher:
     def _look_after(self) -> None:
         """Collect a finished push, or start one for servers that came back; then rest a moment."""
         if self._sender.is_pushing and self._sender.is_done:
-            report = self._attest(self._sender.wait())
-            self._record(report)
+            self._record(self._sender.wait())
             return
         with self._condition:
             if not self._sender.is_pushing and self.stats.version >= 0 and not self._lease.held():

@@ -14,8 +14,10 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import DeadlineError
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import exported_parameters, exported_specs
+from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.publish import Publisher
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.weights.probe import Probe, probe_tokens
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,16 @@ def is_push_due(step: int, interval: int, max_train_steps: int) -> bool:
 def push_interval(cfg: Config) -> int:
     """Optimizer steps per update: a phase of the conventional schedule, else `finetune.weight_update_interval`."""
     return cfg.steps_per_phase if cfg.schedule == "conventional" else cfg.finetune.weight_update_interval
+
+
+def make_probe(engine: Engine, cfg: Config) -> Probe:
+    """What servers must answer with the trainer's present weights. Collective."""
+    ids = probe_tokens(engine.policy.lm.config.get_text_config().vocab_size, cfg.seed)
+    tokens = torch.tensor(ids, device=engine.device)
+    positions = torch.arange(len(ids), device=engine.device)
+    scored = engine.evaluate(Tokens(tokens[None], positions[None], tokens.roll(-1)))
+    logprobs = scored.float().roll(1).cpu().numpy()
+    return Probe(token_ids=ids, logprobs=logprobs, tolerance=cfg.weights.probe_tolerance)
 
 
 class WeightUpdates:
@@ -89,10 +101,11 @@ class WeightUpdates:
         return 0.0 if self.deferred else self._send(version)
 
     def _send(self, version: int) -> float:
+        probe = make_probe(self._engine, self._cfg) if self._cfg.weights.probe else None
         parameters = exported_parameters(self._engine, self._dtype)
         if self._publisher is not None:
             with self._status.waiting("the previous weight update", on="actor_llm"):
-                return self._publisher.begin(version, parameters, exported_specs(self._engine, self._dtype))
+                return self._publisher.begin(version, parameters, exported_specs(self._engine, self._dtype), probe)
         for _ in parameters:
             pass
         return 0.0

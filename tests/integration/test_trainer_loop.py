@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
+from pipelinerl.weights.probe import Probe
 from pipelinerl.world import Job
 
 VOCAB = 64
@@ -28,6 +30,7 @@ class FakeSender:
 
     def __init__(self) -> None:
         self.received: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self.probes: list[Probe] = []
         self._report: Any = None
         self._in_service = False
 
@@ -35,12 +38,13 @@ class FakeSender:
     def returning(self) -> tuple[str, ...]:
         return () if self._in_service else ("actor_llm_0",)
 
-    def send_async(self, version: int, params: Any, metadata: Any) -> None:
+    def send_async(self, version: int, params: Any, metadata: Any, probe: Any) -> None:
         taken = {name: tensor.clone() for name, tensor in params}
         assert [(s.name, s.dtype, s.shape) for s in metadata] == [
             (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in taken.items()
         ]
         self.received.append((version, taken))
+        self.probes.append(probe)
         self._in_service = True
         self._report = SimpleNamespace(
             version=version, servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={}
@@ -160,6 +164,19 @@ def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> No
         assert torch.equal(tensor, expected[name]), name
     first = sender.received[0][1]
     assert any(not torch.equal(first[name], last[name]) for name in last)
+
+
+def test_trainer_probe_holds_the_pushed_models_logprobs(run_dir: Path) -> None:
+    sender = train(run_dir)
+
+    probe = sender.probes[-1]
+    lm = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    ids = torch.tensor(probe.token_ids)
+    with torch.no_grad():
+        expected = lm(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    assert len(ids) == len(probe.logprobs)
+    assert (torch.from_numpy(probe.logprobs)[1:] - expected).abs().max() <= 1e-5
+    assert not np.array_equal(sender.probes[0].logprobs, probe.logprobs)
 
 
 def test_trainer_resumed_from_checkpoint_ends_bit_equal(

@@ -83,14 +83,14 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
 
 
 def test_packed_documents_do_not_attend_to_each_other() -> None:
-    assert packing_error(make_policy(), torch.device("cpu")) <= 1e-5
+    assert packing_error(make_policy(), VOCAB, torch.device("cpu")) <= 1e-5
 
 
 def test_packing_error_sees_documents_that_do() -> None:
     policy = make_policy()
     hidden_states = policy.hidden_states
     policy.hidden_states = lambda ids, positions: hidden_states(ids, torch.arange(ids.shape[1])[None])
-    assert packing_error(policy, torch.device("cpu")) > 0.05
+    assert packing_error(policy, VOCAB, torch.device("cpu")) > 0.05
 
 
 def test_trained_logprobs_are_those_of_the_separate_sequences() -> None:

@@ -6,6 +6,7 @@ State leaves and enters an engine as whole float32 tensors by name, whatever is 
 of one engine and rank count resumes on another.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.model import Policy, PolicyOutput
+from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
 from pipelinerl.finetune.rl.losses import LossSettings
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
@@ -40,6 +41,20 @@ class Engine(ABC):
     @abstractmethod
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         """Loss of one micro-batch."""
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tokens) -> Tensor:
+        """Hidden states or log-probabilities, without dropout and without a graph. Collective."""
+        self.policy.eval()
+        try:
+            with self.precision():
+                return self.policy(tokens)
+        finally:
+            self.policy.train()
+
+    def precision(self) -> AbstractContextManager:
+        """Context of a forward pass."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -112,8 +127,3 @@ def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
 def supports_fused(groups: list[dict]) -> bool:
     """The fused kernel takes plain float tensors only."""
     return all(type(p.data) is Tensor and p.is_floating_point() for group in groups for p in group["params"])
-
-
-def autocast(policy_dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
-    """Forward in ``policy_dtype`` with float32 parameters."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=policy_dtype == torch.bfloat16)

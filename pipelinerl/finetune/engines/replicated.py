@@ -4,6 +4,7 @@ bfloat16 is autocast over float32 parameters, so small updates are not lost.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from pipelinerl.finetune.engines.base import (
     NonFiniteGradientError,
     State,
     adamw,
-    autocast,
 )
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput
 from pipelinerl.finetune.rl.losses import LossSettings
@@ -39,8 +39,11 @@ class ReplicatedEngine(Engine):
         self._trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
-        with autocast(self.dtype, self.device):
+        with self.precision():
             return self.policy(batch, settings)
+
+    def precision(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()

@@ -22,7 +22,7 @@ from pipelinerl.finetune.engines.base import (
     State,
     adamw,
 )
-from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, decoder_layers
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers
 from pipelinerl.finetune.rl.losses import LossSettings
 
 
@@ -49,6 +49,13 @@ class ShardedEngine(Engine):
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.policy(batch, settings)
+
+    def evaluate(self, tokens: Tokens) -> Tensor:
+        """Embedding and head stay gathered after a forward pass, and would miss the next update: let them go."""
+        try:
+            return super().evaluate(tokens)
+        finally:
+            self.policy.reshard()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """FSDP averages over ranks; the loss of a batch is a sum over them."""

@@ -40,7 +40,8 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class _HeadOptions:
-    objective: Objective
+    objective: Objective | None
+    """None: log-probabilities and entropy alone, without a graph."""
     temperature: float
     chunk: int
     fp32: bool
@@ -62,7 +63,16 @@ class OutputHead(nn.Linear):
         if not loss_arguments:
             return super().forward(input)
         targets_K, options = loss_arguments
+        if options.objective is None:
+            return self._evaluate_only(input, targets_K, options)
         return HeadOutput(*_ChunkedLoss.apply(input, self.weight, self.bias, targets_K, options))
+
+    @torch.no_grad()
+    def _evaluate_only(self, hidden_KH: Tensor, targets_K: Tensor, options: _HeadOptions) -> HeadOutput:
+        with torch.autocast(hidden_KH.device.type, enabled=False):
+            operands = _Operands(hidden_KH, self.weight, self.bias, options.fp32)
+            logprobs_K, entropy_K = _logprobs(operands, targets_K, options.temperature, options.chunk)
+        return HeadOutput(logprobs_K.new_zeros(()), logprobs_K, entropy_K)
 
 
 def head_loss(
@@ -83,9 +93,7 @@ def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) without a graph."""
-    operands = _Operands(hidden_KH, head.weight, head.bias, fp32)
-    with torch.no_grad(), torch.autocast(hidden_KH.device.type, enabled=False):
-        return _logprobs(operands, targets_K, temperature, chunk)
+    return head(hidden_KH, targets_K, _HeadOptions(None, temperature, chunk, fp32))[1:]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

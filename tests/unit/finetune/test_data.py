@@ -1,0 +1,76 @@
+"""Micro-batches to tensors: what is trained, in which layout, and what is refused."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.errors import RecordError
+from pipelinerl.finetune.data import check_record, index_tokens, prefers_rows, to_batch
+from pipelinerl.records import MicroBatch
+
+
+def make_record(**changes: Any) -> MicroBatch:
+    """Two segments of 4 and 3 tokens; trained: 2, 3 by version 5 and 5 by version 4 and 6 by version 6."""
+    record = MicroBatch(
+        step=7,
+        index=0,
+        count=1,
+        token_ids=np.array([10, 11, 12, 13, 20, 21, 22], np.int32),
+        segment_lengths=np.array([4, 3], np.int32),
+        segment_weights=np.array([0.5, 0.25], np.float32),
+        spans=np.array([[2, 4, 5], [5, 6, 4], [6, 7, 6]], np.int32),
+        logprobs=np.array([0, 0, -1, -2, 0, -3, -4], np.float32),
+        advantages=np.array([0, 0, 1, 1, 0, -1, -1], np.float32),
+        ref_logprobs=None,
+        num_samples=2,
+        num_tokens=4,
+        sample_ids=("a/0/0", "a/1/0"),
+        rewards=np.array([1, 0], np.float32),
+        next_source=(0, 0),
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def test_index_names_positions_segments_and_versions() -> None:
+    index = index_tokens(make_record())
+    assert index.positions_K.tolist() == [2, 3, 5, 6]
+    assert index.segments_K.tolist() == [0, 0, 1, 1]
+    assert index.versions_K.tolist() == [5, 5, 4, 6]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_batch_predicts_each_trained_token_from_the_one_before(rows: bool) -> None:
+    record = make_record()
+    batch = to_batch(record, index_tokens(record), torch.device("cpu"), rows=rows)
+    assert batch.targets_K.tolist() == [12, 13, 21, 22]
+    assert batch.input_ids.flatten()[batch.predictors_K].tolist() == [11, 12, 20, 21]
+    assert batch.position_ids.expand_as(batch.input_ids).flatten()[batch.predictors_K].tolist() == [1, 2, 0, 1]
+    assert batch.inputs.sampler_logprobs_K.tolist() == [-1, -2, -3, -4]
+    assert batch.inputs.weights_K.tolist() == [0.5, 0.5, 0.25, 0.25]
+    assert batch.lags.lag_K.tolist() == [2, 2, 3, 1]
+    assert batch.lags.in_flight_K.tolist() == [0, 0, 2, 0]
+    assert batch.input_ids.shape == ((2, 4) if rows else (1, 7))
+
+
+def test_rows_are_preferred_for_equal_lengths_and_packing_for_unequal_ones() -> None:
+    assert prefers_rows(np.full(64, 40), tokens_per_attention_unit=384)
+    assert not prefers_rows(np.array([400, 10, 10, 10, 10, 10]), tokens_per_attention_unit=384)
+    assert not prefers_rows(np.array([100]), tokens_per_attention_unit=384)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spans": np.array([[4, 6, 5]], np.int32)}, "a/1/0.*first token"),
+        ({"step": 9}, r"a/1/0: lag 5 exceeds max_lag_steps=4"),
+        ({"logprobs": np.array([0, 0, -1, np.nan, 0, -3, -4], np.float32)}, "a/0/0"),
+        ({"advantages": np.array([0, 0, 1, 1, 0, np.inf, -1], np.float32)}, "a/1/0"),
+        ({"token_ids": np.array([10, 11, 12, 13, 20, 21, 99], np.int32)}, "a/1/0"),
+    ],
+)
+def test_what_may_not_reach_a_gradient_is_refused_with_its_sample(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        check_record(make_record(**changes), vocab_size=50, max_lag_steps=4)

@@ -1,0 +1,80 @@
+"""Whole optimizer batches in order, each once, from the streams of one or several preprocessors."""
+
+import pytest
+
+from pipelinerl.errors import StreamError
+from pipelinerl.finetune.feed import Feed
+from pipelinerl.finetune.synthetic import make_samples, pack
+from pipelinerl.records import MicroBatch
+
+
+class FakeReader:
+    """Gives its records two at a time."""
+
+    def __init__(self, records: list[MicroBatch], start: int = 0):
+        self.records, self.position, self.committed = records, start, 0
+
+    def poll(self, timeout_s: float) -> list[tuple[int, MicroBatch]]:
+        found = list(enumerate(self.records))[self.position : self.position + 2]
+        self.position += len(found)
+        return found
+
+    def commit(self, offset: int) -> None:
+        self.committed = offset
+
+    def close(self) -> None: ...
+
+
+def records_of(step: int, count: int = 3) -> list[MicroBatch]:
+    samples = make_samples(0, count, vocab_size=9, lengths=(3, 4), step=step)
+    return pack(samples, [[i] for i in range(count)], step)
+
+
+def keys(records: list[MicroBatch] | None) -> list[tuple[int, int]] | None:
+    return None if records is None else [(r.step, r.index) for r in records]
+
+
+def test_feed_gives_whole_steps_and_the_position_after_each() -> None:
+    reader = FakeReader([*records_of(0), *records_of(1)])
+    feed = Feed([("0/0", reader)])
+    assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
+    assert feed.positions() == {"0/0": 3}
+    assert keys(feed.next_step(1, 0)) == [(1, 0), (1, 1), (1, 2)]
+    assert feed.positions() == {"0/0": 6}
+
+
+def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
+    whole = records_of(0)
+    reader = FakeReader(whole[:2])
+    feed = Feed([("0/0", reader)])
+    assert feed.next_step(0, 0) is None
+    assert feed.positions() == {"0/0": 0}
+    reader.records.append(whole[2])
+    assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_feed_passes_over_steps_before_the_one_asked_for_and_duplicates() -> None:
+    reader = FakeReader([*records_of(0), *records_of(1, 2)[:1], *records_of(1, 2)])
+    assert keys(Feed([("0/0", reader)]).next_step(1, 0)) == [(1, 0), (1, 1)]
+
+
+def test_feed_missing_step_is_an_error() -> None:
+    feed = Feed([("0/0", FakeReader(records_of(1)))])
+    with pytest.raises(StreamError, match="has step 1 where step 0 must come"):
+        feed.next_step(0, 0)
+
+
+def test_feed_takes_steps_from_preprocessors_in_turn() -> None:
+    even, odd = FakeReader([*records_of(0), *records_of(2)]), FakeReader(records_of(1))
+    feed = Feed([("0/0", even), ("1/0", odd)])
+    assert [keys(feed.next_step(step, 0))[0][0] for step in range(3)] == [0, 1, 2]
+    assert feed.positions() == {"0/0": 6, "1/0": 3}
+    feed.commit({"0/0": 3, "9/0": 1})
+    assert (even.committed, odd.committed) == (3, 0)
+
+
+def test_feed_put_back_gives_the_same_step_again() -> None:
+    feed = Feed([("0/0", FakeReader(records_of(0)))])
+    first = feed.next_step(0, 0)
+    feed.put_back()
+    assert keys(feed.next_step(0, 0)) == keys(first)

@@ -1,0 +1,33 @@
+"""Schedules of the learning rate and of the loss coefficients, by hand."""
+
+import pytest
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.finetune.optim import learning_rate
+from pipelinerl.finetune.rl.losses import settings_at
+
+
+def make(*overrides: str) -> FinetuneSection:
+    base = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.learning_rate=1.0"]
+    return parse(compose("base", [*base, *(f"finetune.{o}" for o in overrides)])).finetune
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [1, 1, 1, 1, 1, 1]),
+        ("constant_with_warmup", [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [1 / 3, 2 / 3, 1, 0.8535533905932737, 0.5, 0.14644660940672627]),
+    ],
+)
+def test_learning_rate_follows_its_schedule(kind: str, expected: list[float]) -> None:
+    finetune = make(f"lr_scheduler_type={kind}", "num_warmup_steps=2", "max_train_steps=6")
+    assert [learning_rate(finetune, step) for step in range(6)] == pytest.approx(expected)
+
+
+def test_coefficients_decay_linearly_to_their_final_values() -> None:
+    rl = make("rl.kl_coef=0.4", "rl.final_kl_coef=0.0", "rl.entropy_bonus=0.1").rl
+    assert [settings_at(rl, step, 5).kl_coef for step in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert settings_at(rl, 4, 5).entropy_bonus == pytest.approx(0.1)

@@ -1,0 +1,145 @@
+"""Weight updates beside training: announced when live, held during evaluations, servers taken back."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.finetune.publish import EvaluationLease, Publisher
+from pipelinerl.finetune.updates import is_push_due
+from pipelinerl.records import EvaluationDone, EvaluationStarted, WeightUpdateSuccess
+
+
+class FakeSender:
+    """A push ends when the test sets ``let``; two servers, of which ``down`` does not take it."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.sent: list[int] = []
+        self.returning: tuple[str, ...] = ()
+        self.readmitted = 0
+        self._version: int | None = None
+
+    def send_async(self, version: int, params: Any, metadata: Any, probe: Any) -> None:
+        self.sent.append(version)
+        self._version = version
+
+    def readmit_async(self) -> bool:
+        if not self.returning:
+            return False
+        self.readmitted += 1
+        self.returning = ()
+        self._version = self.sent[-1]
+        return True
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._version is not None
+
+    @property
+    def is_done(self) -> bool:
+        return self.let.is_set()
+
+    def wait(self) -> Any:
+        version, self._version = self._version, None
+        return SimpleNamespace(version=version, servers=("s0",), pause_ms=(4.0, 6.0), transfer_ms=9.0, errors={})
+
+    def close(self) -> None: ...
+
+
+class Harness:
+    def __init__(self, messages: list[Any] | None = None) -> None:
+        self.sender, self.announced = FakeSender(), []
+        self.messages = messages or []
+        self.lease = EvaluationLease(self._take, clock=lambda: 100.0)
+        self.publisher = Publisher(self.sender, self.announced.append, self.lease)
+
+    def _take(self) -> list[Any]:
+        taken, self.messages = self.messages, []
+        return taken
+
+
+@pytest.fixture
+def harness() -> Any:
+    harness = Harness()
+    yield harness
+    harness.sender.let.set()
+    harness.publisher.close()
+
+
+def test_update_is_announced_when_live_and_not_before(harness: Harness) -> None:
+    harness.publisher.begin(3, [], [])
+    assert not harness.publisher.wait_live(3, 0.05)
+    assert harness.announced == []
+    harness.sender.let.set()
+    assert harness.publisher.wait_live(3, 10)
+    (message,) = harness.announced
+    assert isinstance(message, WeightUpdateSuccess)
+    assert (message.version, message.servers, message.pause_ms) == (3, ("s0",), (4.0, 6.0))
+    assert harness.publisher.stats.pause_ms == 5.0
+
+
+def test_next_update_waits_for_the_one_in_flight(harness: Harness) -> None:
+    harness.publisher.begin(1, [], [])
+    threading.Timer(0.05, harness.sender.let.set).start()
+    assert harness.publisher.begin(2, [], []) > 0
+    assert harness.publisher.wait_live(2, 10)
+    assert [m.version for m in harness.announced] == [1, 2]
+
+
+def test_returning_server_is_taken_back_and_announced(harness: Harness) -> None:
+    harness.sender.let.set()
+    harness.publisher.begin(1, [], [])
+    assert harness.publisher.wait_live(1, 10)
+    harness.sender.returning = ("s1",)
+    deadline = threading.Event()
+    for _ in range(500):
+        if len(harness.announced) == 2:
+            break
+        deadline.wait(0.02)
+    assert harness.sender.readmitted == 1
+    assert [m.version for m in harness.announced] == [1, 1]
+
+
+def test_failing_announcement_reaches_the_training_loop() -> None:
+    sender = FakeSender()
+    sender.let.set()
+
+    def fail(message: Any) -> None:
+        raise OSError("disk full")
+
+    publisher = Publisher(sender, fail, EvaluationLease(lambda: []))
+    publisher.begin(1, [], [])
+    with pytest.raises(WeightUpdateError, match="disk full"):
+        publisher.wait_live(1, 10)
+    publisher.close()
+
+
+def started(version: int, deadline: float) -> EvaluationStarted:
+    return EvaluationStarted(version=version, deadline=deadline)
+
+
+def done(version: int) -> EvaluationDone:
+    return EvaluationDone(version=version, success=0.0, reward=0.0, num_rollouts=1, metrics={})
+
+
+@pytest.mark.parametrize(
+    ("messages", "held"),
+    [
+        ([], False),
+        ([started(1, 200.0)], True),
+        ([started(1, 200.0), done(1)], False),
+        ([started(1, 100.0)], False),
+        ([started(1, 200.0), done(1), started(5, 150.0)], True),
+        ([started(5, 150.0), done(1)], True),
+    ],
+)
+def test_lease_is_held_from_start_to_end_or_deadline(messages: list[Any], held: bool) -> None:
+    box = [messages, []]
+    assert EvaluationLease(lambda: box.pop(0), clock=lambda: 100.0).held() is held
+
+
+def test_push_is_due_every_interval_and_at_the_end() -> None:
+    assert [step for step in range(1, 11) if is_push_due(step, 4, 10)] == [4, 8, 10]
