@@ -21,13 +21,20 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.inference.control import WeightUpdates, build_router
 from pipelinerl.observability.status import RoleStatus
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+GRACEFUL_S = 1
+"""Seconds that requests under way get when the server is asked to end."""
 FATAL_EXIT = 70
+
+
+class ServerFailed(PipelineRLError):
+    """The server ended without being asked to."""
 
 
 class VllmEngine:
@@ -95,11 +102,11 @@ async def _serve(args: Namespace, score_temperature: float | None, status: RoleS
 async def _serve_engine(
     client: AsyncLLM, args: Namespace, sock: Any, score_temperature: float | None, status: RoleStatus
 ) -> Any:
-    tasks = await client.get_supported_tasks()
+    supported = await client.get_supported_tasks()
     level = logging.getLogger().level
-    app = build_app(args, tasks, client.model_config)
+    app = build_app(args, supported, client.model_config)
     logging.getLogger().setLevel(level)  # a dependency of vLLM's application raises it to ERROR when it is imported
-    await init_app_state(client, app.state, args, tasks)
+    await init_app_state(client, app.state, args, supported)
     updates = None
     if score_temperature is not None:
         await client.collective_rpc("score_at_temperature", args=(score_temperature,))
@@ -107,18 +114,24 @@ async def _serve_engine(
         num_workers = client.vllm_config.parallel_config.world_size_across_dp
         updates = WeightUpdates(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
     _replace_routes(app, build_router(updates))
-    heartbeat = asyncio.create_task(_heartbeat(client, status))
+    asked = asyncio.Event()
+    tasks = [asyncio.create_task(_heartbeat(client, status)), asyncio.create_task(_end_when_asked(app, asked))]
     try:
-        return await serve_http(
+        shutdown = await serve_http(
             app,
             sock=sock,
             host=args.host,
             port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
+            timeout_graceful_shutdown=GRACEFUL_S,
         )
     finally:
-        heartbeat.cancel()
+        for task in tasks:
+            task.cancel()
+    if not asked.is_set():
+        raise ServerFailed("the server ended without being asked to: vLLM's engine died, its error is above")
+    return shutdown
 
 
 def _replace_routes(app: Any, router: Any) -> None:
@@ -129,9 +142,21 @@ def _replace_routes(app: Any, router: Any) -> None:
     app.router.routes.extend(theirs)
 
 
+async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
+    """Take the signals from `serve_http`, which cannot say whether a signal or the engine's death ended it.
+
+    Runs at its first wait, when it has installed its handlers.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    await asked.wait()
+    app.state.server.should_exit = True
+
+
 async def _heartbeat(client: AsyncLLM, status: RoleStatus) -> None:
     """Progress as long as the engine loop answers; a frozen engine shows as a role that does not move."""
-    while True:
+    while not client.errored:
         version = await client.get_weight_version()
         status.progress(weight_version=version, requests=client.output_processor.get_num_unfinished_requests())
         await asyncio.sleep(HEARTBEAT_S)

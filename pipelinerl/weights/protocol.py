@@ -11,8 +11,9 @@ from msgspec import Meta
 
 PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
-STALE_BASE = "stale base"
-"""In a refusal's error: the server does not hold the version that the delta starts from; send dense."""
+STALE = "stale"
+"""In a refusal's error: the server has lost (restart, another sender) what the request builds on, the transfer group
+or the version that a delta starts from. Send everything through a new group."""
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool")
 
 Size = Annotated[int, Meta(ge=0, le=2**48)]
@@ -39,6 +40,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     """Fresh for every (re)connection, so that a group that died is never met again."""
     world_size: Annotated[int, Meta(ge=2, le=4096)]
+    is_new: bool
+    """False: the server is in this group since an earlier update."""
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

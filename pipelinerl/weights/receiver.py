@@ -16,7 +16,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import apply_delta
 from pipelinerl.weights.group import TransferGroup, connect, first_line
 from pipelinerl.weights.layout import Layout, buckets
-from pipelinerl.weights.protocol import STALE_BASE, WeightUpdateRequest
+from pipelinerl.weights.protocol import STALE, WeightUpdateRequest
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +79,18 @@ class Receiver:
         """Start receiving; returns at once.
 
         Raises:
-            WeightUpdateError: a delta against a version that is not here.
+            WeightUpdateError: the request builds on a group or a version that is not here.
         """
         layout = Layout(request.params)
         if self._transfer is not None and self._transfer.state == RECEIVING:
             self._transfer.superseded.set()
             self._group = self._buffer = self._buffer_version = None
+        if not request.group.is_new and (self._group is None or self._group[0] != request.group.name):
+            raise WeightUpdateError(f"{STALE} group: this server is not in {request.group.name}")
         held = self._buffer_version if layout == self._layout else None
         if request.base_version is not None and request.base_version != held:
             raise WeightUpdateError(
-                f"{STALE_BASE}: the delta is against version {request.base_version}, held is {held}"
+                f"{STALE} base: the delta is against version {request.base_version}, held is {held}"
             )
         transfer = Transfer(request=request, layout=layout)
         transfer.thread = threading.Thread(target=self._run, args=(transfer,), name="weight-receiver", daemon=True)

@@ -29,7 +29,7 @@ from pipelinerl.weights.probe import Probe
 from pipelinerl.weights.protocol import (
     INFO_PATH,
     PATH,
-    STALE_BASE,
+    STALE,
     GroupSpec,
     ParamSpec,
     WeightInfo,
@@ -74,8 +74,10 @@ class Snapshot:
     version: int
     layout: Layout
     buffer: torch.Tensor
-    delta: torch.Tensor | None = None
+    base: torch.Tensor | None = None
+    """Delta mode: the previous version's bytes, until the delta is encoded."""
     base_version: int | None = None
+    delta: torch.Tensor | None = None
     probe: Probe | None = None
 
 
@@ -261,8 +263,7 @@ class WeightSender:
             torch.cuda.synchronize(self._device)
         snapshot = Snapshot(version, layout, buffer)
         if self._delta and previous is not None and previous.layout == layout:
-            snapshot.base_version = previous.version
-            snapshot.delta = encode_delta(previous.buffer, buffer)
+            snapshot.base, snapshot.base_version = previous.buffer, previous.version
         if previous is not None:
             self._spare = previous.buffer
         self._snapshot = snapshot
@@ -276,6 +277,8 @@ class WeightSender:
     def _run_push(self, result: "Future[UpdateReport]", snapshot: Snapshot, targets: Sequence[Link]) -> None:
         """Pushes to all targets at once; ends when each has answered or run into its time-out."""
         started = time.monotonic()
+        if snapshot.base is not None:
+            snapshot.delta, snapshot.base = encode_delta(snapshot.base, snapshot.buffer), None
         pushes = {link.server.name: self._pool.submit(self._push_to, link, snapshot) for link in targets}
         pauses, errors, sent = [], {}, 0
         for name, push in pushes.items():
@@ -301,7 +304,7 @@ class WeightSender:
         """One server's update, dense if it refuses the delta; afterwards the server is in service or out of it."""
         deadline = time.monotonic() + self._timeout_s
         try:
-            answer, num_bytes = self._delta_or_dense(link, snapshot, deadline)
+            answer, num_bytes = self._update(link, snapshot, deadline)
             if snapshot.probe is not None:
                 self._attest(link, snapshot.probe, deadline)
         except BaseException:
@@ -331,28 +334,29 @@ class WeightSender:
                 f"{difference:.3g} nats (weights.probe_tolerance={probe.tolerance:g}): it is not used any more"
             )
 
-    def _delta_or_dense(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
-        if snapshot.delta is None or link.held != snapshot.base_version:
-            return self._transfer(link, snapshot, None, deadline)
+    def _update(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
+        """Build on what the server has from earlier updates; where it lost that, send everything anew."""
+        has_base = snapshot.delta is not None and link.held == snapshot.base_version
         try:
-            return self._transfer(link, snapshot, snapshot.delta, deadline)
+            return self._transfer(link, snapshot, snapshot.delta if has_base else None, deadline)
         except WeightUpdateError as error:
-            if STALE_BASE not in str(error):
+            if STALE not in str(error):
                 raise
-            return self._transfer(link, snapshot, None, deadline)
+        return self._transfer(link, snapshot, None, deadline)
 
     def _transfer(
         self, link: Link, snapshot: Snapshot, delta: torch.Tensor | None, deadline: float
     ) -> tuple[WeightUpdateAnswer, int]:
         """Bytes in one thread, request and answer in this one; whichever fails ends the other."""
         payload = snapshot.buffer if delta is None else delta
-        if link.group is None:
-            link.spec = self._new_group(link)
-        assert link.spec is not None
+        if link.group is None or link.spec is None:
+            link.spec = spec = self._new_group(link)
+        else:
+            link.spec = spec = msgspec.structs.replace(link.spec, is_new=False)
         request = WeightUpdateRequest(
             version=snapshot.version,
             params=snapshot.layout.specs,
-            group=link.spec,
+            group=spec,
             bucket_bytes=self._bucket_bytes,
             timeout_s=RECEIVE_SHARE * (deadline - time.monotonic()),
             base_version=None if delta is None else snapshot.base_version,
@@ -421,6 +425,7 @@ class WeightSender:
             port=link.store.port,
             name=uuid.uuid4().hex,
             world_size=1 + info.transfer_workers,
+            is_new=True,
         )
 
     def _watch(self) -> None:

@@ -85,11 +85,11 @@ class Twin:
             for name, template in params.items():
                 if id(template) not in made:
                     made[id(template)] = materialize_meta_tensor(template)
-                module._parameters[name] = made[id(template)]  # type: ignore[assignment]
+                module._parameters[name] = made[id(template)]
 
     def _release(self) -> None:
         for module, params in self._templates.items():
-            module._parameters.update(params)  # type: ignore[arg-type]
+            module._parameters.update(params)
 
 
 def reload_in_place(model: nn.Module, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:

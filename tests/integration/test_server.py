@@ -113,7 +113,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
     with ThreadPoolExecutor(8) as pool:
         prompts = [PROMPT[: 5 + 2 * index] for index in range(8)]
         futures: list[Future[list[dict[str, Any]]]] = [
-            pool.submit(generate, url, max_tokens=600, prompt=prompt, n=4) for prompt in prompts
+            pool.submit(generate, url, max_tokens=400, prompt=prompt, n=4) for prompt in prompts
         ]
         version = 10
         while version < 30 and not all(future.done() for future in futures):
@@ -124,7 +124,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
             time.sleep(0.3)  # spacing of the updates, not synchronisation
         results = [(prompt, choice) for prompt, f in zip(prompts, futures, strict=True) for choice in f.result()]
     assert len(results) == 32
-    assert all(choice["finish_reason"] == "length" and len(choice["token_ids"]) == 600 for _, choice in results)
+    assert all(choice["finish_reason"] == "length" and len(choice["token_ids"]) == 400 for _, choice in results)
     most = max(len(choice["weight_versions"]) for _, choice in results)
     assert most >= 3, f"only {most} versions in one rollout"
     worst = max(error_of(trainer, choice, prompt) for prompt, choice in results)

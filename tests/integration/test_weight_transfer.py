@@ -116,6 +116,16 @@ def test_delta_against_a_version_the_server_lost_is_sent_dense(start_model_serve
     assert server.label == "1"
 
 
+def test_two_senders_that_take_turns_never_meet_in_a_stale_group(start_model_server: Any, make_sender: Any) -> None:
+    server = start_model_server()
+    senders = [make_sender(server), make_sender(server)]
+    for version in range(4):
+        report = send(senders[version % 2], version)
+        assert report.errors == {}
+        assert report.transfer_ms < 5000
+        assert holds(server, version)
+
+
 def test_weights_that_the_model_refuses_leave_old_ones_live_and_the_server_out_of_service(
     start_model_server: Any, make_sender: Any
 ) -> None:
@@ -246,7 +256,7 @@ def test_new_sender_supersedes_one_that_hangs_without_waiting_for_its_time_out(
 VALID: dict[str, Any] = {
     "version": 1,
     "params": [["w", "float32", [4]]],
-    "group": {"backend": "gloo", "host": "127.0.0.1", "port": 9, "name": "g", "world_size": 2},
+    "group": {"backend": "gloo", "host": "127.0.0.1", "port": 9, "name": "g", "world_size": 2, "is_new": True},
     "bucket_bytes": 1024,
     "timeout_s": 0.5,
 }

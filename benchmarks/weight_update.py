@@ -1,0 +1,257 @@
+"""Stall of decoding per weight update against model size, beside an update that moves one tensor at a time.
+
+    python benchmarks/weight_update.py --json benchmarks/weight_update.json
+
+For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
+arrive in the background, the pause covers the swap. *One by one* pauses, broadcasts and loads every tensor by itself,
+then resumes, on the same server, over the same kind of Gloo group.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import torch
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import compose
+from pipelinerl.weights.group import host_store, join
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.names import export_plan, specs_of, tied_names
+from pipelinerl.weights.protocol import GroupSpec, WeightUpdateRequest
+from pipelinerl.weights.sender import WeightSender
+from pipelinerl.world import Job, WorldMap
+
+SIZES = {"1M": (128, 4, 256), "20M": (512, 5, 2048), "100M": (768, 11, 4096)}
+"""Name → hidden size, layers, vocabulary of a Qwen2 with a tied head."""
+START_S = 300.0
+TIMEOUT_S = 300.0
+CONCURRENCY = 16
+
+
+def build_model(path: Path, hidden: int, layers: int, vocab: int) -> torch.nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(path)
+    return model
+
+
+def write_run(run_dir: Path, model: Path) -> Job:
+    kwargs = "vllm_config.vllm_kwargs"
+    cfg = compose(
+        "base",
+        [
+            f"output_dir={run_dir}",
+            f"model_path={model}",
+            "dataset_loader=none.none",
+            "actor.rollout_policy=none.none",
+            "world.accelerator=cpu",
+            f"{kwargs}.dtype=float32",
+            f"{kwargs}.max_model_len=1024",
+            f"{kwargs}.max-num-batched-tokens=2048",
+            f"+{kwargs}.skip-tokenizer-init=true",
+        ],
+    )
+    (run_dir / "conf").mkdir(parents=True)
+    OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
+    port = free_port()
+    core = sorted(os.sched_getaffinity(0))[0]
+    job = Job(name="actor_llm_0", kind="actor_llm", port=port, cores=(core,), url=f"http://127.0.0.1:{port}")
+    fields = {
+        "accelerator": "cpu",
+        "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 2}],
+        "jobs": [msgspec.to_builtins(job), {"name": "finetune_0", "kind": "finetune"}],
+    }
+    ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
+    msgspec.convert(fields | dict.fromkeys(ports, 0), WorldMap).save(run_dir)
+    return job
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def server(run_dir: Path, job: Job, secret: str) -> Iterator[None]:
+    """This file as the server process, with a worker that can also load tensors one by one."""
+    env = os.environ | {"PIPELINERL_SECRET": secret, "PYTHONPATH": str(Path(__file__).parent)}
+    with open(run_dir / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", "--run-dir", str(run_dir), "--job", job.name],
+            stdout=log,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{job.url}/weight_info", timeout=5).status_code == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((run_dir / "server.log").read_text()[-3000:])
+            time.sleep(0.1)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+@contextlib.contextmanager
+def load(job: Job) -> Iterator[None]:
+    """Keep the server decoding."""
+    stop = threading.Event()
+    sampling = {"n": CONCURRENCY, "max_tokens": 400, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": [1, 2, 3], "sampling_params": sampling}
+
+    def decode() -> None:
+        with httpx.Client(base_url=job.url, timeout=TIMEOUT_S) as client:
+            while not stop.is_set():
+                client.post("/inference/v1/generate", json=body).raise_for_status()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
+    plan = export_plan(model.named_parameters(), tied=tied_names(model))
+    sender = WeightSender([job], backend="gloo", bucket_mb=256, timeout_s=TIMEOUT_S, secret=secret)
+    reports = []
+    try:
+        for version in range(updates + 1):
+            reports.append(sender.send(version, model.named_parameters(), specs_of(plan)))
+            assert not reports[-1].errors, reports[-1].errors
+            time.sleep(0.2)
+    finally:
+        sender.close()
+    reports = reports[1:]  # the first connects and allocates
+    return {
+        "pause_ms": summary([report.pause_ms[0] for report in reports]),
+        "update_ms": summary([report.transfer_ms for report in reports]),
+        "num_bytes": reports[0].num_bytes,
+    }
+
+
+def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
+    plan = export_plan(model.named_parameters(), tied=tied_names(model))
+    layout = Layout(specs_of(plan))
+    store = host_store("127.0.0.1", 0, TIMEOUT_S)
+    spec = GroupSpec(
+        backend="gloo", host="127.0.0.1", port=store.port, name=uuid.uuid4().hex, world_size=2, is_new=True
+    )
+    request = WeightUpdateRequest(version=0, params=layout.specs, group=spec, bucket_bytes=1 << 20, timeout_s=TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {secret}"}
+    encoded = msgspec.json.encode(request).decode()
+    tensors = [param.detach() for _, param in model.named_parameters()]
+    group = None
+    pauses = []
+    with httpx.Client(base_url=job.url, headers=headers, timeout=TIMEOUT_S) as client:
+        for _ in range(updates + 1):
+            started = time.monotonic()
+            client.post("/pause", params={"mode": "keep", "clear_cache": False}).raise_for_status()
+            body = {"method": "load_one_by_one", "args": [encoded]}
+            receive = threading.Thread(target=lambda b=body: client.post("/collective_rpc", json=b).raise_for_status())
+            receive.start()
+            deadline = time.monotonic() + TIMEOUT_S
+            if group is None:
+                group = join(store, spec, 0, torch.device("cpu"), deadline, lambda: None)
+            for tensor in tensors:
+                group.broadcast(tensor, deadline, lambda: None)
+            receive.join()
+            client.post("/resume").raise_for_status()
+            pauses.append(1e3 * (time.monotonic() - started))
+            time.sleep(0.2)
+    return {"pause_ms": summary(pauses[1:])}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
+
+
+def measure(name: str, updates: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="weight-update-") as folder:
+        model = build_model(Path(folder) / "model", *SIZES[name])
+        job = write_run(Path(folder) / "run", Path(folder) / "model")
+        secret = secrets.token_hex(16)
+        with server(Path(folder) / "run", job, secret), load(job):
+            ours = staged(job, model, secret, updates)
+            theirs = one_by_one(job, model, secret, updates)
+    ratio = theirs["pause_ms"]["median"] / ours["pause_ms"]["median"]
+    params = sum(param.numel() for param in model.parameters())
+    return {"size": name, "params": params, "staged": ours, "one_by_one": theirs, "pause_ratio": round(ratio, 1)}
+
+
+def serve() -> None:
+    """The server process: the project's server with the baseline's worker methods added."""
+    import pipelinerl.inference.__main__ as role
+    import pipelinerl.inference.args as server_args
+    from pipelinerl.observability.role import run_role
+
+    server_args.WEIGHT_EXTENSION = "one_by_one_worker.OneByOneExtension"
+    run_role(role.main)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--updates", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in args.sizes:
+        row = measure(name, args.updates)
+        rows.append(row)
+        print(
+            f"{name:>5}: staged pause {row['staged']['pause_ms']['median']:.1f} ms (max "
+            f"{row['staged']['pause_ms']['max']:.1f}), whole update {row['staged']['update_ms']['median']:.0f} ms; "
+            f"one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}",
+            flush=True,
+        )
+    if args.json:
+        document = {"machine": platform.processor(), "cores": os.cpu_count(), "rows": rows}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        sys.argv.remove("--serve")
+        serve()
+    else:
+        main()
