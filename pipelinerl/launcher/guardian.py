@@ -29,13 +29,19 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Paths of shared-memory segments that these processes have mapped."""
-    paths: set[str] = set()
+    """Paths of shared-memory segments and semaphores that these processes have mapped.
+
+    By inode, not by name: a semaphore's creator has it mapped under the temporary name that it was made with.
+    """
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/maps") as stream:
-                paths.update(line.split(maxsplit=5)[5].strip() for line in stream if SHARED_MEMORY in line)
-    return {path for path in paths if path.startswith(SHARED_MEMORY) and os.path.exists(path)}
+                inodes.update(int(line.split(maxsplit=5)[4]) for line in stream if SHARED_MEMORY in line)
+    with contextlib.suppress(OSError):
+        with os.scandir(SHARED_MEMORY) as entries:
+            return {entry.path for entry in entries if entry.inode() in inodes}
+    return set()
 
 
 def send(pids: list[int], number: int) -> None:

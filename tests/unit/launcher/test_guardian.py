@@ -66,6 +66,27 @@ def test_sweep_kills_who_ignores_the_request() -> None:
     assert close(process) == -signal.SIGKILL
 
 
+HOLDING = (
+    "import multiprocessing, time\n"
+    "from multiprocessing import shared_memory\n"
+    "lock = multiprocessing.get_context('spawn').Lock()\n"
+    "segment = shared_memory.SharedMemory(create=True, size=64)\n"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+def test_sweep_unlinks_segments_and_semaphores_of_the_killed() -> None:
+    before = set(os.listdir("/dev/shm"))
+    mark = RunMark()
+    process = start(HOLDING, mark)
+    held = guardian.shared_memory_of([process.pid])
+    assert len(held) == 2
+    assert not before & {os.path.basename(path) for path in held}
+    guardian.sweep(mark.run, grace_s=0)
+    close(process)
+    assert not any(os.path.exists(path) for path in held)
+
+
 def test_guardian_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
     mark = RunMark()
     process = start(SLEEP, mark)
