@@ -1,0 +1,176 @@
+"""Two launchers in two network namespaces train together; a cut cable ends the run, a new start resumes it.
+
+Each namespace is a node: its own addresses, its own ports, one cable between them. Node 0 has the inference server and
+one trainer rank, node 1 two more (DeepSpeed ZeRO across the cable); topics travel through Redis.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NODE_TIMEOUT_S = 10
+STOP_MARGIN_S = 30
+"""Roles get `launcher.stop_timeout_s` (8 s) to end; the rest is a loaded machine."""
+RUN_TIMEOUT_S = 900
+MAX_STEPS = 96
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * RUN_TIMEOUT_S),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(not shutil.which("ip") or not shutil.which("redis-server"), reason="needs ip and redis-server"),
+]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Two namespaces and the cable between them."""
+
+    names: tuple[str, str]
+    addresses: tuple[str, str]
+
+    def cable(self, state: str) -> None:
+        ip("-n", self.names[0], "link", "set", "cable", state)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    tag, net = os.getpid() % 10000, 100 + os.getpid() % 100
+    nodes = Nodes((f"prl{tag}a", f"prl{tag}b"), (f"10.203.{net}.1", f"10.203.{net}.2"))
+    try:
+        for name in nodes.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip(
+            "-n",
+            nodes.names[0],
+            "link",
+            "add",
+            "cable",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            nodes.names[1],
+        )
+        for name, address in zip(nodes.names, nodes.addresses, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield nodes
+    finally:
+        for name in nodes.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+
+
+class Launchers:
+    """One launcher per node, started together."""
+
+    def __init__(self, nodes: Nodes, run_dir: Path, secret: str, logs: Path):
+        command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
+        command += [
+            "streams=redis",
+            f"world.hosts=[{','.join(nodes.addresses)}]",
+            "world.actor_fraction=1",
+            "world.finetune_fraction=3",
+            "use_deepspeed=true",
+            "deepspeed_config=deepspeed_stage2_bf16",
+            f"launcher.node_timeout_s={NODE_TIMEOUT_S}",
+            f"finetune.max_train_steps={MAX_STEPS}",
+            "finetune.save_checkpoint_steps=4",
+            "weights.timeout_s=60",
+        ]
+        self.outputs = [logs / f"node{rank}.txt" for rank in range(2)]
+        self.processes = []
+        for rank, name in enumerate(nodes.names):
+            env = os.environ | {
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "MASTER_ADDR": nodes.addresses[0],
+                "MASTER_PORT": "29500",
+                "PIPELINERL_SECRET": secret,
+            }
+            with open(self.outputs[rank], "w") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", name, *command], env=env, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+
+    def said(self, rank: int) -> str:
+        return self.outputs[rank].read_text()
+
+    def wait(self, timeout_s: float) -> list[int]:
+        deadline = time.monotonic() + timeout_s
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(STOP_MARGIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, launchers: Launchers) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        ended = [process.poll() for process in launchers.processes]
+        assert ended == [None, None], f"a launcher ended: {ended}\n{launchers.said(0)}\n{launchers.said(1)}"
+        assert time.monotonic() < deadline, launchers.said(0)[-3000:]
+        time.sleep(0.2)
+
+
+def trained_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics" / "finetune.jsonl"
+    return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.stat().st_size else 0
+
+
+def test_two_nodes_train_survive_a_cut_and_resume(nodes: Nodes, tmp_path: Path):
+    run_dir, secret = tmp_path / "run", secrets.token_hex(16)
+    launchers = Launchers(nodes, run_dir, secret, tmp_path)
+    try:
+        wait_for(lambda: trained_steps(run_dir) >= 6, RUN_TIMEOUT_S, launchers)
+        assert {job.name for job in run_dir.glob("finetune_*")} == {"finetune_0", "finetune_1"}
+
+        nodes.cable("down")
+        cut = time.monotonic()
+        codes = launchers.wait(NODE_TIMEOUT_S + STOP_MARGIN_S)
+        print(f"both launchers ended {time.monotonic() - cut:.1f} s after the cut")
+        assert all(codes)
+        for rank in (0, 1):
+            assert f"node {1 - rank}" in launchers.said(rank)
+            assert "node_timeout_s" in launchers.said(rank) or "closed" in launchers.said(rank)
+    finally:
+        launchers.stop()
+    lost_at = trained_steps(run_dir)
+    assert lost_at < MAX_STEPS
+
+    nodes.cable("up")
+    launchers = Launchers(nodes, run_dir, secret, tmp_path)
+    try:
+        assert launchers.wait(RUN_TIMEOUT_S) == [0, 0], launchers.said(0)[-3000:]
+    finally:
+        launchers.stop()
+    assert "resuming" in launchers.said(0)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["optimizer_steps"] == MAX_STEPS
+    assert summary["success_after"] > summary["success_before"] + 0.2
