@@ -8,10 +8,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipelinerl.config.load import CONF_DIR, config_keys, is_free_form, suggestion
+from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.errors import PipelineRLError
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     Options come first (its parser wants all overrides side by side), keys of ours may be written with `+`, and Hydra
     keeps its own files to itself.
     """
-    known = set(config_keys())
     options: list[str] = []
     overrides: list[str] = []
     waiting_for_value = False
@@ -101,16 +100,22 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
             options.append(argument)
             waiting_for_value = not waiting_for_value and argument in OPTIONS_WITH_VALUE
         else:
-            overrides.append(re.sub(r"^\+(?=([\w.]+)=)", _plus_of(known), argument))
+            overrides.append(without_needless_plus(argument) if argument.startswith("+") else argument)
     return [*options, *overrides, *QUIET_HYDRA]
 
 
-def _plus_of(known: set[str]) -> Callable[[re.Match[str]], str]:
-    return lambda match: "" if match.group(1) in known else "+"
+def without_needless_plus(override: str) -> str:
+    """`+dry_run=true` → `dry_run=true`: Hydra would refuse to add what is there."""
+    from pipelinerl.config.load import config_keys
+
+    added = re.match(r"\+([\w.]+)=", override)
+    return override[1:] if added and added.group(1) in config_keys() else override
 
 
 def explain(error: Exception) -> str:
     """Hydra's error in one line, with the key that was probably meant."""
+    from pipelinerl.config.load import is_free_form, suggestion
+
     text = str(error)
     unknown = UNKNOWN_OVERRIDE.search(text)
     if unknown:

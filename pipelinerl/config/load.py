@@ -13,11 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from pipelinerl.config.paths import CONF_DIR, RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-RUN_CONFIG = Path("conf") / "config.yaml"
 
 
 def validate(cfg: DictConfig) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import CONF_DIR
+from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 

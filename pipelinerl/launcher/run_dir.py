@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import RUN_CONFIG
+from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.observability.report import read_summary
