@@ -33,7 +33,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
     By inode, not by name: a semaphore's creator has it mapped under the temporary name that it was made with.
     """
-    inodes = set()
+    inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/maps") as stream:
