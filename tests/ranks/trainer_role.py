@@ -1,0 +1,79 @@
+"""The trainer's role on one CPU with recorded `training_data` and a server that takes everything.
+
+python trainer_role.py RUN_DIR override…
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.loop import Trainer
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.streams import set_streams_backend
+from pipelinerl.world import Job
+
+
+class WillingServer:
+    """Takes every update at once."""
+
+    is_done = True
+
+    def __init__(self) -> None:
+        self._report: Any = None
+        self._in_service = False
+
+    @property
+    def returning(self) -> tuple[str, ...]:
+        return () if self._in_service else ("actor_llm_0",)
+
+    @property
+    def is_pushing(self) -> bool:
+        return self._report is not None
+
+    def send_async(
+        self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[Any], probe: Any
+    ) -> None:
+        for _ in params:
+            pass
+        self._in_service = True
+        self._report = SimpleNamespace(
+            version=version, servers=("actor_llm_0",), pause_ms=(0.0,), transfer_ms=0.0, errors={}
+        )
+
+    def readmit_async(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        report, self._report = self._report, None
+        return report
+
+    def close(self) -> None: ...
+
+
+def main(run_dir: Path, overrides: list[str]) -> None:
+    set_streams_backend("files")
+    cfg = parse(compose("base", overrides))
+    jobs = {
+        "finetune": (Job(name="finetune_0", kind="finetune", cores=(0,)),),
+        "actor_llm": (Job(name="actor_llm_0", kind="actor_llm"),),
+    }
+    ctx = RoleContext(
+        run_dir=run_dir,
+        job=jobs["finetune"][0],
+        cfg=cfg,
+        world=SimpleNamespace(accelerator="cpu", trainer_world_size=1, get=lambda kind: jobs.get(kind, ())),
+        status=SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: contextlib.nullcontext()),
+        stop=threading.Event(),
+    )
+    Trainer(ctx, lambda _: WillingServer()).run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
