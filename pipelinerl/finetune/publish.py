@@ -176,8 +176,8 @@ class Publisher:
             self._record(self._sender.wait())
             return
         with self._condition:
-            if not self._sender.is_pushing and self.stats.version >= 0 and not self._lease.held():
-                self._sender.readmit_async()
+            if not self._sender.is_pushing and self.stats.version >= 0:
+                self._sender.readmit_async()  # also during an evaluation: its version is the one that is sent again
         with self._condition:
             if not self._closed:
                 self._condition.wait(PUSHING_S if self._sender.is_pushing else IDLE_S)

@@ -48,6 +48,8 @@ RECEIVE_SHARE = 0.9
 """Share of the time-out in which all bytes must arrive, so that the server's own error comes before ours."""
 NEVER_UPDATED = "default"
 """vLLM's label of weights that came from disk."""
+GONE = "gone"
+"""Instead of a version: nobody listens at the server's address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,23 +438,26 @@ class WeightSender:
                 self._closed.wait(WATCH_S)
 
     def _watch_one(self, link: Link) -> None:
-        """A server that lost its weights (restarted) leaves service; one that answers may be re-admitted."""
+        """A server that died or lost its weights (restarted) leaves service; one that answers may be re-admitted."""
         pushes = link.pushes
         version = _version_of(link)
         with link.lock:
             if link.pushes != pushes:
                 return
-            if link.in_service and version == NEVER_UPDATED:
-                log.warning("event=server_restarted server=%s", link.server.name)
+            if link.in_service and version in (NEVER_UPDATED, GONE):
+                log.warning("event=server_lost_weights server=%s version=%s", link.server.name, version)
                 link.drop()
             if not link.in_service:
-                link.is_up = version is not None and not link.is_expelled
+                link.is_up = version not in (None, GONE) and not link.is_expelled
 
 
 def _version_of(link: Link) -> str | None:
-    """What the server says it holds; None if it does not answer."""
+    """What the server says it holds; None if it does not answer, ``GONE`` if no process is there to answer."""
     with contextlib.suppress(httpx.HTTPError, WeightUpdateError):
-        return _weight_info(link.watch_client).weight_version
+        try:
+            return _weight_info(link.watch_client).weight_version
+        except httpx.ConnectError:
+            return GONE
     return None
 
 
