@@ -3,7 +3,8 @@
 Consumes: topic `training_data` (this rank's partition), topic `evaluation`.
 Produces: optimizer steps, weight updates on the servers, messages on topic `trainer`, checkpoints, metrics.
 Waits for: the servers at the start (deadline `launcher.startup_timeout_s`), the micro-batches of the next step, the
-previous weight update before it begins another. Ends: after `finetune.max_train_steps`, or when asked to stop.
+previous weight update before it begins another. Ends: when asked to stop, which the launcher does once the actor has
+made the last evaluation.
 
 The push of a version runs beside the training of the next step. The trainer's checkpoint is the truth: started again,
 the role loads the newest whole one, pushes its weights and replays the stream from there.
@@ -108,8 +109,13 @@ class Trainer:
         publisher = self.outputs.publisher if self.outputs else None
         self.updates = WeightUpdates(self.engine, self.cfg, self.dtype, publisher, ctx.status, ctx.stop.is_set)
 
-    def run(self) -> None:
-        """Train until done or stopped."""
+    def run(self, *, stay: bool = False) -> None:
+        """Train until done or stopped.
+
+        Args:
+            stay: when done, look after the servers until stopped: one that dies during the last evaluation comes back
+                with the weights on disk, and only the trainer can give it the last ones.
+        """
         try:
             self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
             while self.counters.step < self.cfg.finetune.max_train_steps:
@@ -117,6 +123,9 @@ class Trainer:
                     log.info("stopped step=%d", self.counters.step)
                     return
             self.finish()
+            if stay:
+                with self.ctx.status.waiting("the last evaluation", on="actor"):
+                    self.ctx.stop.wait()
         finally:
             self.close()
 
@@ -280,4 +289,4 @@ def make_weight_sender(ctx: RoleContext) -> Sender:
 def run(ctx: RoleContext) -> None:
     """The role."""
     transformers.utils.logging.disable_progress_bar()
-    Trainer(ctx, make_weight_sender).run()
+    Trainer(ctx, make_weight_sender).run(stay=True)
