@@ -238,7 +238,7 @@ class GroupTransport:
         server.requests.add(task)
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                return await task
+                return _with_known_weights(await task, server)
         except TimeoutError as error:
             raise TransportError(
                 f"{server.name} gave no completion within actor.request_timeout_s={self._settings.request_timeout_s}"
@@ -341,6 +341,13 @@ class Scheduler:
             detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"
             return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)
         return rollout
+
+
+def _with_known_weights(completions: list[CallTokens], server: Server) -> list[CallTokens]:
+    """A server that restarted samples from the weights on disk until the trainer has sent it the current ones."""
+    if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
+        raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
+    return completions
 
 
 def _is_cancelled() -> bool:
