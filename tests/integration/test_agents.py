@@ -4,65 +4,23 @@ import json
 import sys
 
 import aiohttp
-import numpy as np
 import openai
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import play_text_environment, record_agent, run_agent, run_agent_process
 from pipelinerl.agents.endpoint import sampling_parameters
 from pipelinerl.errors import DomainError, TransportError
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import CallTokens
+from pipelinerl.testing import FakeLLM
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CALCULATOR = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders
-
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+def scripted(*lines: str) -> FakeLLM:
+    return FakeLLM.saying(lines, parameters={"temperature": 1.0, "max_tokens": 64})
 
 
-class Script:
-    """A transport that says the given lines, one per call, and remembers what it was sent."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, lines: list[str]):
-        self.tokenizer, self.lines, self.sent = tokenizer, list(lines), []
-
-    async def generate(self, llm, request, session) -> CallTokens:
-        self.sent.append(request)
-        if not self.lines:
-            raise TransportError("http://127.0.0.1:9: connection refused")
-        ids = self.tokenizer.encode(self.lines.pop(0) + "<end>", add_special_tokens=False)
-        return CallTokens(
-            prompt_ids=request.token_ids,
-            completion_ids=np.array(ids, np.int32),
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            version_spans=np.array([[0, len(ids), 7]], np.int32),
-            finish_reason="stop",
-        )
-
-
-def scripted(*lines: str) -> TrainableLLM:
-    tokenizer = byte_tokenizer()
-    parameters = {"temperature": 1.0, "max_tokens": 64}
-    llm = TrainableLLM(model_name="policy", tokenizer=tokenizer, parameters=parameters, collect_logprobs=True)
-    llm._transport = Script(tokenizer, list(lines))
-    llm._turns = []
-    return llm
+def unreachable(prompt: str) -> str:
+    raise TransportError("http://127.0.0.1:9: connection refused")
 
 
 async def test_record_agent_streaming_client_with_tools_yields_exact_tokens():
@@ -83,11 +41,11 @@ async def test_record_agent_streaming_client_with_tools_yields_exact_tokens():
             parts = [part async for part in stream]
         result = agent.result(reward=1.0, success=True, dataset_name="train")
     assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == "it is 3"
-    assert parts[-1].usage.completion_tokens == len(llm.tokenizer.encode("it is 3<end>"))
+    assert parts[-1].usage.completion_tokens == len(llm.tokenizer.encode("it is 3<|im_end|>"))
     first_text, second_text = result.training_texts
-    assert first_text.output_text == tool_call + "<end>"
+    assert first_text.output_text == tool_call + "<|im_end|>"
     assert second_text.input_ids[: len(first_text.input_ids)] == first_text.input_ids
-    assert second_text.output_text == "it is 3<end>"
+    assert second_text.output_text == "it is 3<|im_end|>"
     assert [text.reward for text in result.training_texts] == [1.0, 1.0]
 
 
@@ -100,7 +58,7 @@ async def test_run_agent_synchronous_client_runs_in_a_thread():
     async with aiohttp.ClientSession() as session:
         result = await run_agent(scripted("hello"), session, agent, lambda a: (float(a == "hello"), a == "hello"))
     assert result.metrics.reward == 1.0
-    assert result.training_texts[0].output_text == "hello<end>"
+    assert result.training_texts[0].output_text == "hello<|im_end|>"
 
 
 async def test_run_agent_process_reads_the_environment_and_sees_no_secret(monkeypatch):
@@ -137,7 +95,7 @@ async def test_run_agent_process_failing_program_is_a_domain_error():
 
 
 async def test_record_agent_failed_server_never_becomes_a_reward():
-    async with aiohttp.ClientSession() as session, record_agent(scripted(), session) as agent:
+    async with aiohttp.ClientSession() as session, record_agent(FakeLLM.saying(unreachable), session) as agent:
         async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0) as client:
             with pytest.raises(openai.InternalServerError, match="connection refused"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
