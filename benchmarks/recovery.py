@@ -4,17 +4,17 @@
 
 Each run is the quickstart with one disturbance: SIGKILL, or SIGSTOP for ever (the supervisor's heartbeat rule must act)
 or for a while (`--thaw`). `finetune@update` and `finetune@checkpoint` strike while weights are on their way and while a
-checkpoint is being written; `--servers 2` gives the run two inference servers. A run passes when it ends by itself with
-exit 0, the ledger shows every optimizer step trained from distinct samples and none lost, the held-out success is in
-its place, and no process, port or half-written checkpoint is left. `recovery_s` is the time from the strike to the next
-progress of the role's new (or thawed) process; `stall_s` the longest pause between two optimizer steps from then on.
+checkpoint is being written, `actor_llm@evaluation` during the last evaluation; `--servers 2` gives the run two inference
+servers. A run passes when it ends by itself with exit 0, the ledger shows every optimizer step trained from distinct
+samples and none lost, the held-out success is in its place, and no process, port or half-written checkpoint is left.
+`recovery_s` is the time from the strike to the next progress of the role's new (or thawed) process; `stall_s` the
+longest pause between two optimizer steps from then on.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
-import os
 import random
 import shutil
 import signal
@@ -33,15 +33,16 @@ from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.launcher.guardian import marked_processes, send
 from pipelinerl.launcher.processes import ROLE_VARIABLE
 from pipelinerl.observability.status import StatusRecord, read_statuses
-from pipelinerl.records import ActorRecord, RolloutGroup, SamplesProcessed, TrainerMessage
+from pipelinerl.records import ActorRecord, EvaluationStarted, RolloutGroup, SamplesProcessed, TrainerMessage
+from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.world import WorldMap
 
 POLL_S = 0.02
 WATCH_S = 0.002
-BATCH = 64
+BATCH, STEPS = 64, 96
 TWO_SERVERS = ("world.cpu_slots=3", "world.actor_fraction=2", "world.finetune_fraction=1")
-Moment = Literal["any", "update", "checkpoint"]
+Moment = Literal["any", "update", "checkpoint", "evaluation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def run_struck(
     strikes: Sequence[Strike],
     overrides: Sequence[str] = (),
     *,
-    steps: int = 96,
+    steps: int = STEPS,
     min_success: float = 0.0,
     timeout_s: float = 900.0,
 ) -> Outcome:
@@ -178,6 +179,12 @@ def await_moment(run_dir: Path, launcher: subprocess.Popen[bytes], strike: Strik
     if strike.moment == "checkpoint":
         while going() and not any(checkpoint_root(run_dir).glob(unpublished_name(0).replace("0", "*"))):
             time.sleep(WATCH_S)
+    if strike.moment == "evaluation":
+        with open_reader(SingleStreamSpec(run_dir, "evaluation"), EvaluationMessage, name=None, start=0) as reader:
+            while going():
+                news = [m for _, m in reader.poll(POLL_S) if isinstance(m, EvaluationStarted)]
+                if any(m.version >= strike.step for m in news):
+                    break
     time.sleep(strike.delay_s)
     return going()
 
@@ -217,9 +224,10 @@ def check(run_dir: Path, outcome: Outcome, num_strikes: int, steps: int, min_suc
     outcome.stall_s = longest_stall(run_dir, min((blow.time for blow in outcome.blows), default=time.time()))
     if (run_dir / "summary.json").is_file():
         summary = json.loads((run_dir / "summary.json").read_text())
-        outcome.success, outcome.restarts = summary["success_after"], summary.get("restarts", {})
+        outcome.success = summary["success_after"]
     if (outcome.success or 0.0) < min_success:
         problems.append(f"held-out success {outcome.success} is below {min_success}")
+    outcome.restarts = restarts_of(outcome.output)
     problems += leftovers(run_dir)
 
 
@@ -241,12 +249,19 @@ def longest_stall(run_dir: Path, since: float) -> float:
     return max((late - early for early, late in itertools.pairwise(times) if late > since), default=0.0)
 
 
+def restarts_of(output: str) -> dict[str, int]:
+    """The launcher's last word about restarts, `restarts: actor_0 1, finetune_0 2`."""
+    lines = [line for line in output.splitlines() if line.startswith("restarts: ")]
+    pairs = [pair.rsplit(" ", 1) for pair in lines[-1].removeprefix("restarts: ").split(", ")] if lines else []
+    return {job: int(count) for job, count in pairs}
+
+
 def leftovers(run_dir: Path) -> list[str]:
     """Processes, listening ports and half-written checkpoints that a finished run left."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int(folder.name) != os.getpid() and str(run_dir).encode() in (folder / "cmdline").read_bytes():
+            if f"--run-dir\0{run_dir}\0".encode() in (folder / "cmdline").read_bytes():
                 found.append(f"process {folder.name} is left")
     for job in WorldMap.load(run_dir).jobs:
         if job.port is not None:
@@ -319,7 +334,7 @@ def main() -> None:
     parser.add_argument("--action", choices=("kill", "freeze"), default="kill")
     parser.add_argument("--thaw", type=float, help="freeze: continue the role after so many seconds (default: never)")
     parser.add_argument("--servers", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--min-success", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep run folders that failed here (default: a temporary folder)")

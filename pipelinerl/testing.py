@@ -136,14 +136,15 @@ Answer = Callable[[list[int], dict[str, Any], int], list[int]]
 class FakeServer:
     """An HTTP server that answers ``/inference/v1/generate`` as vLLM does.
 
-    Attributes a test may change while it runs: ``version`` (label of the tokens), ``status`` (not 200: every request
-    fails with it), ``delay_s`` (before the answer), ``hold`` (an unset event: answers wait for it).
+    Attributes a test may change while it runs: ``version`` (label of the tokens; "default" = weights from disk),
+    ``status`` (not 200: every request fails with it), ``delay_s`` (before the answer), ``hold`` (an unset event:
+    answers wait for it).
 
     Example:
         >>> # async with FakeServer(lambda prompt_ids, params, i: [72, 105]) as server: ... server.url
     """
 
-    def __init__(self, answer: Answer, *, version: int = 0, delay_s: float = 0.0):
+    def __init__(self, answer: Answer, *, version: int | str = 0, delay_s: float = 0.0):
         self.answer = answer
         self.version = version
         self.status = 200
@@ -198,7 +199,7 @@ class FakeServer:
         return web.Response(body=payload, content_type="application/json")
 
 
-def vllm_choice(index: int, token_ids: list[int], params: dict[str, Any], version: int) -> dict[str, Any]:
+def vllm_choice(index: int, token_ids: list[int], params: dict[str, Any], version: int | str) -> dict[str, Any]:
     """One completion in the shape of vLLM 0.32's token interface; cut at ``max_tokens``."""
     limit = params.get("max_tokens", 16)
     cut = len(token_ids) > limit
