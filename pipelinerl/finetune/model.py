@@ -113,6 +113,8 @@ class Policy(nn.Module):
 
     def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
         """Advantage r − sg(V(s_t)) and the value loss coef·½(V − r)², with the token's weight."""
+        assert self.value_head is not None
+        assert self.value_loss_coef is not None
         with torch.autocast(hidden_KH.device.type, enabled=False):
             values_K = self.value_head(hidden_KH.to(self.value_head.weight.dtype))[:, 0]
         rewards_K = inputs.advantages_K

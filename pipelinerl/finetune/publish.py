@@ -29,11 +29,16 @@ PUSHING_S = 0.002
 class Report(Protocol):
     """What one push did."""
 
-    version: int
-    servers: tuple[str, ...]
-    pause_ms: tuple[float, ...]
-    transfer_ms: float
-    errors: dict[str, str]
+    @property
+    def version(self) -> int: ...
+    @property
+    def servers(self) -> tuple[str, ...]: ...
+    @property
+    def pause_ms(self) -> tuple[float, ...]: ...
+    @property
+    def transfer_ms(self) -> float: ...
+    @property
+    def errors(self) -> dict[str, str]: ...
 
 
 class Sender(Protocol):

@@ -56,7 +56,7 @@ class ZeroEngine(Engine):
         self.policy = self.engine.module
         self._parameters = dict(self.policy.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._create_moments(0)
+        self._create_moments()
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.engine(batch, settings)
@@ -95,7 +95,8 @@ class ZeroEngine(Engine):
     def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        self._create_moments(num_steps)
+        for moments in self.engine.optimizer.optimizer.state.values():
+            moments["step"].fill_(float(num_steps))
         for name, parameter in self._trained.items():
             state = {key: tensor.to(self.device) for key, tensor in read(name).items()}
             safe_set_full_fp32_param(parameter, state["param"])
@@ -106,8 +107,8 @@ class ZeroEngine(Engine):
     def barrier(self) -> None:
         dist.barrier()
 
-    def _create_moments(self, num_steps: int) -> None:
-        """Zero states of the inner optimizer after ``num_steps`` steps.
+    def _create_moments(self) -> None:
+        """Zero states of the inner optimizer before its first step.
 
         Left to itself DeepSpeed makes them in the first step, and with several parameter groups links only the first
         group's to the parameters (0.19.8).
@@ -116,7 +117,7 @@ class ZeroEngine(Engine):
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in OPTIMIZER_STATES}
-            zero.optimizer.state[flat] = {"step": torch.tensor(float(num_steps)), **moments}
+            zero.optimizer.state[flat] = {"step": torch.zeros(()), **moments}
         if self.stage != 3:
             zero._lazy_init_hp_params_optimizer_state()
 

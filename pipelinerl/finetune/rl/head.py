@@ -21,10 +21,15 @@ from torch import Tensor, nn
 class Objective(Protocol):
     """What the head asks about the loss."""
 
-    sequence_level: bool
-    """True when the loss of a token depends on other tokens: then it is only called for all K tokens at once."""
-    uses_entropy: bool
-    """False promises that the loss has no gradient with respect to the entropy."""
+    @property
+    def sequence_level(self) -> bool:
+        """True when the loss of a token depends on other tokens: then it is only called for all K tokens at once."""
+        ...
+
+    @property
+    def uses_entropy(self) -> bool:
+        """False promises that the loss has no gradient with respect to the entropy."""
+        ...
 
     def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
         """Scalar loss of the tokens ``start … start + C``, differentiable in both arguments."""
@@ -237,6 +242,7 @@ def _forward(
     operands = _Operands(hidden_KH, weight_VH, bias_V, options.fp32)
     gradients = _Gradients(operands, hidden_KH, weight_VH, bias_V, ctx.needs_input_grad)
     total, objective, temperature = targets_K.shape[0], options.objective, options.temperature
+    assert objective is not None
     ahead = None
     if objective.sequence_level and total > options.chunk:
         logprobs_K, entropy_K = _logprobs(operands, targets_K, temperature, options.chunk)
