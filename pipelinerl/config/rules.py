@@ -263,10 +263,10 @@ def _changed(config: Config, *names: str) -> list[str]:
 
 
 def epsilon_without_clipping(config: Config) -> str | None:
-    changed = _changed(config, "epsilon_low", "epsilon_high") if config.finetune.rl.policy_loss == "reinforce" else []
-    return (
-        f"finetune.rl.{' and '.join(changed)} has no effect: policy_loss=reinforce does not clip" if changed else None
-    )
+    loss = config.finetune.rl.policy_loss
+    changed = _changed(config, "epsilon_low", "epsilon_high") if loss in ("reinforce", "decoupled_ppo") else []
+    reason = "does not clip" if loss == "reinforce" else "clips π/π_prox, which is 1 with one step per batch"
+    return f"finetune.rl.{' and '.join(changed)} has no effect: policy_loss={loss} {reason}" if changed else None
 
 
 def ratio_clamp_without_reinforce(config: Config) -> str | None:
