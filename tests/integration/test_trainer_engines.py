@@ -116,7 +116,12 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"), model)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "engine", ["zero3", "fsdp2", "ddp", pytest.param("zero1", marks=SLOW), pytest.param("zero2", marks=SLOW)]
+)
 def test_two_ranks_have_the_losses_of_one(engine: str, runs: Runs) -> None:
     ours, expected = runs.metrics(engine, 2), runs.metrics("ddp", 1)
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
@@ -131,7 +136,12 @@ def test_two_ranks_have_the_losses_of_one(engine: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("writer", "reader", "reader_ranks"),
-    [("zero3", "fsdp2", 2), ("fsdp2", "ddp", 1), ("ddp", "zero3", 2), ("ddp", "zero2", 2)],
+    [
+        ("zero3", "fsdp2", 2),
+        ("fsdp2", "ddp", 1),
+        pytest.param("ddp", "zero3", 2, marks=SLOW),
+        pytest.param("ddp", "zero2", 2, marks=SLOW),
+    ],
 )
 def test_saved_on_two_ranks_resumed_by_another(
     writer: str, reader: str, reader_ranks: int, runs: Runs, model: Path, tmp_path: Path

@@ -1,0 +1,106 @@
+"""The RL step on a GPU: numerics in float32 and bfloat16, memory of the head at full size, packed attention."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.model import Policy, PolicyOutput, packing_error
+from pipelinerl.finetune.rl.head import OutputHead, head_loss
+from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+from pipelinerl.finetune.synthetic import make_samples, pack
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+VOCAB = 512
+
+
+def make_policy(device: torch.device, dtype: torch.dtype) -> Policy:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return Policy(Qwen2ForCausalLM(config), chunk=64).to(device, dtype)
+
+
+def step(policy: Policy, device: torch.device, settings: LossSettings) -> PolicyOutput:
+    samples = make_samples(0, 12, vocab_size=VOCAB, lengths=(20, 60), step=2, max_lag=2)
+    rules = BatchRules(vocab_size=VOCAB, max_lag_steps=2, allow_rows=False, tokens_per_attention_unit=0)
+    output = policy(prepare(pack(samples, [range(12)], step=2)[0], rules, device), settings)
+    output.loss.backward()
+    return output
+
+
+@pytest.mark.parametrize("policy_loss", ["reinforce", "ppo", "gspo"])
+def test_float32_step_equals_the_cpu(policy_loss: str) -> None:
+    settings = LossSettings(policy_loss=policy_loss, kl_coef=0.1, entropy_bonus=0.01)
+    ours, reference = make_policy(CUDA, torch.float32), make_policy(torch.device("cpu"), torch.float32)
+    output, expected = step(ours, CUDA, settings), step(reference, torch.device("cpu"), settings)
+    assert (output.logprobs_K.cpu() - expected.logprobs_K).abs().max() <= 2e-5
+    torch.testing.assert_close(output.loss.cpu(), expected.loss, rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        assert (mine.grad.cpu() - theirs.grad).norm() <= 1e-4 * theirs.grad.norm() + 1e-7, name
+
+
+def test_bfloat16_step_is_near_float32() -> None:
+    settings = LossSettings(entropy_bonus=0.01)
+    narrow, reference = make_policy(CUDA, torch.bfloat16), make_policy(CUDA, torch.float32)
+    output, expected = step(narrow, CUDA, settings), step(reference, CUDA, settings)
+    assert output.logprobs_K.dtype == torch.float32
+    assert (output.logprobs_K - expected.logprobs_K).abs().mean() <= 0.02
+    mine = torch.cat([p.grad.float().flatten() for p in narrow.parameters()])
+    theirs = torch.cat([p.grad.flatten() for p in reference.parameters()])
+    assert torch.nn.functional.cosine_similarity(mine, theirs, dim=0) >= 0.99
+
+
+def test_bfloat16_head_multiplies_into_float32() -> None:
+    """Products of bfloat16 numbers are exact in float32: only the order of summation may differ."""
+    torch.manual_seed(0)
+    head = OutputHead.wrap(nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16, device=CUDA))
+    hidden = torch.randn(64, 1024, dtype=torch.bfloat16, device=CUDA)
+    targets = torch.randint(0, 4096, (64,), device=CUDA)
+    objective = PolicyObjective(_inputs(64), LossSettings())
+    output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=16, fp32=True)
+    exact = (hidden.double() @ head.weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (output.logprobs_K - exact).abs().max() <= 1e-4
+
+
+def test_packed_documents_do_not_attend_to_each_other() -> None:
+    policy = make_policy(CUDA, torch.float32)
+    with torch.no_grad():
+        assert packing_error(policy, VOCAB, CUDA, length=64) <= 1e-4
+
+
+@pytest.mark.parametrize("policy_loss", ["reinforce", "gspo"])
+def test_head_at_16k_tokens_and_152k_words_needs_an_eighth_of_the_logits(policy_loss: str) -> None:
+    tokens, vocab, width, chunk = 16_384, 152_064, 896, 256
+    head = OutputHead.wrap(nn.Linear(width, vocab, bias=False, dtype=torch.bfloat16, device=CUDA))
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device=CUDA)
+    settings = LossSettings(policy_loss=policy_loss, entropy_bonus=0.01)
+    objective = PolicyObjective(_inputs(tokens), settings)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=chunk, fp32=True)
+    output.loss.backward()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 4 * tokens * vocab / 8
+
+
+def _inputs(count: int) -> TokenInputs:
+    return TokenInputs(
+        sampler_logprobs_K=torch.full((count,), -9.0, device=CUDA),
+        advantages_K=torch.randn(count, device=CUDA),
+        weights_K=torch.full((count,), 1 / count, device=CUDA),
+        segments_K=torch.arange(count, device=CUDA) // 64,
+        num_segments=-(-count // 64),
+    )
