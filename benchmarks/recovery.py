@@ -4,7 +4,7 @@
 
 Each run is the quickstart with one disturbance: SIGKILL, or SIGSTOP for ever (the supervisor's heartbeat rule must act)
 or for a while (`--thaw`). `finetune@update` and `finetune@checkpoint` strike while weights are on their way and while a
-checkpoint is being written, `actor_llm@evaluation` during the last evaluation; `--servers 2` gives the run two inference
+checkpoint is being written, `actor_llm@evaluation` during an evaluation; `--servers 2` gives the run two inference
 servers. A run passes when it ends by itself with exit 0, the ledger shows every optimizer step trained from distinct
 samples and none lost, the held-out success is in its place, and no process, port or half-written checkpoint is left.
 `recovery_s` is the time from the strike to the next progress of the role's new (or thawed) process; `stall_s` the
@@ -33,7 +33,7 @@ from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.launcher.guardian import marked_processes, send
 from pipelinerl.launcher.processes import ROLE_VARIABLE
 from pipelinerl.observability.status import StatusRecord, read_statuses
-from pipelinerl.records import ActorRecord, EvaluationStarted, RolloutGroup, SamplesProcessed, TrainerMessage
+from pipelinerl.records import EvaluationStarted, SamplesProcessed, TrainerMessage
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.world import WorldMap
@@ -59,7 +59,7 @@ class Strike:
     thaw_s: float | None = None
     """`freeze`: SIGCONT after so many seconds; None = never."""
     child: bool = False
-    """Hit a process that the job started (vLLM's engine) instead of the job's own."""
+    """Hit a process that the job started (vLLM's engine) instead of the job's own, or than all when freezing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +147,11 @@ def make_strike(run_dir: Path, launcher: subprocess.Popen[bytes], strike: Strike
     if strike.action == "kill":
         send([pid], signal.SIGKILL)
     else:
-        send(pids, signal.SIGSTOP)
+        frozen = [pid] if strike.child else pids
+        send(frozen, signal.SIGSTOP)
         if strike.thaw_s is not None:
             time.sleep(strike.thaw_s)
-            send(pids, signal.SIGCONT)
+            send(frozen, signal.SIGCONT)
     moved = await_progress(run_dir, launcher, status, strike, struck, deadline)
     return Blow(strike=strike, pid=pid, time=struck, recovery_s=moved - struck) if moved else None
 
@@ -218,7 +219,6 @@ def check(run_dir: Path, outcome: Outcome, num_strikes: int, steps: int, min_suc
     book = ledger.read(run_dir)
     outcome.trained = book.counts().get("trained", 0)
     problems += book.violations
-    problems += lost_samples(run_dir, book)
     if outcome.trained != steps * BATCH:
         problems.append(f"{outcome.trained} samples trained instead of {steps * BATCH}")
     outcome.stall_s = longest_stall(run_dir, min((blow.time for blow in outcome.blows), default=time.time()))
@@ -229,17 +229,6 @@ def check(run_dir: Path, outcome: Outcome, num_strikes: int, steps: int, min_suc
         problems.append(f"held-out success {outcome.success} is below {min_success}")
     outcome.restarts = restarts_of(outcome.output)
     problems += leftovers(run_dir)
-
-
-def lost_samples(run_dir: Path, book: ledger.Ledger) -> list[str]:
-    """Published samples that training passed over: queued, though a later group of the topic is settled."""
-    queued = {entry.sample_id for entry in book.entries if entry.outcome == "queued"}
-    with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
-        groups = [record for _, record in reader.read_all() if isinstance(record, RolloutGroup)]
-    order = [f"{group.group_id}/{rollout.attempt}" for group in groups for rollout in group.rollouts]
-    packed = {entry.sample_id for entry in book.entries if entry.outcome in ("trained", "packed")}
-    last = max((place for place, sample_id in enumerate(order) if sample_id in packed), default=-1)
-    return [f"{sample_id} is lost" for sample_id in order[:last] if sample_id in queued]
 
 
 def longest_stall(run_dir: Path, since: float) -> float:

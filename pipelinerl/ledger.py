@@ -9,7 +9,7 @@ is an error that the command reports with a non-zero exit.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +33,26 @@ class LedgerEntry:
 class Ledger:
     entries: tuple[LedgerEntry, ...]
     violations: tuple[str, ...]
-    """Samples trained twice, trained though dropped, or packed without having been published."""
+    """Samples published or trained twice, trained though dropped, packed without having been published, passed over."""
 
     def counts(self) -> dict[str, int]:
         """Rollouts by outcome; drops by reason."""
         return dict(Counter(f"dropped/{e.reason}" if e.outcome == "dropped" else e.outcome for e in self.entries))
 
 
-def build(actor: Iterable[ActorRecord], preprocessor: Iterable[PreprocessorProgress], steps_trained: int) -> Ledger:
-    """Joins the records of the three topics; pure."""
+def build(
+    actor: Iterable[ActorRecord],
+    preprocessor: Iterable[PreprocessorProgress],
+    steps_trained: int,
+    *,
+    first_offset: int = 0,
+) -> Ledger:
+    """Joins the records of one replica's topics; pure.
+
+    Args:
+        first_offset: of the first record of ``actor``; older ones were used up and deleted, so that what was packed
+            from them cannot be looked up any more.
+    """
     published: dict[str, LedgerEntry] = {}
     violations: list[str] = []
     dropped_groups = []
@@ -57,19 +68,41 @@ def build(actor: Iterable[ActorRecord], preprocessor: Iterable[PreprocessorProgr
                 violations.append(f"{sample_id} was published twice")
             published[sample_id] = LedgerEntry(sample_id=sample_id, outcome="queued")
     settled: dict[str, LedgerEntry] = {}
+    begin = (0, 0)
     for progress in preprocessor:
-        step = progress.step - 1
-        outcome = "trained" if step < steps_trained else "packed"
-        events = [LedgerEntry(sample_id=i, outcome=outcome, step=step) for i in progress.packed_sample_ids]
-        events += [LedgerEntry(sample_id=i, outcome="dropped", reason=r) for i, r in progress.dropped_sample_ids]
-        for entry in events:
+        for entry in _events(progress, steps_trained):
             earlier = settled.get(entry.sample_id)
             if earlier is not None and (earlier.outcome, earlier.step) != (entry.outcome, entry.step):
                 violations.append(f"{entry.sample_id} was {_say(earlier)} and {_say(entry)}")
-            if entry.sample_id not in published:
+            if entry.sample_id not in published and begin[0] >= first_offset:
                 violations.append(f"{entry.sample_id} was {_say(entry)} but never published")
             settled[entry.sample_id] = entry
+        begin = progress.source
+    violations += _passed_over(list(published), settled)
     return Ledger(entries=(*dropped_groups, *(published | settled).values()), violations=tuple(violations))
+
+
+def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEntry]:
+    """What a record of the preprocessor says about samples."""
+    step = progress.step - 1
+    outcome = "trained" if step < steps_trained else "packed"
+    packed = [LedgerEntry(sample_id=i, outcome=outcome, step=step) for i in progress.packed_sample_ids]
+    return packed + [LedgerEntry(sample_id=i, outcome="dropped", reason=r) for i, r in progress.dropped_sample_ids]
+
+
+def _passed_over(published: Sequence[str], settled: Mapping[str, LedgerEntry]) -> list[str]:
+    """Samples are settled in the order of their publication: one that is not, before one that is packed, is lost."""
+    packed = (i for i, name in enumerate(published) if name in settled and settled[name].outcome != "dropped")
+    last = max(packed, default=0)
+    return [f"{name} was passed over: neither packed nor dropped" for name in published[:last] if name not in settled]
+
+
+def merge(ledgers: Sequence[Ledger]) -> Ledger:
+    """One ledger of all replicas, whose samples are different ones."""
+    entries = tuple(entry for ledger in ledgers for entry in ledger.entries)
+    counts = Counter(entry.sample_id for entry in entries)
+    shared = tuple(f"{name} belongs to several replicas" for name, count in counts.items() if count > 1)
+    return Ledger(entries=entries, violations=(*(v for ledger in ledgers for v in ledger.violations), *shared))
 
 
 def read(run_dir: Path) -> Ledger:
@@ -80,21 +113,20 @@ def read(run_dir: Path) -> Ledger:
     cfg = load_run(run_dir)
     backend_from_config(cfg, run_dir)
 
-    def records(topic: str, record_type: object, instance: int = 0) -> list:
+    def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
-        reader = open_reader(spec, record_type, name=None)
-        try:
-            return [record for _, record in reader.read_all()]
-        finally:
-            reader.close()
+        with open_reader(spec, record_type, name=None) as reader:
+            found = reader.read_all()
+        return (found[0][0] if found else 0), [record for _, record in found]
 
-    trained = [m.step for m in records(topics.TRAINER, TrainerMessage) if isinstance(m, SamplesProcessed)]
-    replicas = range(cfg.world.replicas)
-    actor = [record for replica in replicas for record in records(topics.ACTOR, ActorRecord, replica)]
-    preprocessor = [
-        record for replica in replicas for record in records(topics.PREPROCESSOR, PreprocessorProgress, replica)
-    ]
-    return build(actor, preprocessor, max(trained, default=0))
+    _, messages = records(topics.TRAINER, TrainerMessage)
+    steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
+    ledgers = []
+    for replica in range(cfg.world.replicas):
+        _, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
+        first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
+        ledgers.append(build(actor, preprocessor, steps_trained, first_offset=first_offset))
+    return merge(ledgers)
 
 
 def _say(entry: LedgerEntry) -> str:

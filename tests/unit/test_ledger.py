@@ -1,8 +1,9 @@
 """The ledger, by hand: two published groups, one drop, one packed step ahead of the trainer."""
 
+import msgspec
 import numpy as np
 
-from pipelinerl.ledger import LedgerEntry, build
+from pipelinerl.ledger import LedgerEntry, build, merge
 from pipelinerl.records import GroupDropped, PreprocessorProgress, Rollout, RolloutGroup, TrainingSequence
 
 SEQUENCE = TrainingSequence(
@@ -69,3 +70,22 @@ def test_build_sample_from_nowhere_is_a_violation():
     assert build([], [progress(1, ("9-9/0",))], steps_trained=1).violations == (
         "9-9/0 was trained in step 0 but never published",
     )
+
+
+def test_build_sample_that_later_ones_overtook_is_a_violation():
+    ledger = build([group(0), group(1)], [progress(1, ("0-0/0", "0-1/0"))], steps_trained=1)
+    assert ledger.violations == ("0-0/1 was passed over: neither packed nor dropped",)
+    assert ledger.counts() == {"trained": 2, "queued": 2}
+
+
+def test_build_after_retention_asks_only_for_what_the_topic_still_holds():
+    old = msgspec.structs.replace(progress(1, ("0-0/0", "0-0/1")), source=(1, 0))
+    new = msgspec.structs.replace(progress(2, ("0-1/0", "0-1/1")), source=(2, 0))
+    assert build([group(1)], [old, new], steps_trained=2, first_offset=1).violations == ()
+    wrong = build([group(2)], [old, new], steps_trained=2, first_offset=1).violations
+    assert wrong == tuple(f"0-1/{a} was trained in step 1 but never published" for a in range(2))
+
+
+def test_merge_sample_of_two_replicas_is_a_violation():
+    ledger = merge([build([group(0)], [], 0), build([group(0), group(1)], [], 0)])
+    assert ledger.violations == tuple(f"0-0/{a} belongs to several replicas" for a in range(2))
