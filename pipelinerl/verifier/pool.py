@@ -41,6 +41,7 @@ class Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     checks: int = 0
+    dead: bool = False
 
     @property
     def cpu_s(self) -> float:
@@ -52,9 +53,17 @@ class Worker:
         return times.user + times.system
 
     def kill(self) -> None:
+        self.dead = True
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.send_signal(signal.SIGKILL)
         self.writer.close()
+
+
+@dataclass(eq=False)
+class Slot:
+    """A worker's place; a dead worker is replaced when the place is used next."""
+
+    worker: Worker
 
 
 class WorkerDiedError(Exception):
@@ -77,54 +86,60 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.queued = 0
-        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._idle: asyncio.Queue[Slot] = asyncio.Queue()
         self._nursery: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._spawning = asyncio.Lock()
         self._alive: set[Worker] = set()
+        self._closed = False
 
     async def __aenter__(self) -> "WorkerPool":
         for _ in range(self.num_workers):
-            self._idle.put_nowait(await self._spawn())
+            self._idle.put_nowait(Slot(await self._spawn()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closed = True
+        async with self._spawning:
+            pass
         for worker in list(self._alive):
             worker.kill()
         await self._stop_nursery()
 
     async def judge(self, check: Check) -> Verdict:
-        """The verdict on one check; waits for a worker for as long as it takes."""
+        """The verdict on one check; waits for a worker for as long as it takes.
+
+        Raises:
+            VerifierError: workers can no longer be started.
+        """
         self.queued += 1
         try:
-            worker = await self._idle.get()
+            slot = await self._idle.get()
         finally:
             self.queued -= 1
         try:
-            worker, verdict = await self._judge_on(worker, check)
-        except BaseException:
-            worker = await asyncio.shield(self._replace(worker))
+            return await self._judge_in(slot, check)
+        except asyncio.CancelledError:
+            slot.worker.kill()  # its verdict would be taken for the next check's
             raise
         finally:
-            self._idle.put_nowait(worker)
-        return verdict
+            self._idle.put_nowait(slot)
 
-    async def _judge_on(self, worker: Worker, check: Check) -> tuple[Worker, Verdict]:
-        for last in (False, True):
+    async def _judge_in(self, slot: Slot, check: Check) -> Verdict:
+        for _ in range(2):
+            if slot.worker.dead or slot.worker.checks >= MAX_CHECKS:
+                await self._refill(slot)
             try:
-                verdict = await self._ask(worker, check)
+                return await self._ask(slot.worker, check)
             except WorkerDiedError:
-                worker = await self._replace(worker)
-                if last:
-                    return worker, unparsable("the judge dies of it")
+                slot.worker.kill()
             except CpuLimitError:
-                return await self._replace(worker), unparsable("time limit")
+                slot.worker.kill()
+                return unparsable("time limit")
             except StarvedError:
-                wall_s = self.timeout_s * WALL_FACTOR
-                return await self._replace(worker), error(f"the judge got no CPU within {wall_s:g} s")
-            else:
-                return (await self._replace(worker) if worker.checks >= MAX_CHECKS else worker), verdict
-        raise AssertionError("unreachable: the second death returns")
+                slot.worker.kill()
+                return error(f"the judge got no CPU within {self.timeout_s * WALL_FACTOR:g} s")
+        return unparsable("the judge dies of it")
 
     async def _ask(self, worker: Worker, check: Check) -> Verdict:
         worker.checks += 1
@@ -153,16 +168,21 @@ class WorkerPool:
         (length,) = HEADER.unpack(await worker.reader.readexactly(HEADER.size))
         return await worker.reader.readexactly(length)
 
-    async def _replace(self, worker: Worker) -> Worker:
-        worker.kill()
-        self._alive.discard(worker)
-        return await self._spawn()
+    async def _refill(self, slot: Slot) -> None:
+        slot.worker.kill()
+        self._alive.discard(slot.worker)
+        slot.worker = await self._spawn()
 
     async def _spawn(self) -> Worker:
         ours, theirs = socket.socketpair()
-        with theirs:
+        try:
             async with self._spawning:
                 pid = await self._fork(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = Worker(psutil.Process(pid), reader, writer)
         self._alive.add(worker)
@@ -171,6 +191,8 @@ class WorkerPool:
     async def _fork(self, channel: socket.socket) -> int:
         """Asks the nursery for a worker on ``channel``; a nursery that is gone is started again."""
         for _ in range(2):
+            if self._closed:
+                raise VerifierError("the verifier is stopping")
             if self._control is None:
                 await self._start_nursery()
             try:

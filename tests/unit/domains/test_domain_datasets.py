@@ -31,7 +31,9 @@ def file(request, tmp_path):
 
 def test_every_file_format_gives_the_same_problems(file):
     problems = load_problems([str(file)])
-    assert [(p["task"], p["answer"], p["id"]) for p in problems] == [(r["problem"], r["answer"], i) for i, r in enumerate(ROWS)]
+    assert [(p["task"], p["answer"], p["id"]) for p in problems] == [
+        (r["problem"], r["answer"], i) for i, r in enumerate(ROWS)
+    ]
     assert {p["dataset"] for p in problems} == {str(file)}
 
 

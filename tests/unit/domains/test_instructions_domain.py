@@ -50,7 +50,9 @@ def test_score_is_the_share_of_constraints_that_hold():
     assert "quoted" in verdict.detail
 
 
-@pytest.mark.parametrize("gold", [[], [{"check": "rhymes"}], [{"check": "length", "unit": "yards"}], [{"check": "case"}]])
+@pytest.mark.parametrize(
+    "gold", [[], [{"check": "rhymes"}], [{"check": "length", "unit": "yards"}], [{"check": "case"}]]
+)
 def test_broken_constraint_is_a_verifier_error_not_a_reward(gold):
     assert judge("text", gold, {}).status == "error"
 
