@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.engines import BACKENDS
+from pipelinerl.weights.engines import BACKENDS, CHILD_VARIABLE
 from pipelinerl.world import Job, WorldMap
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
@@ -62,6 +62,7 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": job.hostname,
+        CHILD_VARIABLE: "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",  # longer than any client's: no request meets a closing connection
     }
     if job.kind == "preprocessor_llm":

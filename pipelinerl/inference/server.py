@@ -8,10 +8,13 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
 import uvloop
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -76,16 +79,13 @@ def serve(arguments: Sequence[str], *, score_temperature: float | None, status: 
             this temperature.
         status: the role's heartbeat.
     """
-    with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(parse_arguments(arguments), score_temperature, status))
+    uvloop.run(_serve(parse_arguments(arguments), score_temperature, status))
 
 
 async def _serve(args: Namespace, score_temperature: float | None, status: RoleStatus) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
     address, sock = setup_server(args, reuse_port=False)
     try:
-        with status.waiting("the engine's start"):
+        with status.waiting("the engine's start"), _signals_end_the_start(status):
             engine = build_async_engine_client(args)
             client = await engine.__aenter__()
         try:
@@ -142,6 +142,14 @@ def _replace_routes(app: Any, router: Any) -> None:
     app.router.routes.extend(theirs)
 
 
+def _kill_engine() -> None:
+    """All children but Python's resource tracker, which then unlinks what they held."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in argument for argument in child.cmdline()):
+                child.kill()
+
+
 async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
     """Take the signals from `serve_http`, which cannot say whether a signal or the engine's death ended it.
 
@@ -162,8 +170,31 @@ async def _heartbeat(client: AsyncLLM, status: RoleStatus) -> None:
         await asyncio.sleep(HEARTBEAT_S)
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _signals_end_the_start(status: RoleStatus) -> Iterator[None]:
+    """The engine starts in one long call, in which no Python signal handler runs: a thread sees the signal instead."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno())
+    thread = threading.Thread(target=_await_signal, args=(reader, status), name="start-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _await_signal(reader: socket.socket, status: RoleStatus) -> None:
+    """Ends with the process at the first SIGTERM or SIGINT, or when the start is over."""
+    while number := reader.recv(1):
+        if number[0] in (signal.SIGTERM, signal.SIGINT):
+            log.info("event=start_ended_by_signal signal=%d", number[0])
+            _kill_engine()
+            status.close("done")
+            os._exit(0)
 
 
 def _end_broken() -> None:

@@ -1,5 +1,15 @@
-"""Entry point ``vllm.general_plugins``: makes our staged weight-transfer engine known to vLLM in every process."""
+"""Entry point ``vllm.general_plugins``: runs in every process of a vLLM server, first of all.
 
+Makes our staged weight-transfer engine known to vLLM, and ties the processes of OUR servers to their parent: killed
+with SIGKILL, vLLM's front would leave its engine behind with memory and cores.
+"""
+
+import multiprocessing
+import os
+import signal
+
+CHILD_VARIABLE = "PIPELINERL_END_WITH_PARENT"
+"""Set by `pipelinerl.inference`; other users of vLLM in the same environment are left alone."""
 ENGINE = "pipelinerl.weights.worker"
 BACKENDS = {"gloo": "gloo", "nccl": "staged_nccl", "ipc": "staged_ipc"}
 """Our backend → name in vLLM's registry (`nccl` and `ipc` are taken by vLLM's own engines, which do not stage)."""
@@ -9,6 +19,10 @@ def register() -> None:
     """Register once per process; vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from pipelinerl.observability.role import die_with_parent
+
+    if os.environ.get(CHILD_VARIABLE) and multiprocessing.parent_process() is not None:
+        die_with_parent(signal.SIGKILL)
     for name in BACKENDS.values():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, ENGINE, "StagedWeightTransferEngine")

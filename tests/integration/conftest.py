@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -104,7 +105,7 @@ def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides:
             *overrides,
         ],
     )
-    (run_dir / "conf").mkdir(parents=True)
+    (run_dir / "conf").mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
     port = free_port()
     cores = (sorted(os.sched_getaffinity(0))[0],)
@@ -125,8 +126,7 @@ def running_server(
     run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()
 ) -> Iterator[RunningServer]:
     """Start, wait until it answers, stop with SIGTERM and require exit code 0."""
-    with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time():
         server = start_server(run_dir, write_run(run_dir, model, kind=kind, overrides=overrides))
         try:
             wait_until_up(server)
@@ -140,6 +140,13 @@ def running_server(
                 server.process.wait()
                 code = None
         assert code == 0, f"exit code {code} after SIGTERM:\n{server.log()[-3000:]}"
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    with open(LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def start_server(run_dir: Path, job: Job, secret: str | None = None) -> RunningServer:
@@ -173,6 +180,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, message: Callable[
     while not condition():
         assert time.monotonic() < deadline, message()
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def serving() -> SimpleNamespace:
+    """The helpers of this file, for tests that start and end servers themselves."""
+    return SimpleNamespace(
+        lock=one_at_a_time, write_run=write_run, start=start_server, wait_until_up=wait_until_up, wait_for=wait_for
+    )
 
 
 @pytest.fixture(scope="session")

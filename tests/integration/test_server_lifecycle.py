@@ -1,0 +1,51 @@
+"""How a server process ends: asked to, or because its engine died."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def engine_of(server: Any) -> psutil.Process | None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return next((child for child in children if "EngineCore" in child.name()), None)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
+    tmp_path: Path, tiny_qwen2: Path, serving: Any
+) -> None:
+    with serving.lock():
+        server = serving.start(tmp_path, serving.write_run(tmp_path, tiny_qwen2))
+        serving.wait_for(lambda: engine_of(server) is not None, 200, server.log)
+        engine = engine_of(server)
+        assert engine is not None
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(timeout=8) == 0, server.log()[-3000:]
+        serving.wait_for(lambda: is_gone(engine.pid), 10, server.log)
+
+
+def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_leaves_no_engine(
+    tmp_path: Path, tiny_qwen2: Path, serving: Any
+) -> None:
+    with serving.lock():
+        for victim in ("engine", "front"):
+            run_dir = tmp_path / victim
+            server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2))
+            serving.wait_until_up(server)
+            engine = engine_of(server)
+            assert engine is not None
+            os.kill(engine.pid if victim == "engine" else server.process.pid, signal.SIGKILL)
+            code = server.process.wait(timeout=60)
+            assert code != 0
+            if victim == "engine":
+                assert "the server ended without being asked to" in server.log()
+            serving.wait_for(lambda pid=engine.pid: is_gone(pid), 30, server.log)
