@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +70,8 @@ class Blow:
     strike: Strike
     pid: int
     time: float
-    recovery_s: float
+    recovery_s: float | None
+    """None: the run ended before the job moved again (another server did its work)."""
 
 
 @dataclass(kw_only=True)
@@ -106,14 +108,15 @@ def run_struck(
             command(run_dir, f"finetune.max_train_steps={steps}", *overrides), stdout=stream, stderr=stream
         )
         try:
-            blows = [make_strike(run_dir, process, strike, started + timeout_s) for strike in strikes]
-            code = process.wait(max(started + timeout_s - time.time(), 1.0))
+            with ThreadPoolExecutor() as watchers:
+                blows = [make_strike(run_dir, process, strike, started + timeout_s, watchers) for strike in strikes]
+                code = process.wait(max(started + timeout_s - time.time(), 1.0))
         except subprocess.TimeoutExpired:
             blows, code = [], -1
         finally:
             stop(process)
     outcome = Outcome(exit_code=code, seconds=time.time() - started, output=output.read_text(errors="replace"))
-    outcome.blows = [blow for blow in blows if blow is not None]
+    outcome.blows = [watcher.result() for watcher in blows if watcher]
     check(run_dir, outcome, len(strikes), steps, min_success)
     return outcome
 
@@ -133,8 +136,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def make_strike(run_dir: Path, launcher: subprocess.Popen[bytes], strike: Strike, deadline: float) -> Blow | None:
-    """Wait for the moment, strike, wait for the job's next progress; None when the run ended before."""
+def make_strike(
+    run_dir: Path, launcher: subprocess.Popen[bytes], strike: Strike, deadline: float, watchers: ThreadPoolExecutor
+) -> Future[Blow] | None:
+    """Wait for the moment, strike, have the job's next progress watched; None when the run ended before."""
     if not await_moment(run_dir, launcher, strike, deadline):
         return None
     status = read_statuses(run_dir).get(strike.job)
@@ -152,8 +157,7 @@ def make_strike(run_dir: Path, launcher: subprocess.Popen[bytes], strike: Strike
         if strike.thaw_s is not None:
             time.sleep(strike.thaw_s)
             send(frozen, signal.SIGCONT)
-    moved = await_progress(run_dir, launcher, status, strike, struck, deadline)
-    return Blow(strike=strike, pid=pid, time=struck, recovery_s=moved - struck) if moved else None
+    return watchers.submit(await_progress, run_dir, launcher, status, strike, pid, struck, deadline)
 
 
 def processes_of(status: StatusRecord) -> list[int]:
@@ -195,18 +199,19 @@ def await_progress(
     launcher: subprocess.Popen[bytes],
     before: StatusRecord,
     strike: Strike,
+    pid: int,
     struck: float,
     deadline: float,
-) -> float | None:
-    """When the job moved again: its new process, or the thawed one."""
+) -> Blow:
+    """Watch until the job moves again, its new process or the thawed one, or the run ends."""
     thawed = strike.action == "freeze" and strike.thaw_s is not None
     since = struck + (strike.thaw_s or 0.0)
     while launcher.poll() is None and time.time() < deadline:
         now = read_statuses(run_dir).get(before.job)
         if now and now.progress_count and now.progress_at > since and (thawed or now.pid != before.pid):
-            return now.progress_at
+            return Blow(strike=strike, pid=pid, time=struck, recovery_s=now.progress_at - struck)
         time.sleep(POLL_S)
-    return None
+    return Blow(strike=strike, pid=pid, time=struck, recovery_s=None)
 
 
 def check(run_dir: Path, outcome: Outcome, num_strikes: int, steps: int, min_success: float) -> None:
@@ -215,7 +220,7 @@ def check(run_dir: Path, outcome: Outcome, num_strikes: int, steps: int, min_suc
     if outcome.exit_code != 0:
         problems.append(f"exit code {outcome.exit_code}")
     if len(outcome.blows) != num_strikes:
-        problems.append(f"{len(outcome.blows)} of {num_strikes} strikes were made and recovered from")
+        problems.append(f"{len(outcome.blows)} of {num_strikes} strikes were made")
     book = ledger.read(run_dir)
     outcome.trained = book.counts().get("trained", 0)
     problems += book.violations
@@ -292,7 +297,7 @@ def run_campaign(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         )
         result = {name: value for name, value in asdict(outcome).items() if name != "output"}
         results.append({"role": role, "passed": not outcome.problems} | result)
-        times = ", ".join(f"{blow.recovery_s:.1f} s" for blow in outcome.blows)
+        times = ", ".join(f"{blow.recovery_s:.1f} s" for blow in outcome.blows if blow.recovery_s is not None)
         print(
             f"run {index}: {strike.action} {role} after step {strike.step}: "
             f"{'; '.join(outcome.problems) or 'passed'}; recovery {times or '-'}, stall {outcome.stall_s:.1f} s, "
@@ -309,7 +314,8 @@ def recovery_by_role(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, f
     times: dict[str, list[float]] = {}
     for result in results:
         for blow in result["blows"]:
-            times.setdefault(result["role"], []).append(blow["recovery_s"])
+            if blow["recovery_s"] is not None:
+                times.setdefault(result["role"], []).append(blow["recovery_s"])
     return {
         role: {"runs": len(values), "median_s": sorted(values)[len(values) // 2], "max_s": max(values)}
         for role, values in times.items()
