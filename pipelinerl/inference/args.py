@@ -63,7 +63,6 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": job.hostname,
         CHILD_VARIABLE: "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",  # longer than any client's: no request meets a closing connection
     }
     if job.kind == "preprocessor_llm":
         env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no position beyond the model's own is ever computed

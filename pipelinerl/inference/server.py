@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 GRACEFUL_S = 1
 """Seconds that requests under way get when the server is asked to end."""
+KEEP_ALIVE_S = 300
+"""Longer than any client keeps an idle connection, so that no request meets one that is being closed."""
 FATAL_EXIT = 70
 
 
@@ -124,6 +126,7 @@ async def _serve_engine(
             port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACEFUL_S,
         )
     finally:
