@@ -13,7 +13,8 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.losses import LossSettings, SequenceGroup
+from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.records import MicroBatch
 
 
@@ -28,11 +29,16 @@ class BatchRules:
     tokens_per_attention_unit: int
     pad_id: int = 0
     float_dtype: torch.dtype = torch.float32
+    sequence: SequenceGroup | None = None
+    """Ranks that share each micro-batch."""
 
 
 def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
     """Check and convert one record."""
     index = check_record(record, rules.vocab_size, rules.max_lag_steps)
+    if rules.sequence is not None:
+        whole = to_batch(record, index, device, rows=False, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
+        return slice_batch(whole, rules.sequence)
     rows = rules.allow_rows and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit)
     return to_batch(record, index, device, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
 

@@ -50,6 +50,8 @@ class Batch:
     segment_rewards_S: Tensor
     num_tokens: int
     """T"""
+    all_position_ids: Tensor | None = None
+    """int64 [1, T]: those of all ranks that share this micro-batch; None = no other rank has a part of it."""
 
     @property
     def num_trained(self) -> int:

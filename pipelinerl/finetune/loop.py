@@ -34,6 +34,7 @@ from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
 from pipelinerl.finetune.rl.losses import settings_at
 from pipelinerl.finetune.saving import resume, save
+from pipelinerl.finetune.sequence import make_sequence_group
 from pipelinerl.finetune.updates import WeightUpdates
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
@@ -230,6 +231,10 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine, its attention verified."""
     finetune = cfg.finetune
     name = choose_engine(cfg, world_size)
+    if world_size % finetune.seq_parallel:
+        raise ConfigError(
+            f"finetune.seq_parallel is {finetune.seq_parallel}: it must divide the {world_size} trainer ranks"
+        )
     join_ranks(name, world_size, device)
     policy = Policy(
         load_lm(cfg.model_path, cfg, device),
@@ -238,6 +243,7 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
+        sequence=make_sequence_group(finetune.seq_parallel),
     )
     engine = build_engine(name, policy, cfg, device)
     verify_packing(engine, finetune.attn_implementation)
@@ -265,6 +271,7 @@ def make_rules(policy: Policy, cfg: Config) -> BatchRules:
         max_lag_steps=cfg.max_lag_steps,
         allow_rows="flash" not in config._attn_implementation,
         tokens_per_attention_unit=6 * config.hidden_size,
+        sequence=policy.sequence,
     )
 
 

@@ -19,7 +19,8 @@ from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
-from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, SequenceGroup, TokenInputs
+from pipelinerl.finetune.sequence import ATTENTION, register_attention, set_layout
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +61,17 @@ class Policy(nn.Module):
         fp32_head: bool = True,
         value_loss_coef: float | None = None,
         lora_scaling: float = 0.0,
+        sequence: SequenceGroup | None = None,
     ):
-        """``value_loss_coef`` None: no value head. ``lora_scaling``: factor of the adapters, α/r."""
+        """``value_loss_coef`` None: no value head. ``lora_scaling``: factor of the adapters, α/r. ``sequence``: ranks
+        that share each micro-batch; the model then attends with ``sequence.ATTENTION``."""
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
             lm.set_output_embeddings(OutputHead.wrap(head))
         self.lm = lm
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
-        self.value_loss_coef, self.lora_scaling = value_loss_coef, lora_scaling
+        self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -86,6 +89,9 @@ class Policy(nn.Module):
 
         Engines gather sharded parameters in here only.
         """
+        if self.sequence is not None:
+            whole = None if isinstance(batch, Tokens) else batch.all_position_ids
+            set_layout(batch.position_ids, whole, self.sequence)
         hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
         if isinstance(batch, Tokens):
             return hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N)
@@ -140,6 +146,9 @@ def choose_attention(requested: str, cuda: bool) -> str:
 def load_lm(source: str | Path, cfg: Config, device: torch.device) -> nn.Module:
     """The causal LM at ``source`` in float32 (engines narrow it), ready for training."""
     attention = choose_attention(cfg.finetune.attn_implementation, device.type == "cuda")
+    if cfg.finetune.seq_parallel > 1:
+        register_attention()
+        attention = ATTENTION
     lm = AutoModelForCausalLM.from_pretrained(
         str(source),
         dtype=torch.float32,

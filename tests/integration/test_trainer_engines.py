@@ -151,3 +151,17 @@ def test_saved_on_two_ranks_resumed_by_another(
     for mine, theirs in zip(ours, runs.metrics("ddp", 1)[HALF:], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "gspo"])
+def test_two_ranks_sharing_each_sequence_have_the_losses_of_one(loss: str, model: Path, tmp_path: Path) -> None:
+    overrides = [f"finetune.rl.policy_loss={loss}", "finetune.rl.entropy_bonus=0.01", "finetune.head_chunk_tokens=8"]
+    overrides += ["finetune.rl.sequence_tis=2.0"] if loss == "gspo" else []
+    shared = [*overrides, "finetune.seq_parallel=2", "finetune.gradient_checkpointing=true"]
+    expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], overrides=overrides)
+    ours = run_ranks(tmp_path / "two.json", 2, "ddp", model, steps=[0, 6], overrides=shared)
+    for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "reward", "clip_fraction", "sequences"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["input_tokens"] == theirs["input_tokens"]

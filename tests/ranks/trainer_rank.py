@@ -30,7 +30,7 @@ SAMPLES, VOCAB, MICRO_BATCHES = 12, 64, 4
 
 
 def records_of(step: int, rank: int, world_size: int) -> list[MicroBatch]:
-    """This rank's share of the step's micro-batches; the whole is the same for every number of ranks."""
+    """Rank ``rank``'s share of the step's micro-batches; the whole is the same for every number of ranks."""
     samples = make_samples(0, SAMPLES, vocab_size=VOCAB, lengths=(5, 12), step=step, max_lag=2)
     owners = [number % world_size for number in range(MICRO_BATCHES)]
     records = pack(samples, split_evenly(SAMPLES, MICRO_BATCHES), step, rank_of=owners)
@@ -58,7 +58,8 @@ def main(job: dict[str, Any]) -> None:
         assert resume(engine, Path(job["load"])) is not None
     metrics = []
     for step in range(*job["steps"]):
-        records = records_of(step, rank, world_size)
+        sharing = cfg.finetune.seq_parallel
+        records = records_of(step, rank // sharing, world_size // sharing)
         settings = settings_at(cfg.finetune.rl, step, 100)
         metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step)))
         if step + 1 == job.get("save_at"):

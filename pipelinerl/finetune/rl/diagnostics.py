@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.finetune.rl.losses import LossSettings, clipped_tokens, kl_k3
+from pipelinerl.finetune.rl.losses import LossSettings, clipped_tokens, kl_k3, segment_sum
 
 if TYPE_CHECKING:
     from pipelinerl.finetune.data import Batch
@@ -67,9 +67,10 @@ class StepDiagnostics:
         logprobs_K, entropy_K = output.logprobs_K, output.entropy_K
         log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
         ratio_K = log_ratio_K.exp()
-        counts_S = torch.bincount(inputs.segments_K, minlength=inputs.num_segments)
-        trained_S = counts_S > 0
-        sums_S = log_ratio_K.new_zeros(inputs.num_segments).index_add_(0, inputs.segments_K, log_ratio_K)
+        counts_S = segment_sum(torch.ones_like(log_ratio_K), inputs)
+        sums_S = segment_sum(log_ratio_K, inputs)
+        first = inputs.group is None or inputs.group.index == 0
+        trained_S = (counts_S > 0) & first
         sequence_ratio_S = torch.where(trained_S, sums_S.exp(), 0.0)
         lag_K = lags.lag_K.double()
         fresh_K = lags.lag_K == 0
@@ -95,7 +96,7 @@ class StepDiagnostics:
                 lags.in_flight_K.double().sum(),
                 fresh_K.sum().double(),
                 batch.segment_rewards_S.double()[trained_S].sum(),
-                torch.full_like(zero, batch.num_tokens),
+                torch.full_like(zero, batch.num_tokens if first else 0),
                 torch.full_like(zero, batch.input_ids.numel()),
             ]
         )

@@ -27,6 +27,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def all_at_once(self) -> bool:
+        """True when it must be called exactly once, even for no tokens, because other ranks take part."""
+        ...
+
+    @property
     def uses_entropy(self) -> bool:
         """False promises that the loss has no gradient with respect to the entropy."""
         ...
@@ -244,7 +249,7 @@ def _forward(
     total, objective, temperature = targets_K.shape[0], options.objective, options.temperature
     assert objective is not None
     ahead = None
-    if objective.sequence_level and total > options.chunk:
+    if objective.all_at_once or (objective.sequence_level and total > options.chunk):
         logprobs_K, entropy_K = _logprobs(operands, targets_K, temperature, options.chunk)
         loss, *ahead = _objective_gradients(objective, logprobs_K, entropy_K, 0)
     else:

@@ -9,8 +9,10 @@ Shapes: K trained tokens of one micro-batch, S its segments (a segment is one tr
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipelinerl.config.sections import RLSection
@@ -55,6 +57,33 @@ def settings_at(rl: RLSection, step: int, max_train_steps: int) -> LossSettings:
     )
 
 
+@dataclass(frozen=True)
+class SequenceGroup:
+    """Ranks that share the tokens of a micro-batch (`finetune.seq_parallel`)."""
+
+    group: dist.ProcessGroup
+    index: int
+    """This rank's place, and that of its slice."""
+    size: int
+
+
+class _GroupSum(torch.autograd.Function):
+    """Sum over the ranks of a group; every rank's loss depends on it, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
     """Constants of the trained tokens of one micro-batch."""
@@ -68,6 +97,8 @@ class TokenInputs:
     """int64, ascending: index of the token's segment."""
     num_segments: int
     ref_logprobs_K: Tensor | None = None
+    group: SequenceGroup | None = None
+    """Ranks that hold the other tokens of these segments; None = all are here."""
 
     def __getitem__(self, rows: slice) -> "TokenInputs":
         ref = self.ref_logprobs_K
@@ -78,12 +109,14 @@ class TokenInputs:
             segments_K=self.segments_K[rows],
             num_segments=self.num_segments,
             ref_logprobs_K=None if ref is None else ref[rows],
+            group=self.group,
         )
 
 
-def _segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
-    """[S] sums over the trained tokens of each segment."""
-    return values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)
+def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
+    """[S] sums over the trained tokens of each segment. Collective within the inputs' group."""
+    sums_S = values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)
+    return sums_S if inputs.group is None else _GroupSum.apply(sums_S, inputs.group.group)
 
 
 def _exp(log_K: Tensor) -> Tensor:
@@ -114,8 +147,8 @@ def _gspo(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> Te
 def _sequence_mean_log_ratio(logprobs_K: Tensor, inputs: TokenInputs) -> Tensor:
     """[K] mean log-ratio of the token's sequence."""
     log_ratio_K = logprobs_K - inputs.sampler_logprobs_K
-    counts_S = _segment_sum(torch.ones_like(log_ratio_K), inputs).clamp(min=1.0)
-    return (_segment_sum(log_ratio_K, inputs) / counts_S)[inputs.segments_K]
+    counts_S = segment_sum(torch.ones_like(log_ratio_K), inputs).clamp(min=1.0)
+    return (segment_sum(log_ratio_K, inputs) / counts_S)[inputs.segments_K]
 
 
 def _decoupled_ppo(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> Tensor:
@@ -145,13 +178,13 @@ def correction_weights(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSe
     if settings.token_mis is not None:
         factors.append(_masked(log_ratio_K, settings.token_mis))
     if settings.sequence_tis is not None or settings.sequence_mis is not None:
-        log_ratio_S = _segment_sum(log_ratio_K, inputs)
+        log_ratio_S = segment_sum(log_ratio_K, inputs)
         if settings.sequence_tis is not None:
             factors.append(_truncated(log_ratio_S, settings.sequence_tis)[inputs.segments_K])
         if settings.sequence_mis is not None:
             factors.append(_masked(log_ratio_S, settings.sequence_mis)[inputs.segments_K])
     if settings.veto is not None:
-        vetoed_S = _segment_sum((log_ratio_K < math.log(settings.veto)).to(log_ratio_K.dtype), inputs) > 0
+        vetoed_S = segment_sum((log_ratio_K < math.log(settings.veto)).to(log_ratio_K.dtype), inputs) > 0
         factors.append((~vetoed_S).to(log_ratio_K.dtype)[inputs.segments_K])
     if not factors:
         return None
@@ -209,8 +242,10 @@ class PolicyObjective:
     settings: LossSettings
     sequence_level: bool = field(init=False)
     uses_entropy: bool = field(init=False)
+    all_at_once: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "all_at_once", self.settings.sequence_level and self.inputs.group is not None)
         object.__setattr__(self, "sequence_level", self.settings.sequence_level)
         object.__setattr__(self, "uses_entropy", self.settings.entropy_bonus != 0.0)
 
