@@ -4,8 +4,8 @@
 
 Both sides run the same model on the same token grid (`packed`, or one document per row) with every token trained. The
 bare side materialises the logits and does nothing else; ours checks the record, computes the policy loss with KL and
-entropy terms, all diagnostics and the chunked float32 head. Neither includes the optimizer's update. The two take turns,
-and medians are compared. On a shared machine compare CPU time instead: `--clock cpu`.
+entropy terms, all diagnostics and the chunked float32 head. Neither includes the optimizer's update. The two take
+turns, and medians are compared. On a shared machine compare CPU time instead: `--clock cpu`.
 """
 
 import argparse

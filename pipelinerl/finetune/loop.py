@@ -233,7 +233,7 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     name = choose_engine(cfg, world_size)
     if world_size % finetune.seq_parallel:
         raise ConfigError(
-            f"finetune.seq_parallel is {finetune.seq_parallel}: it must divide the {world_size} trainer ranks"
+            f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"
         )
     join_ranks(name, world_size, device)
     policy = Policy(

@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a group share one micro-batch, each holding a slice of its tokens.
 
-Everything in a transformer works token by token except attention, so each rank computes its slice and gathers only keys
-and values of all slices (as Llama 3's context parallelism does, arXiv:2407.21783 §3.3.2). The loss of a token is computed
-where its predecessor lies; sums over a sequence are taken over the group. Gradients add up over all ranks as always.
+Everything in a transformer works token by token except attention, so each rank computes its slice and gathers only the
+keys and values of all slices (as the context parallelism of Llama 3, arXiv:2407.21783 §3.3.2). A token's loss is
+computed where its predecessor lies; sums over a sequence are taken over the group. Gradients add up over all ranks.
 
 Shapes: T tokens of the micro-batch, padded to a multiple of the group's size; L = T / size tokens of a rank.
 """
@@ -122,7 +122,7 @@ def sequence_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: local queries [1, heads, L, D] see keys and values of the whole micro-batch."""
+    """transformers' attention interface: local queries [1, heads, L, D] see the keys and values of all ranks."""
     assert _layout is not None, "set_layout() comes before the forward pass"
     if _layout.group is not None:
         key, value = _Gather.apply(key, _layout.group), _Gather.apply(value, _layout.group)
