@@ -47,6 +47,7 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job) -> tuple[str, ...]:
     """
     user = _normalized(cfg.vllm_config.vllm_kwargs)
     _refuse_reserved(user, job)
+    _refuse_compiled_policy(user, world, job)
     settings = _defaults(cfg, world, job) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
         settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
@@ -134,6 +135,14 @@ def _refuse_reserved(user: Mapping[str, Any], job: Job) -> None:
         raise ConfigError(
             "`vllm_config.vllm_kwargs.enable-prefix-caching` is on, but a cached prompt keeps keys and values of "
             "older weights after an update in flight: remove it"
+        )
+
+
+def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) -> None:
+    if world.accelerator == "cpu" and job.kind == "actor_llm" and user.get("enforce-eager") is False:
+        raise ConfigError(
+            "`vllm_config.vllm_kwargs.enforce-eager` is false, but on CPU the packed weights are replaced by reference, "
+            "which compiled code is not known to follow: remove it"
         )
 
 

@@ -56,32 +56,36 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """NCCL through vLLM's communicator wrapper (both ends then have vLLM's GPU build installed)."""
+    """NCCL through vLLM's communicator (both ends have vLLM's GPU build installed).
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float):
+    The communicator's id travels through the store as the 128 bytes that it is: vLLM's own rendezvous would pickle it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self.device = device
-        group = StatelessProcessGroup(
-            rank=rank, world_size=world_size, store=store, socket=None, data_expiration_seconds=int(timeout_s) + 1
-        )
-        with torch.cuda.device(device):
-            self._communicator = PyNcclCommunicator(group, device=device)
-            self._stream = torch.cuda.Stream(device)
+        self._rank = rank
+        if rank == 0:
+            store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+        self._communicator = PyNcclCommunicator.from_unique_id_bytes(store.get("nccl_id"), rank, world_size, device)
+        self._stream = torch.cuda.Stream(device)
 
     def broadcast(self, buffer: torch.Tensor, deadline: float, check: Callable[[], None]) -> None:
-        staged = buffer.to(self.device, non_blocking=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._communicator.broadcast(staged, src=0, stream=self._stream)
-        done = torch.cuda.Event()
-        done.record(self._stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            on_device = buffer if buffer.is_cuda else torch.empty_like(buffer, device=self.device)
+            if self._rank == 0:
+                on_device.copy_(buffer, non_blocking=True)
+            self._communicator.broadcast(on_device, src=0, stream=self._stream)
+            if self._rank != 0 and on_device is not buffer:
+                buffer.copy_(on_device, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
         while not done.query():
             check()
             remaining(deadline)
             time.sleep(POLL_S)
-        if staged is not buffer:
-            buffer.copy_(staged)
 
 
 class IpcGroup:
@@ -176,7 +180,7 @@ def join(
     if spec.backend == "gloo":
         return GlooGroup(scoped, rank, spec.world_size, local_address(spec.host, spec.port), timeout_s)
     if spec.backend == "nccl":
-        return NcclGroup(scoped, rank, spec.world_size, device, timeout_s)
+        return NcclGroup(scoped, rank, spec.world_size, device)
     return IpcGroup(scoped, rank, spec.world_size, device)
 
 

@@ -152,7 +152,7 @@ class WeightSender:
         delta: bool = False,
     ):
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_mb << 20, timeout_s
-        self._host, self._device, self._delta = host, torch.device(device), delta
+        self._host, self._device, self._delta = host, _indexed(torch.device(device)), delta
         headers = {"Authorization": f"Bearer {secret}"}
         self._links = {
             server.name: Link(
@@ -449,6 +449,13 @@ class WeightSender:
                 link.drop()
             if not link.in_service:
                 link.is_up = version not in (None, GONE) and not link.is_expelled
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Communicators compare devices with their number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _version_of(link: Link) -> str | None:

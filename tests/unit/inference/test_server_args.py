@@ -131,6 +131,7 @@ def test_users_kwargs_win_in_any_spelling() -> None:
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
         ("+vllm_config.vllm_kwargs.max-model-len=5", "twice"),
         ("weights.backend=nccl", "CPU world"),
+        ("+vllm_config.vllm_kwargs.enforce-eager=false", "packed weights"),
     ],
 )
 def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: str) -> None:
