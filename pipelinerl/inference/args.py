@@ -141,7 +141,7 @@ def _refuse_reserved(user: Mapping[str, Any], job: Job) -> None:
 def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) -> None:
     if world.accelerator == "cpu" and job.kind == "actor_llm" and user.get("enforce-eager") is False:
         raise ConfigError(
-            "`vllm_config.vllm_kwargs.enforce-eager` is false, but on CPU the packed weights are replaced by reference, "
+            "`vllm_config.vllm_kwargs.enforce-eager` is false, but on CPU packed weights are replaced by reference, "
             "which compiled code is not known to follow: remove it"
         )
 
