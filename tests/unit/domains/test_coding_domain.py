@@ -1,0 +1,191 @@
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from pipelinerl.domains.coding import generate_rollout
+from pipelinerl.domains.coding import rollouts as rollouts_module
+from pipelinerl.domains.coding.fusion import SandboxFusion
+from pipelinerl.domains.coding.judge import TestSuite, extract_code, judge, same_text, same_value
+from pipelinerl.errors import DomainError, VerifierError
+from pipelinerl.sandbox import Outcome, Sandbox
+from pipelinerl.testing import run_rollout
+
+REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
+SQUARE = {"inputs": ["2\n", "3\n", "-1\n"], "outputs": ["4\n", "9\n", "1\n"]}
+CALLS = {"inputs": [[2, 3], [0, 0]], "outputs": [5, 0], "fn_name": "add"}
+
+
+def run_plainly(code: str, stdin: str) -> Outcome:
+    done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True)
+    return Outcome(ended="exited", exit_code=done.returncode, seconds=0, stdout=done.stdout, stderr=done.stderr)
+
+
+class Plain:
+    """Runs harmless programs without isolation."""
+
+    async def run_python(self, code, stdins, *, stop_on_failure=False):
+        return [run_plainly(code, stdin) for stdin in stdins]
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "status", "score"),
+    [
+        (SQUARE, "print(int(input()) ** 2)", "correct", 1),
+        (SQUARE, "print(abs(int(input())) ** 2 if 1 else 0)", "correct", 1),
+        (SQUARE, "n = int(input()); print(n * n if n > 0 else 0)", "wrong", 2 / 3),
+        (SQUARE, "raise ValueError", "wrong", 0),
+        (SQUARE, "print(int(input()) ** 2", "unparsable", 0),
+        (CALLS, "def add(a, b): return a + b", "correct", 1),
+        (CALLS, "class Solution:\n    def add(self, a, b): return a + b", "correct", 1),
+        (CALLS, "def add(a, b):\n    print('noise'); return a + b", "correct", 1),
+        (CALLS, "def add(a, b): return a * b", "wrong", 0.5),
+        (CALLS, "def add(a, b): return {1}", "wrong", 0),
+        (CALLS, "def sub(a, b): return a", "wrong", 0),
+        (CALLS, "def add(a, b): return object()", "wrong", 0),
+    ],
+)
+async def test_programs_are_judged_on_their_tests(tests, code, status, score):
+    verdict = await judge(fenced(code), TestSuite.from_problem(tests), Plain())
+    assert (verdict.status, verdict.score) == (status, pytest.approx(score))
+
+
+async def test_expected_outputs_never_reach_the_program():
+    seen: list[Any] = []
+
+    class Watch(Plain):
+        async def run_python(self, code, stdins, *, stop_on_failure=False):
+            seen.append((code, stdins))
+            return await super().run_python(code, stdins)
+
+    await judge(fenced("print(input())"), TestSuite.from_problem({"inputs": ["a"], "outputs": ["SECRET"]}), Watch())
+    assert "SECRET" not in repr(seen)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\n```bash\nb\n```", "a\n"),
+        ("```python\na", None),
+        ("none", None),
+    ],
+)
+def test_last_closed_python_block_is_the_program(text, code):
+    assert extract_code(text) == code
+
+
+def test_many_open_fences_take_linear_time():
+    assert extract_code("```python\n" * 20_001) is not None
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2 \n\n", "1 2\n", True),
+        ("0.3333333", "0.33333333", True),
+        ("0.34", "0.33", False),
+        ("1", "1.0", True),
+        ("1.0", "1", False),
+        ("a\nb", "a b", False),
+        ("nan", "1.5", False),
+        ("", "", True),
+    ],
+)
+def test_texts_are_compared_by_lines_and_decimals_by_value(actual, expected, same):
+    assert same_text(actual, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        ([1, [2]], [1, [2]], True),
+        (1, 1.0, True),
+        (1.0, 1, False),
+        (True, 1, False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, True),
+        ([1], [1, 2], False),
+        (None, None, True),
+        ("1", 1, False),
+    ],
+)
+def test_values_are_compared_by_type_and_floats_with_tolerance(actual, expected, same):
+    assert same_value(actual, expected) is same
+
+
+@pytest.mark.parametrize("name", ["add; import os", "1", ""])
+def test_function_name_must_be_a_name(name):
+    with pytest.raises(DomainError, match="fn_name"):
+        TestSuite.from_problem({"inputs": [1], "outputs": [1], "fn_name": name})
+
+
+@pytest.mark.parametrize(("partial", "reward"), [(True, 2 / 3), (False, 0.0)])
+async def test_partial_credit_is_the_configurations_choice(monkeypatch, partial, reward):
+    monkeypatch.setattr(rollouts_module, "runner_of", lambda cfg, session: Plain())
+    cfg = {"rewards": REWARDS, "environment": {"partial_credit": partial}}
+    reply = fenced("n = int(input()); print(n * n if n > 0 else 0)")
+    result = await run_rollout(generate_rollout, {"task": "Square.", "tests": SQUARE}, [reply], cfg)
+    assert result.metrics.reward == pytest.approx(reward)
+
+
+async def test_endpoint_of_configuration_or_environment_chooses_sandbox_fusion(monkeypatch):
+    from omegaconf import OmegaConf
+
+    async with ClientSession() as session:
+        empty = OmegaConf.create({"sandbox_endpoint": None})
+        monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+        assert isinstance(rollouts_module.runner_of(empty, session), Sandbox)
+        monkeypatch.setenv("SANDBOX_ENDPOINT", "http://x")
+        assert isinstance(rollouts_module.runner_of(empty, session), SandboxFusion)
+        monkeypatch.delenv("SANDBOX_ENDPOINT")
+        given = OmegaConf.create({"sandbox_endpoint": "http://y"})
+        assert isinstance(rollouts_module.runner_of(given, session), SandboxFusion)
+
+
+async def fusion(answers: list[dict[str, Any]], stdins: list[str]) -> list[Outcome]:
+    """Asks a fake SandboxFusion."""
+
+    async def run_code(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["language"] == "python"
+        return web.json_response(answers.pop(0))
+
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with ClientSession() as session:
+            endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+            return await SandboxFusion(endpoint, session).run_python("code", stdins)
+    finally:
+        await runner.cleanup()
+
+
+def answer(status: str, code: int | None, stdout: str = "") -> dict[str, Any]:
+    return {"status": "Success", "run_result": {"status": status, "return_code": code, "stdout": stdout, "stderr": ""}}
+
+
+async def test_sandbox_fusion_answers_become_outcomes():
+    good, late = answer("Finished", 0, "4\n"), answer("TimeLimitExceeded", None)
+    outcomes = await fusion([good, late], ["2", "3", "4"])
+    assert [(o.ended, o.stdout) for o in outcomes] == [("exited", "4\n"), ("time", "")]
+
+
+async def test_sandbox_error_is_repeated_and_then_a_verifier_error(monkeypatch):
+    monkeypatch.setattr("pipelinerl.domains.coding.fusion.FIRST_DELAY_S", 0.001)
+    failed = {"status": "SandboxError", "message": "no container"}
+    (outcome,) = await fusion([failed, answer("Finished", 0, "ok")], [""])
+    assert outcome.stdout == "ok"
+    with pytest.raises(VerifierError, match="no container"):
+        await fusion([dict(failed) for _ in range(9)], [""])
