@@ -110,7 +110,7 @@ def compare_numbers(answer: str, reference: str) -> bool | None:
         return None
     if left == right:
         return True
-    return False if abs(left - right) > CLEARLY_DIFFERENT * max(1, abs(right)) else None
+    return False if abs(left - right) > CLEARLY_DIFFERENT * max(Fraction(1), abs(right)) else None
 
 
 def plain_number(text: str) -> Fraction | None:

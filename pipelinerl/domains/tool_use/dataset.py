@@ -55,7 +55,7 @@ def generate(name: str, count: int, num_terms: int, max_number: int, seed: int) 
         raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")
     held_out = name == "test"
     rng = Random("test" if held_out else f"train {seed}")
-    problems = []
+    problems: list[dict[str, Any]] = []
     while len(problems) < count:
         expression = draw_expression(rng, num_terms, max_number)
         if (zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0) == held_out:
