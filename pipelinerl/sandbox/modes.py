@@ -17,6 +17,8 @@ import sysconfig
 from pathlib import Path
 
 INSIDE = Path(__file__).parent / "inside"
+WORK = "/sandbox"
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 MODES = ("bwrap", "namespaces", "landlock")
 FIRST_UID, NUM_UIDS = 260_000, 60_000
 
@@ -41,15 +43,18 @@ def bwrap_command(disk_mb: int) -> list[str]:
     executable = shutil.which("bwrap")
     if executable is None:
         raise FileNotFoundError("bwrap is not installed")
-    command = [executable, "--unshare-all", "--die-with-parent", "--new-session"]
+    command = [executable, "--die-with-parent", "--new-session"]
+    command += [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts")]
     if os.geteuid() == 0:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN"):
             command += ["--cap-add", capability]
-    for path in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", *readable_paths()):
-        command += ["--ro-bind-try", path, path]
     size = str(disk_mb << 20)
+    for path in ("/tmp", WORK):
+        command += ["--size", size, "--tmpfs", path]
+    for path in (*SYSTEM_PATHS, *readable_paths()):
+        command += ["--ro-bind-try", path, path]
     command += ["--ro-bind", str(INSIDE), str(INSIDE), "--proc", "/proc", "--dev", "/dev"]
-    return [*command, "--size", size, "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/work", "--chdir", "/work"]
+    return [*command, "--remount-ro", "/", "--chdir", WORK]
 
 
 def uid_of(process: int) -> int | None:

@@ -50,7 +50,7 @@ NAMESPACES = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NE
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-WORK = "/work"
+WORK = "/sandbox"
 MAX_STDERR = 8_192
 WATCH_S = 0.05
 
@@ -97,15 +97,15 @@ def enter_user_namespace() -> None:
 
 
 def build_root(specification: dict) -> None:
-    """A root of its own: system folders and interpreter read-only, an empty /tmp and /work in memory, nothing else."""
+    """A root of its own: system and interpreter read-only, an empty /tmp and working directory in memory, no more."""
     root, size_mb = specification["root"], specification["limits"]["disk_mb"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in (*SYSTEM_PATHS, *SYSTEM_FILES, *DEVICES, *specification["readable"]):
-        place(root, path)
     for path in ("/tmp", WORK):
         os.makedirs(root + path, exist_ok=True)
         mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mb}m,mode=1777")
+    for path in (*SYSTEM_PATHS, *SYSTEM_FILES, *DEVICES, *specification["readable"]):
+        place(root, path)
     os.mkdir(root + "/proc")
     with contextlib.suppress(OSError):  # containers with a masked /proc refuse it: the program sees none
         mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
