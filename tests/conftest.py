@@ -1,8 +1,10 @@
 """Shared by all tests: every test must leave no process, listening port or shared-memory segment behind."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +27,19 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Names in /dev/shm, without those that a process which is not ours has mapped."""
+    names = set(os.listdir("/dev/shm"))
+    return names - _mapped_by_others(names) if names else names
+
+
+def _mapped_by_others(names: set[str]) -> set[str]:
+    ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+    mapped: set[str] = set()
+    for pid in set(psutil.pids()) - ours:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            mapped |= {name for name in names if f"/dev/shm/{name}" in maps}
+    return mapped
 
 
 def _listening() -> set[int]:
