@@ -163,6 +163,7 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[
     reports = reports[1:]  # the first connects and allocates
     return {
         "pause_ms": summary([report.pause_ms[0] for report in reports]),
+        "swap_ms": summary([report.swap_ms[0] for report in reports]),
         "update_ms": summary([report.transfer_ms for report in reports]),
         "num_bytes": reports[0].num_bytes,
     }
@@ -240,7 +241,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{name:>5}: staged pause {row['staged']['pause_ms']['median']:.1f} ms (max "
-            f"{row['staged']['pause_ms']['max']:.1f}), whole update {row['staged']['update_ms']['median']:.0f} ms; "
+            f"{row['staged']['pause_ms']['max']:.1f}), of it swap {row['staged']['swap_ms']['median']:.1f} ms, whole update {row['staged']['update_ms']['median']:.0f} ms; "
             f"one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}",
             flush=True,
         )

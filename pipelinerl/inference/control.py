@@ -73,16 +73,17 @@ class WeightUpdates:
         turn = self._newest
         async with self._turn:
             transfer_ms, prepare_ms = await self._receive(request, turn, is_abandoned)
-            pause_ms = await self._swap(request.version)
+            pause_ms, swap_ms = await self._swap(request.version)
         log.info(
-            "event=weights_live version=%d pause_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f",
+            "event=weights_live version=%d pause_ms=%.1f swap_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f",
             request.version,
             pause_ms,
+            swap_ms,
             transfer_ms,
             prepare_ms,
         )
         return WeightUpdateAnswer(
-            version=request.version, pause_ms=pause_ms, transfer_ms=transfer_ms, prepare_ms=prepare_ms
+            version=request.version, pause_ms=pause_ms, swap_ms=swap_ms, transfer_ms=transfer_ms, prepare_ms=prepare_ms
         )
 
     async def _receive(
@@ -120,15 +121,17 @@ class WeightUpdates:
         log.warning("event=weight_update_failed status=%d reason=%s", status, reason)
         raise UpdateFailed(reason, status)
 
-    async def _swap(self, version: int) -> float:
-        """Pause, swap, label, resume; returns the stall in milliseconds."""
+    async def _swap(self, version: int) -> tuple[float, float]:
+        """Pause, swap, label, resume; returns the stall and the swap's part of it in milliseconds."""
         started = time.monotonic()
         try:
             await self._engine.pause()
+            paused = time.monotonic()
             await self._change(version)
+            swap_ms = 1e3 * (time.monotonic() - paused)
         finally:
             await self._engine.resume()
-        return 1e3 * (time.monotonic() - started)
+        return 1e3 * (time.monotonic() - started), swap_ms
 
     async def _change(self, version: int) -> None:
         try:

@@ -66,6 +66,8 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     pause_ms: float
     """Stall of decoding: from the pause request to the end of the resume request, measured at the server."""
+    swap_ms: float
+    """Part of the pause in which the weights change; the rest waits for the decoding step under way."""
     transfer_ms: float
     """From the request's arrival until all bytes were received."""
     prepare_ms: float

@@ -61,6 +61,8 @@ class UpdateReport:
     """All servers in service: each holds `version`."""
     pause_ms: tuple[float, ...]
     """Stall of decoding on each server of this push that took it."""
+    swap_ms: tuple[float, ...]
+    """The part of it in which the weights changed."""
     transfer_ms: float
     """The sender's wall time from the snapshot's end to the last answer."""
     errors: dict[str, str]
@@ -282,11 +284,11 @@ class WeightSender:
         if snapshot.base is not None:
             snapshot.delta, snapshot.base = encode_delta(snapshot.base, snapshot.buffer), None
         pushes = {link.server.name: self._pool.submit(self._push_to, link, snapshot) for link in targets}
-        pauses, errors, sent = [], {}, 0
+        answers, errors, sent = [], {}, 0
         for name, push in pushes.items():
             try:
                 answer, num_bytes = push.result()
-                pauses.append(answer.pause_ms)
+                answers.append(answer)
                 sent = max(sent, num_bytes)
             except Exception as error:  # one server's failure, whatever it is, takes that server out of service
                 reason = first_line(error)
@@ -295,7 +297,8 @@ class WeightSender:
         report = UpdateReport(
             version=snapshot.version,
             servers=self.in_service,
-            pause_ms=tuple(pauses),
+            pause_ms=tuple(answer.pause_ms for answer in answers),
+            swap_ms=tuple(answer.swap_ms for answer in answers),
             transfer_ms=1e3 * (time.monotonic() - started),
             errors=errors,
             num_bytes=sent,
