@@ -56,6 +56,7 @@ def publish(scratch: Path, target: Path) -> None:
 def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
     """Writes tokenizer, configuration and warmed-up weights in Hugging Face format."""
     import torch
+    from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     from pipelinerl.tiny_model.tokenizer import train_tokenizer
@@ -84,11 +85,16 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
                     eos_token_id=tokenizer.eos_token_id,
                     pad_token_id=tokenizer.pad_token_id,
                     dtype="float32",
+                    architectures=["Qwen2ForCausalLM"],
                 )
             )
             warm_up(model, tokenizer, recipe.conversation, recipe.steps, rng)
     finally:
         torch.set_num_threads(threads)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    ends = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends.save_pretrained(folder)
+    # Not by save_pretrained, which imports accelerate and DeepSpeed. The tied head is one parameter, stored once.
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
