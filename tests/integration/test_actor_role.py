@@ -211,7 +211,7 @@ async def test_groups_are_published_whole_and_paced_by_the_version(make_run: Cal
     assert len({record.group_id for record in run.records}) == 6
     run.dropped(8)
     await run.until(lambda: len(run.records) == 8)
-    run.trainer.write(TrainingDone(step=1))
+    run.trainer.write(TrainingDone(step=10))
     await run.ended()
 
 
@@ -226,7 +226,7 @@ async def test_evaluation_holds_one_version_before_training_and_at_the_end(make_
     assert (started.version, done.version, done.num_rollouts) == (0, 0, 12)
     assert (done.success, done.metrics["test/success"], done.metrics["complete"]) == (0.5, 0.5, 1.0)
     run.update(3)
-    run.trainer.write(TrainingDone(step=3))
+    run.trainer.write(TrainingDone(step=10))
     await run.ended()
     assert [type(record).__name__ for record in run.evaluations[2:]] == ["EvaluationStarted", "EvaluationDone"]
     assert run.evaluations[-1].version == 3
