@@ -239,9 +239,10 @@ def main() -> None:
     for name in args.sizes:
         row = measure(name, args.updates)
         rows.append(row)
+        ours, pause = row["staged"], row["staged"]["pause_ms"]
         print(
-            f"{name:>5}: staged pause {row['staged']['pause_ms']['median']:.1f} ms (max "
-            f"{row['staged']['pause_ms']['max']:.1f}), of it swap {row['staged']['swap_ms']['median']:.1f} ms, whole update {row['staged']['update_ms']['median']:.0f} ms; "
+            f"{name:>5}: staged pause {pause['median']:.1f} ms (max {pause['max']:.1f}), of it swap "
+            f"{ours['swap_ms']['median']:.1f} ms, whole update {ours['update_ms']['median']:.0f} ms; "
             f"one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}",
             flush=True,
         )
