@@ -23,6 +23,14 @@ async def two_turns(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp
     return RolloutResult(training_texts=texts, metrics=metrics, latency=0.0)
 
 
+async def label_weights(session: aiohttp.ClientSession, server: Any, version: str) -> None:
+    """What the trainer's first update does to the label; without one, completions are refused."""
+    headers = {"Authorization": f"Bearer {server.secret}"}
+    url = f"{server.job.url}/update_weight_version"
+    async with session.post(url, json={"new_version": version}, headers=headers) as response:
+        assert response.status == 200, await response.text()
+
+
 async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions(vllm_server: Any) -> None:
     llm = TrainableLLM(
         model_name="policy",
@@ -39,6 +47,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
         seq_length=2048,
     )
     async with aiohttp.ClientSession() as session:
+        await label_weights(session, vllm_server, "0")
         scheduler = Scheduler(OmegaConf.create({}), [two_turns], (llm, llm), session, settings)
         scheduler.pool.update({"actor_llm_0": vllm_server.job.url})
         start = StartGroup(
