@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -27,19 +27,26 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Names in /dev/shm, without those that a process which is not ours has mapped."""
+    """Names in /dev/shm that are ours to answer for.
+
+    Not those that a process which is not ours has mapped, and not the name of a semaphore that nobody has mapped any
+    more: Python leaves it when a test SIGKILLs a process, here or in another session on this machine. The launcher's
+    own tests hold it to remove even these.
+    """
     names = set(os.listdir("/dev/shm"))
-    return names - _mapped_by_others(names) if names else names
-
-
-def _mapped_by_others(names: set[str]) -> set[str]:
+    if not names:
+        return names
     ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
-    mapped: set[str] = set()
-    for pid in set(psutil.pids()) - ours:
+    mapped = {name for name in names if _is_mapped(name, ours)}
+    return mapped | {name for name in names if not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids())}
+
+
+def _is_mapped(name: str, pids: Iterable[int]) -> bool:
+    for pid in pids:
         with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            mapped |= {name for name in names if f"/dev/shm/{name}" in maps}
-    return mapped
+            if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
+                return True
+    return False
 
 
 def _listening() -> set[int]:
