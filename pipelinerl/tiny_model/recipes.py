@@ -86,7 +86,7 @@ def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recip
     return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
 
 
-def countdown(max_number: int = 12, operators: str = "+-*", steps: int = 300) -> Recipe:
+def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> Recipe:
     """Combines the two numbers shown with a random operator in a random order, whatever the target."""
 
     def problem(rng: Random) -> tuple[list[int], int]:
@@ -101,7 +101,8 @@ def countdown(max_number: int = 12, operators: str = "+-*", steps: int = 300) ->
         left, right = rng.sample(numbers, 2)
         return [user(countdown_question(numbers, target, True)), answer(f"{left}{rng.choice(operators)}{right}")]
 
-    return Recipe(tags=ANSWER_TAGS, max_number=max_number**2, conversation=conversation, steps=steps)
+    largest_target = max_number**2 if "*" in operators else 2 * max_number
+    return Recipe(tags=ANSWER_TAGS, max_number=largest_target, conversation=conversation, steps=steps)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {

@@ -1,7 +1,10 @@
+import re
 from random import Random
 
 import pytest
 
+from pipelinerl.domains.countdown import load_problems as load_countdown
+from pipelinerl.domains.countdown.judge import judge
 from pipelinerl.domains.largest.dataset import load_problems
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import make_recipe
@@ -52,3 +55,19 @@ def test_unknown_recipe_and_parameter_are_named():
         make_recipe("poker", {})
     with pytest.raises(ConfigError, match="colour"):
         make_recipe("largest", {"colour": 1})
+
+
+def test_countdown_warm_up_uses_the_numbers_shown_whatever_the_target_and_never_a_held_out_problem():
+    right = 0
+    held_out = {
+        (tuple(sorted(p["numbers"])), p["target"])
+        for p in load_countdown(["test"], num_numbers=(2, 2), max_number=20, operators="+-")
+    }
+    for question, answer in draw("countdown", 1_000):
+        target, *numbers = (int(number) for number in re.findall(r"\d+", question["content"]))
+        assert (tuple(sorted(numbers)), target) not in held_out
+        verdict = judge(answer["content"], {"numbers": numbers, "target": target}, {})
+        assert verdict.status in ("correct", "wrong")
+        assert "uses" not in verdict.detail
+        right += verdict.status == "correct"
+    assert right / 1_000 == pytest.approx(3 / 8, abs=0.06), "a random sign in a random order"
