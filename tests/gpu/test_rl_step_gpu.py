@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.model import Policy, PolicyOutput, packing_error
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
 from pipelinerl.finetune.synthetic import make_samples, pack
+from tests.models import make_qwen2
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -17,18 +17,9 @@ VOCAB = 512
 
 
 def make_policy(device: torch.device, dtype: torch.dtype) -> Policy:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    return Policy(Qwen2ForCausalLM(config), chunk=64).to(device, dtype)
+    shape = {"hidden": 128, "intermediate": 256, "layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Policy(make_qwen2(VOCAB, **shape, **heads, attn_implementation="sdpa"), chunk=64).to(device, dtype)
 
 
 def step(policy: Policy, device: torch.device, settings: LossSettings) -> PolicyOutput:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
@@ -20,6 +20,7 @@ from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, Tra
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from pipelinerl.weights.probe import Probe
 from pipelinerl.world import Job
+from tests.models import save_qwen2
 
 VOCAB = 64
 STEPS = 6
@@ -67,28 +68,9 @@ class FakeSender:
         pass
 
 
-def make_model(folder: Path) -> Path:
-    from tokenizers import Tokenizer, models
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1").save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    make_model(tmp_path / "model")
+    save_qwen2(tmp_path / "model", VOCAB)
     set_streams_backend("files")
     record_steps(tmp_path, range(STEPS))
     return tmp_path

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.data import check_record, to_batch
@@ -14,6 +13,7 @@ from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, packing_error
 from pipelinerl.finetune.rl.losses import LossSettings
 from pipelinerl.finetune.synthetic import make_samples, pack
+from tests.models import make_qwen2
 
 SAMPLES, VOCAB = 7, 48
 SETTINGS = {
@@ -23,19 +23,7 @@ SETTINGS = {
 
 
 def make_policy(dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Policy:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        attn_implementation="sdpa",
-    )
-    lm = Qwen2ForCausalLM(config).to(dtype).train()
+    lm = make_qwen2(VOCAB, initializer_range=0.2, attn_implementation="sdpa").to(dtype).train()
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(lm, chunk=5, value_loss_coef=0.5)

@@ -5,28 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.export import exported_parameters, exported_specs, save_hf
 from pipelinerl.finetune.model import Policy, add_adapters
+from tests.models import make_qwen2
 
 IDS = torch.arange(12)[None]
 
 
 def make_lm(tied: bool = True) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
-    return Qwen2ForCausalLM(config)
+    return make_qwen2(32, hidden=8, intermediate=16, tied=tied)
 
 
 def make_engine(lm: torch.nn.Module, **options: float) -> ReplicatedEngine:
