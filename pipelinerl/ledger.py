@@ -108,10 +108,8 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
 def read(run_dir: Path) -> Ledger:
     """The ledger of a run folder, finished or running, from its streams."""
     from pipelinerl.config.load import load_run
-    from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader
-
-    cfg = load_run(run_dir)
-    backend_from_config(cfg, run_dir)
+    from pipelinerl.streams import SingleStreamSpec, open_reader
+    from pipelinerl.streams.outside import look_into
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
@@ -119,13 +117,14 @@ def read(run_dir: Path) -> Ledger:
             found = reader.read_all()
         return (found[0][0] if found else 0), [record for _, record in found]
 
-    _, messages = records(topics.TRAINER, TrainerMessage)
-    steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
-    ledgers = []
-    for replica in range(cfg.world.replicas):
-        _, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
-        first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
-        ledgers.append(build(actor, preprocessor, steps_trained, first_offset=first_offset))
+    with look_into(run_dir):
+        _, messages = records(topics.TRAINER, TrainerMessage)
+        steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
+        ledgers = []
+        for replica in range(load_run(run_dir).world.replicas):
+            _, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
+            first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
+            ledgers.append(build(actor, preprocessor, steps_trained, first_offset=first_offset))
     return merge(ledgers)
 
 

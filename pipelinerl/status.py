@@ -18,6 +18,7 @@ from pipelinerl.config.load import load_run
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import StatusRecord, read_statuses
+from pipelinerl.streams.outside import look_into, process_environment
 
 STACKS_GRACE_S = 0.7
 STALE_HEARTBEAT_S = 10.0
@@ -130,24 +131,6 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
     return lines
 
 
-def borrow_password(statuses: Mapping[str, StatusRecord]) -> None:
-    """The redis password is in no file; the user's own live roles have it in their environment."""
-    variable = "PIPELINERL_REDIS_PASSWORD"
-    for status in statuses.values():
-        value = process_environment(status.pid).get(variable)
-        if value and variable not in os.environ:
-            os.environ[variable] = value
-
-
-def process_environment(pid: int) -> dict[str, str]:
-    """Another process's environment; empty when it is gone or not ours to read."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-
-
 def is_role(pid: int, name: str, run_dir: Path) -> bool:
     """Whether this process is that role: to anybody else the signal would be the end."""
     job = name.partition(".")[0]
@@ -162,16 +145,13 @@ def is_role(pid: int, name: str, run_dir: Path) -> bool:
 
 def screen(run_dir: Path) -> list[str]:
     """Everything but the stacks."""
-    from pipelinerl.streams import backend_from_config
-
     cfg = load_run(run_dir)
     statuses = read_statuses(run_dir)
     lines = [f"run {run_dir}", *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time()))]
     lines += [f"wait chain: {chain}" for chain in chains(statuses)]
-    borrow_password(statuses)
     try:
-        backend_from_config(cfg, run_dir)
-        lines += ["", *topic_lines(run_dir, cfg.world.replicas), "", *queue_lines(run_dir)]
+        with look_into(run_dir):
+            lines += ["", *topic_lines(run_dir, cfg.world.replicas), "", *queue_lines(run_dir)]
     except PipelineRLError as error:
         lines += ["", f"the streams cannot be read: {error}"]
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []

@@ -71,8 +71,8 @@ class EvaluationLease:
         self._open: EvaluationStarted | None = None
         self._lock = threading.Lock()
 
-    def held(self) -> bool:
-        """True while a started evaluation has neither ended nor expired."""
+    def held(self, version: int) -> bool:
+        """True while an evaluation has neither ended nor expired, unless it is one of ``version`` itself."""
         with self._lock:
             for message in self._poll():
                 if isinstance(message, EvaluationStarted):
@@ -82,7 +82,7 @@ class EvaluationLease:
             if self._open and self._clock() >= self._open.deadline:
                 log.warning("evaluation lease expired version=%d", self._open.version)
                 self._open = None
-            return self._open is not None
+            return self._open is not None and self._open.version != version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +116,10 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
-    def held(self) -> bool:
-        """Whether an evaluation forbids an update now."""
+    def held(self, version: int) -> bool:
+        """Whether an evaluation forbids an update to ``version`` now; a resumed trainer may send the evaluated one."""
         self._raise_error()
-        return self._lease.held()
+        return self._lease.held(version)
 
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
         """Wait until ``count`` servers answer or the time is up; returns how many do."""

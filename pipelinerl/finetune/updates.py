@@ -96,7 +96,7 @@ class WeightUpdates:
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
     def _send_or_defer(self, version: int) -> float:
-        held = self._publisher is not None and self._publisher.held()
+        held = self._publisher is not None and self._publisher.held(version)
         self.deferred = bool(self._engine.broadcast_object(held))
         return 0.0 if self.deferred else self._send(version)
 

@@ -166,10 +166,11 @@ async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
 
 
 async def _heartbeat(client: AsyncLLM, status: RoleStatus) -> None:
-    """Progress as long as the engine loop answers; a frozen engine shows as a role that does not move."""
+    """Progress as long as the engine loop answers; a frozen engine is a frozen role."""
     while not client.errored:
         version = await client.get_weight_version()
         status.progress(weight_version=version, requests=client.output_processor.get_num_unfinished_requests())
+        status.beat_with_progress()
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -101,11 +101,12 @@ def judge_exit(
     reason = verdict or describe_exit(code)
     if code == 0 and verdict is None:
         reason = "it ended although the run goes on"
-    if kind in ("finetune", "preprocessor") and training_done:
-        return Exit(action="done", reason=reason)
-    if code == EXIT_REFUSED:
+    mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
+    if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
+        return Exit(action="done", reason=reason)  # a trainer looks after the servers, but the run can end without
+    if not mendable:
         return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")
-    if restarts_used >= limits.max_restarts:
+    if spent:
         return Exit(action="fail", reason=f"{reason}, and launcher.max_restarts={limits.max_restarts} is used up")
     return Exit(action="restart", reason=reason)
 

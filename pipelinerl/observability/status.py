@@ -2,7 +2,8 @@
 
 The role calls `progress()` whenever something moved and wraps every wait in `waiting()`. A helper thread publishes
 the state at most twice a second and otherwise every `HEARTBEAT_S` seconds, so three things can be told apart:
-a process that moves, a live process that waits for somebody, and one that is frozen (no heartbeat at all).
+a process that moves, a live process that waits for somebody, and one that is frozen (no heartbeat at all). A role
+that stands for another process (an engine, redis-server) lends it its heartbeat: `beat_with_progress`.
 SIGUSR1 writes the Python stacks of all threads to `<job>/stacks.txt`.
 """
 
@@ -71,6 +72,7 @@ class RoleStatus:
         self._started = self._progress_at = time.time()
         self._progress_count = 0
         self._state = "running"
+        self._beats_with_progress = False
         self._dirty = threading.Event()
         self._closed = threading.Event()
         self._stacks = _register_stacks(Path(run_dir), job_name)
@@ -85,6 +87,14 @@ class RoleStatus:
         self._progress_at = time.time()
         self._progress_count += 1
         self._dirty.set()
+
+    def beat_with_progress(self) -> None:
+        """From now on the heartbeat is the last progress: for a role whose life is that of another process.
+
+        Such a role asks the other process regularly and calls `progress` for every answer; when that process freezes
+        the role counts as frozen too.
+        """
+        self._beats_with_progress = True
 
     @contextlib.contextmanager
     def waiting(self, what: str, on: str | None = None) -> Iterator[None]:
@@ -117,7 +127,7 @@ class RoleStatus:
             pid=os.getpid(),
             hostname=socket.gethostname(),
             started=self._started,
-            heartbeat=time.time(),
+            heartbeat=self._progress_at if self._beats_with_progress else time.time(),
             progress_at=self._progress_at,
             progress_count=self._progress_count,
             waits=tuple(sorted(self._waits.values(), key=lambda wait: wait.since)),

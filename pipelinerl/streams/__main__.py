@@ -14,15 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError, StreamError
-from pipelinerl.streams.api import (
-    TopicReader,
-    backend_from_config,
-    get_streams_backend,
-    open_reader,
-    set_streams_backend,
-)
+from pipelinerl.streams.api import TopicReader, get_streams_backend, open_reader
 from pipelinerl.streams.base import StreamStats
 from pipelinerl.streams.codec import jsonable
+from pipelinerl.streams.outside import look_into
 from pipelinerl.streams.spec import SingleStreamSpec
 
 _FOLLOW_S = 0.5
@@ -32,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        _choose_backend(args.run)
-        args.command(args)
+        with look_into(args.run):
+            args.command(args)
         sys.stdout.flush()
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -93,18 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
     add("stats", stats).add_argument("--json", action="store_true", help="as JSON")
     return parser
-
-
-def _choose_backend(run_dir: Path) -> None:
-    """The backend of the run's configuration; ``files`` for a folder that has none."""
-    from pipelinerl.config.load import RUN_CONFIG, load_run
-
-    if not run_dir.is_dir():
-        raise StreamError(f"{run_dir} is not a run folder: there is no such folder")
-    if (run_dir / RUN_CONFIG).exists():
-        backend_from_config(load_run(run_dir), run_dir)
-    else:
-        set_streams_backend("files")
 
 
 def _matching(run_dir: Path, topic: str) -> list[SingleStreamSpec]:

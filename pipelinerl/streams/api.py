@@ -18,6 +18,8 @@ from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpe
 
 R = TypeVar("R")
 
+REDIS_RESTART_S = 60.0
+"""A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
 _BLOCK_S = 1.0
 _backend: Backend | None = None
 
@@ -155,7 +157,8 @@ def set_streams_backend(backend: Literal["files", "redis", "memory"], **options:
 
     Args:
         backend: ``files`` (in the run folder), ``redis`` (a server), ``memory`` (this process only).
-        options: ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password, run_id, max_record_mb.
+        options: ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password, run_id,
+            max_record_mb, outage_timeout_s.
     """
     global _backend
     try:
@@ -179,7 +182,14 @@ def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
             "files", segment_mb=streams.segment_mb, fsync=streams.fsync, max_record_mb=streams.max_record_mb
         )
         return
-    host, port = streams.host, streams.port
+    redis_backend(cfg, run_dir, password=os.environ.get("PIPELINERL_REDIS_PASSWORD"))
+
+
+def redis_backend(
+    cfg: Config, run_dir: str | Path, *, password: str | None, host: str | None = None, port: int | None = None
+) -> None:
+    """Sets the redis backend of the run, by default at the configured address or else the world's."""
+    host, port = host or cfg.streams.host, port or cfg.streams.port
     if host is None or port is None:
         found = _redis_address(Path(run_dir))
         host, port = host or found[0], port or found[1]
@@ -187,9 +197,10 @@ def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
         "redis",
         host=host,
         port=port,
-        password=os.environ.get("PIPELINERL_REDIS_PASSWORD"),
+        password=password,
         run_id=run_key(run_dir, cfg.world.run_id),
-        max_record_mb=streams.max_record_mb,
+        max_record_mb=cfg.streams.max_record_mb,
+        outage_timeout_s=cfg.launcher.heartbeat_timeout_s + REDIS_RESTART_S,
     )
 
 

@@ -3,14 +3,18 @@
 Starts redis-server with a configuration given on its standard input (so that the password is in no file and no command
 line), watches that it answers, and stops it. The server keeps every write in an append-only file in the job's folder:
 killed and started again, it has lost nothing that it acknowledged. It listens on loopback, unless the world has several
-nodes; then it must have a password. The role fails when the server ends or stays silent, so that it is started anew.
+nodes; then it must have a password. The role fails when the server ends; its heartbeat is the server's answers, so a
+frozen server is a frozen role. Either way the supervisor starts both anew.
 """
 
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
@@ -27,9 +31,8 @@ PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
 OLDEST_VERSION = 7
 _PING_EVERY_S = 1.0
 _PING_TIMEOUT_S = 5.0
-_SILENCE_S = 30.0
-"""A server that has not answered for this long counts as failed."""
 _STOP_S = 6.0
+_START_POLL_S = 0.02
 
 
 def redis_config(
@@ -124,18 +127,47 @@ def run_redis(context: "RoleContext") -> None:
         fsync=cfg.streams.fsync,
         max_record_mb=cfg.streams.max_record_mb,
     )
-    process = start_redis(config)
+    with exclusively(data_dir):
+        process = start_redis(config)
+        try:
+            _watch(context, process, _client(job.port, password))
+        finally:
+            stop_redis(process)
+
+
+@contextlib.contextmanager
+def exclusively(data_dir: Path) -> Iterator[None]:
+    """One server at a time on these data."""
+    descriptor = os.open(data_dir, os.O_RDONLY)
     try:
-        _watch(context, process, _client(job.port, password))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StreamError(f"{data_dir} is in use by another redis-server of this run") from None
     finally:
-        stop_redis(process)
+        os.close(descriptor)
+
+
+def await_redis(process: "subprocess.Popen[bytes]", port: int, password: str, timeout_s: float = 60.0) -> None:
+    """Returns when the server has loaded its data."""
+    from redis.exceptions import RedisError
+
+    deadline = time.monotonic() + timeout_s
+    with _client(port, password) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except RedisError as error:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise StreamError(f"redis-server on port {port} did not start: {error}") from error
+                time.sleep(_START_POLL_S)
 
 
 def _watch(context: "RoleContext", process: "subprocess.Popen[bytes]", client: "redis.Redis") -> None:
-    """Waits for the request to stop; fails when the server ends or does not answer for ``_SILENCE_S``."""
+    """Waits for the request to stop; fails when the server ends. Every answer is a heartbeat."""
     from redis.exceptions import RedisError, ResponseError
 
-    heard = time.monotonic()
     while not context.stop.wait(_PING_EVERY_S):
         if process.poll() is not None:
             raise StreamError(
@@ -149,10 +181,8 @@ def _watch(context: "RoleContext", process: "subprocess.Popen[bytes]", client: "
         except RedisError as error:
             answered = "loading" in str(error).lower()
         if answered:
-            heard = time.monotonic()
             context.status.progress()
-        elif time.monotonic() - heard > _SILENCE_S:
-            raise StreamError(f"redis-server (process {process.pid}) has not answered for {_SILENCE_S:g} s")
+            context.status.beat_with_progress()
     client.close()
 
 

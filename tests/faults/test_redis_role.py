@@ -1,8 +1,10 @@
-"""The redis role: answers, ends when told, and fails when its server dies or freezes, so that it is started anew."""
+"""The redis role: answers, ends when told, fails when its server dies, falls silent when that freezes."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +15,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import redis
+from omegaconf import OmegaConf
 
+from pipelinerl.config.load import compose, to_container
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.streams import redis_server
+from pipelinerl.observability.status import StatusRecord, write_status
+from pipelinerl.records import TrainingDone
+from pipelinerl.records.messages import TrainerMessage
+from pipelinerl.streams import SingleStreamSpec, open_writer, redis_server
+from pipelinerl.streams import __main__ as command
+from pipelinerl.streams.outside import look_into, password_of_live_roles
 from pipelinerl.streams.redis_server import redis_command, run_redis
 
 
@@ -26,17 +35,22 @@ class Role:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self.stop = threading.Event()
-        self.progress = threading.Event()
+        self.progress, self.lent = threading.Event(), threading.Event()
         self.run_dir = run_dir
         context = SimpleNamespace(
             run_dir=run_dir,
             job=SimpleNamespace(name="redis_0", port=self.port),
             world=SimpleNamespace(nodes=("node",)),
             cfg=SimpleNamespace(streams=SimpleNamespace(fsync="segment", max_record_mb=8)),
-            status=SimpleNamespace(progress=self.progress.set),
+            status=SimpleNamespace(progress=self.progress.set, beat_with_progress=self.lent.set),
             stop=self.stop,
         )
         self.result: Future[None] = executor.submit(run_redis, context)  # type: ignore[arg-type]
+
+    def is_beating(self) -> bool:
+        """Whether a heartbeat came within four pings' time-outs."""
+        self.progress.clear()
+        return self.progress.wait(4 * redis_server._PING_TIMEOUT_S)
 
     def server(self) -> psutil.Process:
         (process,) = [p for p in psutil.Process().children() if f":{self.port}" in " ".join(p.cmdline())]
@@ -79,16 +93,67 @@ def test_role_serves_until_told_to_stop_and_leaves_its_data(role: Role):
     assert any(b"value" in path.read_bytes() for path in data.rglob("*.aof"))
 
 
+def test_ended_runs_redis_is_read_by_the_commands_and_by_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    required = [f"output_dir={tmp_path}", "dataset_loader=a.load", "actor.rollout_policy=a.rollout", "streams=redis"]
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(
+        OmegaConf.to_yaml(OmegaConf.create(to_container(compose("base", required))))
+    )
+    data_dir = tmp_path / "redis_0" / "data"
+    data_dir.mkdir(parents=True)
+    monkeypatch.delenv("PIPELINERL_REDIS_PASSWORD", raising=False)
+    spec = SingleStreamSpec(tmp_path, "trainer")
+    with look_into(tmp_path), open_writer(spec, TrainerMessage) as writer:
+        for step in (1, 2):
+            writer.write(TrainingDone(step=step))
+    before = {path: path.read_bytes() for path in data_dir.rglob("*.aof")}
+    assert command.main(["tail", str(tmp_path), "trainer"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["offset"], line["record"]["step"]) for line in lines] == [(0, 1), (1, 2)]
+    assert {path: path.read_bytes() for path in data_dir.rglob("*.aof")} == before
+    with look_into(tmp_path), pytest.raises(StreamError, match="in use by another redis-server"), look_into(tmp_path):
+        pass
+
+
+def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert password_of_live_roles(tmp_path) is None
+    environment = {"PIPELINERL_ROLE": "token/actor_0", "PIPELINERL_REDIS_PASSWORD": "theirs"}
+    role = subprocess.Popen(["sleep", "60"], env=os.environ | environment)
+    try:
+        (tmp_path / "status").mkdir()
+        record = StatusRecord(
+            job="actor_0",
+            state="running",
+            pid=role.pid,
+            hostname="here",
+            started=0.0,
+            heartbeat=0.0,
+            progress_at=0.0,
+            progress_count=0,
+            waits=(),
+            fields={},
+        )
+        write_status(tmp_path / "status" / "actor_0.json", record)
+        wait_until(lambda: password_of_live_roles(tmp_path) == "theirs")
+    finally:
+        role.kill()
+        role.wait()
+    assert password_of_live_roles(tmp_path) is None
+
+
 def test_role_fails_when_its_server_is_killed(role: Role):
     role.server().kill()
     with pytest.raises(StreamError, match="redis-server ended with code -9"):
         role.result.result(30)
 
 
-def test_role_fails_when_its_server_freezes(role: Role, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(redis_server, "_SILENCE_S", 0.5)
+def test_role_lends_its_heartbeat_to_the_server_and_ends_a_frozen_one(role: Role):
+    assert role.lent.wait(30)
     server = role.server()
     os.kill(server.pid, signal.SIGSTOP)
-    with pytest.raises(StreamError, match=rf"redis-server \(process {server.pid}\) has not answered for 0\.5 s"):
-        role.result.result(30)
+    wait_until(lambda: not role.is_beating())
+    role.stop.set()
+    role.result.result(30)
     wait_until(lambda: not server.is_running())

@@ -103,9 +103,9 @@ def test_server_that_returns_during_an_evaluation_is_taken_back():
         publisher.begin(3, [], [], None)
         assert publisher.wait_live(3, 10)
         messages.append(EvaluationStarted(version=3, deadline=100.0))
-        assert publisher.held()
+        assert publisher.held(4)
         taken_back.clear()
         assert taken_back.wait(10)
-        assert publisher.held()
+        assert publisher.held(4)
     finally:
         publisher.close()

@@ -134,11 +134,14 @@ def done(version: int) -> EvaluationDone:
         ([started(1, 100.0)], False),
         ([started(1, 200.0), done(1), started(5, 150.0)], True),
         ([started(5, 150.0), done(1)], True),
+        ([started(6, 150.0)], False),
     ],
 )
-def test_lease_is_held_from_start_to_end_or_deadline(messages: list[Any], held: bool) -> None:
+def test_lease_on_version_6_is_held_by_another_evaluation_from_its_start_to_its_end_or_deadline(
+    messages: list[Any], held: bool
+) -> None:
     box = [messages, []]
-    assert EvaluationLease(lambda: box.pop(0), clock=lambda: 100.0).held() is held
+    assert EvaluationLease(lambda: box.pop(0), clock=lambda: 100.0).held(6) is held
 
 
 def test_push_is_due_every_interval_and_at_the_end() -> None:

@@ -31,6 +31,15 @@ def test_status_progress_is_published_soon(tmp_path: Path) -> None:
     status.close()
 
 
+def test_status_that_beats_with_progress_is_silent_without(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "redis_0")
+    assert status.record().heartbeat > status.record().progress_at
+    status.beat_with_progress()
+    status.progress()
+    assert status.record().heartbeat == status.record().progress_at
+    status.close()
+
+
 def test_status_waits_are_named_oldest_first_while_they_last(tmp_path: Path) -> None:
     status = RoleStatus(tmp_path, "actor_0")
     with status.waiting("weights", on="finetune_0"), status.waiting("a server", on="actor_llm"):

@@ -1,0 +1,98 @@
+"""A run's streams as seen from outside: by commands and tests, while the run goes on or after it has ended.
+
+`look_into` sets this process's backend and leaves no trace in the run. The password of a live run's redis is in no
+file: the user's own roles have it in their environment. An ended run's redis is started again on its data, on a free
+loopback port with a password of its own, for as long as the look takes.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelinerl.config.load import RUN_CONFIG, load_run
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import StreamError
+from pipelinerl.observability.status import read_statuses
+from pipelinerl.streams.api import backend_from_config, redis_backend, set_streams_backend
+from pipelinerl.streams.redis_server import (
+    PASSWORD_VARIABLE,
+    await_redis,
+    exclusively,
+    redis_config,
+    start_redis,
+    stop_redis,
+)
+
+
+@contextlib.contextmanager
+def look_into(run_dir: Path) -> Iterator[None]:
+    """Sets the backend of the run's configuration; `files` for a folder that has none.
+
+    Raises:
+        StreamError: there is no such folder, or nobody here can read its redis.
+    """
+    if not run_dir.is_dir():
+        raise StreamError(f"{run_dir} is not a run folder: there is no such folder")
+    if not (run_dir / RUN_CONFIG).exists():
+        set_streams_backend("files")
+        yield
+        return
+    cfg = load_run(run_dir)
+    data_dir = run_dir / "redis_0" / "data"
+    if cfg.streams.backend != "redis" or cfg.streams.external or PASSWORD_VARIABLE in os.environ:
+        backend_from_config(cfg, run_dir)
+        yield
+    elif password := password_of_live_roles(run_dir):
+        redis_backend(cfg, run_dir, password=password)
+        yield
+    elif data_dir.is_dir():
+        with revived_redis(cfg, run_dir, data_dir):
+            yield
+    else:
+        raise StreamError(f"{run_dir} keeps its streams on redis: set {PASSWORD_VARIABLE} to its password")
+
+
+def password_of_live_roles(run_dir: Path) -> str | None:
+    """The redis password as a live role of this user on this node has it; None when there is none."""
+    for status in read_statuses(run_dir).values():
+        environment = process_environment(status.pid)
+        if environment.get("PIPELINERL_ROLE", "").endswith(f"/{status.job}"):
+            return environment.get(PASSWORD_VARIABLE)
+    return None
+
+
+def process_environment(pid: int) -> dict[str, str]:
+    """Another process's environment; empty when it is gone or not ours to read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+@contextlib.contextmanager
+def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
+    """An ended run's redis, serving its data to this process."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    password = secrets.token_urlsafe(32)
+    config = redis_config(
+        port=port,
+        data_dir=data_dir.resolve(),
+        password=password,
+        several_nodes=False,
+        fsync="never",
+        max_record_mb=cfg.streams.max_record_mb,
+    )
+    with exclusively(data_dir), tempfile.TemporaryFile() as log:
+        process = start_redis(config, log.fileno())
+        try:
+            await_redis(process, port, password)
+            redis_backend(cfg, run_dir, host="127.0.0.1", port=port, password=password)
+            yield
+        finally:
+            stop_redis(process)
