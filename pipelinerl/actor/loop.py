@@ -3,7 +3,8 @@
 Consumes: the trainer's news (version, servers, end), the preprocessor's drops, the workers' results.
 Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``; evaluations on
 ``evaluation`` and ``actor_test``.
-Waits for: a version and a server, room under the pacing rule, completions; each named in the role's status.
+Waits for: a version and a server, room under the pacing rule, completions (of several domains: also of the one that is
+furthest behind its weight, see ``mixing``); each named in the role's status.
 Ends: when training is done and the last evaluation is published, when asked to stop, or with a ``DomainError``.
 """
 
@@ -11,8 +12,8 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
-from pipelinerl.actor.problems import Place, furthest_behind
+from pipelinerl.actor.mixing import counted, furthest_behind
+from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import Progress
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
@@ -51,6 +53,13 @@ class Workers(Protocol):
     def start(self, start: StartGroup) -> None: ...
     def cancel(self, ticket: int) -> None: ...
     def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]: ...
+
+
+class Drops(Protocol):
+    """What the loop knows of the samples that the preprocessor dropped."""
+
+    def total(self) -> int: ...
+    def by_domain(self) -> Mapping[str, int]: ...
 
 
 class Status(Protocol):
@@ -112,7 +121,7 @@ class ActorLoop:
         urls: dict[str, str],
         trainer: Trainer,
         workers: Workers,
-        dropped_later: Callable[[], int],
+        drops: Drops,
         publish: Callable[[ActorRecord], int],
         publish_test: Callable[[RolloutGroup], int],
         announce: Callable[[EvaluationMessage], int],
@@ -124,8 +133,9 @@ class ActorLoop:
         last_evaluation: EvaluationMessage | None = None,
     ):
         self._limits, self._pacing, self._domains = limits, pacing, domains
+        self._weights = [domain.weight for domain in domains]
         self._test_problems, self._urls = test_problems, urls
-        self._trainer, self._workers, self._dropped_later = trainer, workers, dropped_later
+        self._trainer, self._workers, self._drops = trainer, workers, drops
         self._publish, self._publish_test, self._announce = publish, publish_test, announce
         self._log_metrics, self._status, self._should_stop = log_metrics, status, should_stop
         self._progress, self._save = progress, save
@@ -136,6 +146,7 @@ class ActorLoop:
         self._next_ticket = 0
         self._last_event = time.monotonic()
         self._under_way: Counter[int] = Counter()
+        self._held: list[deque[_Work]] = [deque() for _ in domains]
         self._domain_errors = 0
         self._evaluation: Evaluation | None = None
         self._last_evaluation = last_evaluation
@@ -153,6 +164,7 @@ class ActorLoop:
                 for result in self._workers.poll(poll_timeout_s(time.monotonic() - self._last_event)):
                     self._last_event = time.monotonic()
                     self._take(result)
+                self._publish_in_turn()
                 self._finish_evaluation()
                 self._name_wait()
                 self._log()
@@ -167,6 +179,7 @@ class ActorLoop:
         if not self._finishing:
             self._finishing = True
             self._cancel(lambda work: work.item is None)
+            self._held = [deque() for _ in self._domains]
         self._refresh()
         return self._evaluation is None and not self._evaluation_due()
 
@@ -211,15 +224,13 @@ class ActorLoop:
     def _may_start(self) -> bool:
         assert self._version is not None
         progress = self._progress
-        dropped = progress.dropped + self._dropped_later()
+        dropped = progress.dropped + self._drops.total()
         return self._pacing.may_start(dispatched=progress.dispatched, dropped=dropped, version=self._version)
 
     def _start_group(self) -> None:
         assert self._version is not None
-        index = furthest_behind(
-            [domain.weight for domain in self._domains],
-            [self._progress.by_domain[domain.name] + self._under_way[i] for i, domain in enumerate(self._domains)],
-        )
+        counts = [count + self._under_way[i] for i, count in enumerate(self._counted())]
+        index = furthest_behind(self._weights, counts, range(len(counts)))
         domain = self._domains[index]
         place = self._progress.sources[domain.name].take()
         if self._progress.epoch_began:
@@ -237,6 +248,18 @@ class ActorLoop:
         work = _Work(start=start, place=place, dispatch_index=self._progress.dispatch(attempts))
         self._under_way[index] += attempts
         self._submit(work)
+
+    def _counted(self) -> list[float]:
+        """Samples of each domain that were published and not dropped since."""
+        progress, dropped = self._progress, self._drops.by_domain()
+        return [
+            counted(
+                settled=progress.settled_by_domain[domain.name],
+                published=progress.by_domain[domain.name],
+                dropped_later=dropped.get(domain.name, 0),
+            )
+            for domain in self._domains
+        ]
 
     def _group_id(self, domain: TrainDomain, place: Place) -> str:
         prefix = f"{domain.name}-" if len(self._domains) > 1 else ""
@@ -334,7 +357,7 @@ class ActorLoop:
     def _take_group(self, work: _Work, failed: Sequence[Failure]) -> None:
         """Publishes the group, tries its missing members again, or drops it with the reason."""
         if len(failed) <= self._limits.max_failed_rollouts_per_group and work.rollouts:
-            self._publish_group(work)
+            self._held[work.start.domain].append(work)
             return
         worst = next((f for f in failed if f.reason not in failures.WORTH_REPEATING), failed[0])
         if worst.reason in failures.WORTH_REPEATING and work.reissues < self._limits.max_group_reissues:
@@ -359,6 +382,15 @@ class ActorLoop:
             self._suspects.append(work)
         else:
             self._submit(work)
+
+    def _publish_in_turn(self) -> None:
+        """Publishes what is whole, as long as no domain that is further behind has groups under way."""
+        while any(self._held):
+            under_way = [i for i, samples in self._under_way.items() if samples]
+            index = furthest_behind(self._weights, self._counted(), under_way)
+            if not self._held[index]:
+                return
+            self._publish_group(self._held[index].popleft())
 
     def _publish_group(self, work: _Work) -> None:
         rollouts = tuple(sorted(work.rollouts, key=lambda rollout: rollout.attempt))
@@ -470,6 +502,8 @@ class ActorLoop:
             self._wait.set("the first weights", "finetune_0")
         elif not self._servers:
             self._wait.set("a server in service", "finetune_0")
+        elif any(self._held):
+            self._wait.set("completions of the domain that is behind its weight", self._servers[0])
         elif self._works:
             self._wait.set("completions", self._servers[0])
         else:
@@ -492,6 +526,7 @@ class ActorLoop:
         if len(self._domains) > 1:
             total = max(1, self._progress.published)
             values |= {f"mix/{d.name}": self._progress.by_domain[d.name] / total for d in self._domains}
+            values["groups_held"] = sum(map(len, self._held))
         removed = sum(len(source.removed) for source in self._progress.sources.values())
         if removed:
             values["problems_removed"] = removed

@@ -1,13 +1,12 @@
 """Which problem comes next: a seeded permutation per epoch, each problem once, split over the actors. Pure.
 
 An epoch's order is a function of (seed, domain, epoch) and of the problems that had left the pool when the epoch began;
-actor ``i`` of ``n`` takes every ``n``-th place from ``i`` on. Several domains are mixed so that what is published meets
-their weights: the next problem comes from the domain that is furthest behind.
+actor ``i`` of ``n`` takes every ``n``-th place from ``i`` on.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -155,13 +154,3 @@ class ProblemSource:
             num_actors=self._num_actors,
             removed=removed,
         )
-
-
-def furthest_behind(weights: Sequence[float], counts: Sequence[float]) -> int:
-    """Index of the domain to draw from so that ``counts`` (samples published or under way) approach the weights.
-
-    Example:
-        >>> furthest_behind([3.0, 1.0], [5, 2])
-        0
-    """
-    return min(range(len(weights)), key=lambda i: (counts[i] / weights[i], -weights[i], i))

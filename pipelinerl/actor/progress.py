@@ -36,6 +36,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     published: int
     dropped: int
     by_domain: dict[str, int]
+    settled_by_domain: dict[str, int]
     before: int
     later: tuple[int, ...]
     domains: dict[str, DomainSnapshot]
@@ -60,6 +61,8 @@ class Progress:
         """Samples dispatched that will never be published."""
         self.by_domain: Counter[str] = Counter()
         """Samples published per domain."""
+        self.settled_by_domain: Counter[str] = Counter()
+        """Samples published or dropped per domain."""
         self.before = 0
         """Every dispatch below this one is published or dropped."""
         self._later: set[int] = set()
@@ -83,6 +86,7 @@ class Progress:
         self.published += len(rollouts)
         self.dropped += record.attempts - len(rollouts)
         self.by_domain[record.domain] += len(rollouts)
+        self.settled_by_domain[record.domain] += record.attempts
         self._later.add(record.dispatch_index)
         while self.before in self._later:
             self._later.remove(self.before)
@@ -117,6 +121,7 @@ class Progress:
             published=self.published,
             dropped=self.dropped,
             by_domain=dict(self.by_domain),
+            settled_by_domain=dict(self.settled_by_domain),
             before=self.before,
             later=tuple(sorted(self._later)),
             domains={
@@ -134,6 +139,7 @@ class Progress:
         """Takes up a snapshot; records behind its offset are to be applied afterwards, then ``resume``."""
         self.published, self.dropped = snapshot.published, snapshot.dropped
         self.by_domain = Counter(snapshot.by_domain)
+        self.settled_by_domain = Counter(snapshot.settled_by_domain)
         self.before, self._later = snapshot.before, set(snapshot.later)
         for name, domain in snapshot.domains.items():
             if name in self.sources:

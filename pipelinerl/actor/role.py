@@ -60,7 +60,7 @@ def run(context: RoleContext) -> None:
                 urls={server.name: server.url for server in context.world.servers_of(context.job)},
                 trainer=trainer,
                 workers=workers,
-                dropped_later=drops.total,
+                drops=drops,
                 publish=journal.publish,
                 publish_test=test_groups.write,
                 announce=news.write,
@@ -191,6 +191,7 @@ class DropListener:
     def __init__(self, run_dir: Path, replica: int):
         self._spec = SingleStreamSpec(run_dir, topics.PREPROCESSOR, instance=replica)
         self._total = 0
+        self._by_domain: dict[str, int] = {}
         self._failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="preprocessor-drops", daemon=True)
@@ -200,6 +201,9 @@ class DropListener:
         if self._failure is not None:
             raise StreamError(f"the listener on {self._spec} died: {self._failure}") from self._failure
         return self._total
+
+    def by_domain(self) -> dict[str, int]:
+        return self._by_domain
 
     def stop(self) -> None:
         self._stop.set()
@@ -212,5 +216,6 @@ class DropListener:
                 while not self._stop.is_set():
                     for _, progress in reader.poll(LISTEN_S):
                         self._total = progress.samples_dropped
+                        self._by_domain = progress.dropped_by_domain
         except Exception as error:  # the thread's boundary
             self._failure = error

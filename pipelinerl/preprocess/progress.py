@@ -23,6 +23,7 @@ class Totals:
     counted_until: Source = (0, 0)
     samples_packed: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    dropped_by_domain: Counter[str] = field(default_factory=Counter)
     pending: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
@@ -36,6 +37,7 @@ class Totals:
             counted_until=last.counted_until,
             samples_packed=last.samples_packed,
             dropped=Counter(last.dropped_by_reason),
+            dropped_by_domain=Counter(last.dropped_by_domain),
         )
 
     def decided(self, sample: Sample, drop_reason: str | None) -> bool:
@@ -45,6 +47,7 @@ class Totals:
         self.counted_until = sample.after
         if drop_reason is not None:
             self.dropped[drop_reason] += 1
+            self.dropped_by_domain[sample.domain] += 1
             self.pending.append((sample.sample_id, drop_reason))
         return True
 
@@ -62,6 +65,7 @@ class Totals:
             dropped_by_reason=dict(self.dropped),
             step=self.step,
             dropped_sample_ids=tuple(self.pending),
+            dropped_by_domain=dict(self.dropped_by_domain),
             packed_sample_ids=tuple(packed_sample_ids),
             source=self.source,
             counted_until=self.counted_until,

@@ -37,6 +37,7 @@ class Sample:
 
     sample_id: str
     group_id: str
+    domain: str
     source: Source
     reward: float
     """The rollout's reward as the domain gave it; NaN in a group that was refused."""
@@ -96,6 +97,7 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
         Sample(
             sample_id=f"{group.group_id}/{rollout.attempt}",
             group_id=group.group_id,
+            domain=group.domain,
             source=(offset, i),
             reward=float("nan"),
             drop_reason=INVALID,
@@ -169,6 +171,7 @@ def _prepare_rollout(
     return Sample(
         sample_id=f"{group.group_id}/{rollout.attempt}",
         group_id=group.group_id,
+        domain=group.domain,
         source=source,
         reward=rollout.reward,
         sequences=tuple(trained),

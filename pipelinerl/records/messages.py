@@ -49,6 +49,8 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     """Next optimizer step to be packed; of n preprocessors, r packs the steps with ``step % n == r``."""
     dropped_sample_ids: tuple[tuple[str, str], ...] = ()
     """(`<group_id>/<attempt>`, reason) of the drops since the last record, for the ledger."""
+    dropped_by_domain: dict[str, int] = {}
+    """Running totals; the actor makes up for them in its mix of domains."""
     packed_sample_ids: tuple[str, ...] = ()
     """`<group_id>/<attempt>` of the rollouts packed for step ``step - 1``, for the ledger."""
     source: tuple[int, int] = (0, 0)

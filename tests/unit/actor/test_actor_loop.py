@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,19 @@ class ScriptedTrainer:
         return self.version, self.servers
 
 
+class ScriptedDrops:
+    """What the preprocessor is said to have dropped."""
+
+    def __init__(self) -> None:
+        self.samples = Counter[str]()
+
+    def total(self) -> int:
+        return self.samples.total()
+
+    def by_domain(self) -> Mapping[str, int]:
+        return self.samples
+
+
 class QuietStatus:
     def progress(self, **fields: Any) -> None:
         pass
@@ -112,6 +125,7 @@ class Stage:
     ):
         self.workers = ScriptedWorkers(answer)
         self.trainer = ScriptedTrainer()
+        self.drops = ScriptedDrops()
         self.records: list[RolloutGroup | GroupDropped] = []
         self.news: list[Any] = []
         self.metrics: list[dict[str, float]] = []
@@ -143,7 +157,7 @@ class Stage:
             urls={"s": "http://s"},
             trainer=self.trainer,
             workers=self.workers,
-            dropped_later=lambda: 0,
+            drops=self.drops,
             publish=lambda record: self.records.append(record) or len(self.records),  # type: ignore[func-returns-value]
             publish_test=lambda record: 0,
             announce=lambda message: self.news.append(message) or 0,  # type: ignore[func-returns-value]
@@ -174,6 +188,41 @@ def test_mix_of_what_is_published_meets_the_weights_although_one_domain_is_dropp
     published = Counter(record.domain for record in stage.records if isinstance(record, RolloutGroup))
     assert published["a"] / published.total() == pytest.approx(0.75, abs=0.02)
     assert count[0] > 2 * published["a"]
+
+
+def test_finished_groups_wait_for_the_domain_that_is_behind() -> None:
+    """At 1:1 the fast domain may be one group ahead; the slow one's first group releases what waited for it."""
+    stage = Stage(lambda start: finished(start) if start.domain == 0 else None, weights={"fast": 1.0, "slow": 1.0})
+    stage.until(lambda: len(stage.workers.started) == 4 and not stage.workers.waiting)
+    assert [record.domain for record in stage.records] == ["fast"]
+
+    stage.workers.answer = finished
+    stage.workers.waiting.extend(stage.workers.running.values())
+    stage.until(lambda: len(stage.records) >= 4)
+    assert [record.domain for record in stage.records[:4]] == ["fast", "slow", "fast", "slow"]
+
+
+def test_samples_that_the_preprocessor_drops_are_made_up_for() -> None:
+    stage = Stage(weights={"a": 1.0, "b": 1.0})
+
+    def half_of_a_is_dropped() -> bool:
+        published = Counter(record.domain for record in stage.records)
+        stage.drops.samples["a"] = published["a"] * ATTEMPTS // 2
+        return len(stage.records) >= 300
+
+    stage.until(half_of_a_is_dropped)
+    published = Counter(record.domain for record in stage.records)
+    assert published["a"] / 2 == pytest.approx(published["b"], abs=4)
+
+
+def test_domain_of_which_everything_is_dropped_holds_up_nobody() -> None:
+    stage = Stage(
+        lambda start: finished(start, failed=start.attempts if start.domain == 0 else (), reason="empty"),
+        weights={"broken": 1.0, "good": 1.0},
+    )
+    stage.until(lambda: sum(isinstance(record, RolloutGroup) for record in stage.records) >= 100)
+    shares = Counter(record.domain for record in stage.records)
+    assert shares["broken"] / shares["good"] == pytest.approx(4, rel=0.1)
 
 
 def test_rollouts_under_way_never_exceed_the_servers_capacity() -> None:

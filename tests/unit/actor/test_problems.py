@@ -3,10 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pipelinerl.actor.problems import Place, ProblemSource, epoch_places, furthest_behind
+from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
 from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.records import GroupDropped, Rollout, RolloutGroup
@@ -66,16 +65,6 @@ def test_empty_pool_begins_anew_with_all_problems() -> None:
     for _ in range(2):
         places.remove(places.take().problem_index)
     assert sorted(places.take().problem_index for _ in range(2)) == [0, 1]
-
-
-def test_mixture_follows_the_weights_although_one_domain_is_dropped_often() -> None:
-    rng = np.random.default_rng(0)
-    weights, counts = [3.0, 1.0], [0, 0]
-    for _ in range(4000):
-        chosen = furthest_behind(weights, counts)
-        if chosen == 1 or rng.random() < 0.3:  # the heavy domain loses 70 % of its groups
-            counts[chosen] += 1
-    assert counts[0] / sum(counts) == pytest.approx(0.75, abs=0.002)
 
 
 def record(place: Place, index: int, *, success: float | None = 0.0, attempts: int = 2) -> RolloutGroup | GroupDropped:

@@ -15,6 +15,7 @@ def sample(number: int, *, oldest: int = 0, newest: int | None = None, reason: s
     return Sample(
         sample_id=f"0-{number // 4}/{number % 4}",
         group_id=f"0-{number // 4}",
+        domain="d",
         source=(number // 4, number % 4),
         reward=1.0,
         oldest_version=oldest,

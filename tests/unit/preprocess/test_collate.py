@@ -23,7 +23,7 @@ def sequence(first: int, spans, total: int) -> TrainingSequence:
 
 
 def by_hand(**fields) -> Sample:
-    defaults = {"reward": 1.0, "num_tokens": 0, "weighted": True}
+    defaults = {"domain": "d", "reward": 1.0, "num_tokens": 0, "weighted": True}
     return Sample(**(defaults | fields))
 
 

@@ -73,6 +73,7 @@ class World:
             Sample(
                 sample_id=f"{number}/{attempt}",
                 group_id=str(number),
+                domain="d",
                 source=(offset, attempt),
                 reward=0.0,
                 oldest_version=version,
