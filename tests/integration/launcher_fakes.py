@@ -149,6 +149,7 @@ def act(context: Any) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
+        print("the interpreter is up", flush=True)
         sys.exit(launch(sys.argv[2:]))
     del sys.argv[1]
     from pipelinerl.observability.role import run_role

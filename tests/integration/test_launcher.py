@@ -199,7 +199,7 @@ def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: si
 
 def test_launcher_signal_before_the_start_ends_at_once(launch) -> None:
     run = launch()
-    time.sleep(0.3)
+    run.wait_for("the interpreter is up")
     run.process.send_signal(signal.SIGINT)
     assert run.wait(STOP_S) in (130, -signal.SIGINT)
     assert run.leftovers() == []
