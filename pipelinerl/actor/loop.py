@@ -161,6 +161,7 @@ class ActorLoop:
             while not self._should_stop() and not self._ended():
                 self._refresh()
                 self._dispatch()
+                self._metrics.generating(time.monotonic(), any(work.item is None for work in self._works.values()))
                 for result in self._workers.poll(poll_timeout_s(time.monotonic() - self._last_event)):
                     self._last_event = time.monotonic()
                     self._take(result)

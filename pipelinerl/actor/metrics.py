@@ -35,6 +35,13 @@ class ActorMetrics:
         self._groups = 0
         self._max_versions = 0
         self._since = (now, 0, 0)
+        self._clock, self._generating, self._generating_s = now, False, 0.0
+
+    def generating(self, now: float, is_generating: bool) -> None:
+        """Says at every turn whether training rollouts are under way: the time in which servers have work."""
+        if self._generating:
+            self._generating_s += now - self._clock
+        self._clock, self._generating = now, is_generating
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """A published group."""
@@ -74,6 +81,7 @@ class ActorMetrics:
             "aborted_requests": self._aborted_requests,
             "rollouts_per_s": (self._rollouts - rollouts) / elapsed,
             "tokens_generated": self._output_tokens,
+            "generating_s": self._generating_s,
             "tokens_generated_per_s": (self._output_tokens - tokens) / elapsed,
             "versions_in_one_rollout_max": self._max_versions,
         }

@@ -11,7 +11,7 @@ from pipelinerl.world import Cluster, Node, map_world
 
 FACTS = RunFacts(
     batch_size=10,
-    in_flight=40,
+    generation_tokens_per_s=2000.0,
     latency_s=2.0,
     train_tokens_per_s=4000.0,
     mean_tokens=100.0,
@@ -21,7 +21,7 @@ FACTS = RunFacts(
 
 
 def test_prediction_by_hand():
-    # 40 rollouts of 100 tokens every 2 s: 2000 tokens/s, less than training: 2 optimizer steps per second
+    # the servers' 2000 tokens/s are less than training: 2 optimizer steps per second
     prediction = predict(FACTS)
     assert (prediction.generation_rate, prediction.rate, prediction.trainer_waits) == (2000.0, 2000.0, 0.5)
     # 300 tokens take 6 s: 12 steps; a token has 75 tokens after it on average: 1.5 s, 3 steps
@@ -87,8 +87,21 @@ def run_dir(tmp_path):
     map_world(load.load_run(tmp_path), cluster, check=False).save(tmp_path)
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "finetune.jsonl").write_text("".join(json.dumps(p) + "\n" for p in make_steps()))
-    actor = {"step": 3, "time": 103.0, "latency_s": 2.0, "output_tokens": 100.0, "output_tokens_max": 300.0}
-    (tmp_path / "metrics" / "actor.jsonl").write_text(json.dumps(actor) + "\n")
+    # an earlier process of the actor, whose totals end there; then 6000 tokens in 3 s of generation
+    tokens, busy = (90000, 1000, 7000), (70.0, 6.0, 9.0)
+    actor = [
+        {
+            "step": i,
+            "time": time,
+            "latency_s": 2.0,
+            "output_tokens": 100.0,
+            "output_tokens_max": 300.0,
+            "tokens_generated": tokens[i],
+            "generating_s": busy[i],
+        }
+        for i, time in enumerate((100.5, 101.0, 104.9))
+    ]
+    (tmp_path / "metrics" / "actor.jsonl").write_text("".join(json.dumps(point) + "\n" for point in actor))
     return tmp_path
 
 
@@ -96,8 +109,8 @@ def test_run_folder_is_compared(run_dir, capsys):
     output = run_dir / "plan.json"
     assert main(["compare", str(run_dir), "--json", str(output)]) == 0
     result = json.loads(output.read_text())
-    # 4 servers × 20 rollouts, but with a bound of 3 steps at most 4 batches of 10 can be in flight
-    assert result["facts"]["in_flight"] == 40
+    assert result["facts"]["generation_tokens_per_s"] == pytest.approx(2000.0)
+    # half of the time the trainer waits; pushes and what lies between two steps are its work
     assert result["facts"]["train_tokens_per_s"] == pytest.approx(4000.0)
     assert result["lines"][0]["predicted"] == pytest.approx(2000.0)
     assert result["lines"][0]["measured"] == pytest.approx(2000.0)
