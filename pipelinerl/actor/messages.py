@@ -73,10 +73,14 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The worker has imported the domain and takes work."""
 
 
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+    """The worker's process runs, whatever its rollouts do."""
+
+
 class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The worker cannot go on."""
 
     error: str
 
 
-FromWorker = AttemptEnded | GroupFinished | Ready | WorkerFailed
+FromWorker = AttemptEnded | Beat | GroupFinished | Ready | WorkerFailed

@@ -39,7 +39,7 @@ def run(context: RoleContext) -> None:
     drops = DropListener(run_dir, replica)
     kind = "actor" if replica == 0 else f"actor_{replica}"
     metrics = MetricsLogger(cfg, run_dir, kind)
-    workers = WorkerPool(run_dir, context.job.name, cfg.actor.rollout_workers)
+    workers = WorkerPool(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
     try:
         with (
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,

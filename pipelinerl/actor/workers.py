@@ -2,7 +2,7 @@
 
 A worker loads the domain and the tokenizer itself, from the run folder; problems and results travel as msgpack. A
 worker that dies (a domain can take its process down) is noticed, replaced, and the work it had is named to the caller,
-who decides what is tried again. Workers die with the actor.
+who decides what is tried again. One whose heartbeat ends is killed. Workers die with the actor.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 
 from pipelinerl.actor.messages import (
     AttemptEnded,
+    Beat,
     Cancel,
     FromWorker,
     GroupFinished,
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 _to_worker: Codec[ToWorker] = Codec(ToWorker)
 _from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
+BEAT_S = 2.0
+PAUSE_S = 5.0
+"""After a longer pause between two polls a worker's silence proves nothing: nobody listened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     connection: Connection
     index: int
+    heard: float
+    """Time of the newest message, on the monotonic clock."""
     ready: bool = False
     load: dict[int, int] = field(default_factory=dict)
     """Ticket → rollouts still under way."""
@@ -68,11 +75,15 @@ class WorkerPool:
 
     Consumes results of the pipes in ``poll``, produces ``GroupFinished`` and ``Lost``; raises ``DomainError`` when a
     worker reports that it cannot work at all. ``close`` ends the processes.
+
+    Args:
+        silence_s: a worker that is silent for this long is frozen and gets killed.
     """
 
-    def __init__(self, run_dir: Path, job_name: str, num_workers: int):
+    def __init__(self, run_dir: Path, job_name: str, num_workers: int, silence_s: float):
         self._context = multiprocessing.get_context("spawn")
-        self._run_dir, self._job_name = run_dir, job_name
+        self._run_dir, self._job_name, self._silence_s = run_dir, job_name, silence_s
+        self._polled = time.monotonic()
         self._servers = Servers(version=0, urls={})
         self._workers = [self._spawn(index) for index in range(num_workers)]
 
@@ -105,7 +116,23 @@ class WorkerPool:
         results: list[GroupFinished | Lost] = []
         for worker in [worker for worker in self._workers if worker.connection in ready]:
             results += self._drain(worker)
+        self._kill_silent()
         return results
+
+    def _kill_silent(self) -> None:
+        """The end of a killed worker is noticed by the next poll."""
+        now = time.monotonic()
+        paused, self._polled = now - self._polled > PAUSE_S, now
+        for worker in self._workers:
+            if paused:
+                worker.heard = now
+            elif now - worker.heard > self._silence_s:
+                log.error(
+                    "worker frozen index=%d silent_s=%.0f (launcher.heartbeat_timeout_s=%g): it is killed",
+                    *(worker.index, now - worker.heard, self._silence_s),
+                )
+                worker.heard = now
+                worker.process.kill()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -128,7 +155,7 @@ class WorkerPool:
         )
         process.start()
         theirs.close()
-        worker = _Worker(process=process, connection=ours, index=index)
+        worker = _Worker(process=process, connection=ours, index=index, heard=time.monotonic())
         self._send(worker, self._servers)
         return worker
 
@@ -137,6 +164,7 @@ class WorkerPool:
         try:
             while worker.connection.poll():
                 message = _from_worker.decode(worker.connection.recv_bytes())
+                worker.heard = time.monotonic()
                 match message:
                     case Ready():
                         worker.ready = True
@@ -196,20 +224,35 @@ def worker_main(run_dir: str, job_name: str, connection: Connection, index: int)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
     setup_role_logging(f"{job_name}.worker{index}")
+    lock = threading.Lock()
+
+    def report(message: FromWorker) -> None:
+        with lock:
+            connection.send_bytes(_from_worker.encode(message))
+
+    threading.Thread(target=_beat, args=(report,), name="beat", daemon=True).start()
     try:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(Path(run_dir), job_name, connection))
+            runner.run(_serve(Path(run_dir), connection, report))
     except Exception as error:  # the process boundary
         log.exception("worker failed")
         with contextlib.suppress(OSError):
-            connection.send_bytes(_from_worker.encode(WorkerFailed(error=f"{type(error).__name__}: {error}")))
+            report(WorkerFailed(error=f"{type(error).__name__}: {error}"))
         os._exit(1)
     os._exit(0)
 
 
-async def _serve(run_dir: Path, job_name: str, connection: Connection) -> None:
+def _beat(report: Callable[[FromWorker], None]) -> None:
+    """A thread's sign of life, for a domain may keep the loop busy. Ends with the pipe."""
+    with contextlib.suppress(OSError):
+        while True:
+            report(Beat())
+            time.sleep(BEAT_S)
+
+
+async def _serve(run_dir: Path, connection: Connection, report: Callable[[FromWorker], None]) -> None:
     """Consumes messages of the actor, starts groups, reports what finished."""
     import aiohttp
 
@@ -221,10 +264,6 @@ async def _serve(run_dir: Path, job_name: str, connection: Connection) -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         scheduler = Scheduler(side.cfg, side.functions, side.llms, session, side.settings)
-
-        def report(message: FromWorker) -> None:
-            connection.send_bytes(_from_worker.encode(message))
-
         work = WorkSet(scheduler, report)
         report(Ready())
         async for message in _messages(connection):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -292,6 +293,20 @@ async def test_restarted_actor_continues_behind_its_last_published_group(make_ru
     assert len({record.group_id for record in run.records}) == 16
     run.update(5)
     await run.until(lambda: len(run.records) == 18)
+
+
+async def test_frozen_worker_is_replaced_and_its_groups_are_tried_again(make_run: Callable) -> None:
+    run = await make_run("launcher.heartbeat_timeout_s=4")
+    run.servers[0].hold.clear()
+    run.start()
+    run.update(0)
+    await run.until(lambda: bool(run.servers[0].requests))
+    (worker,) = [process for process in psutil.Process().children() if "spawn_main" in " ".join(process.cmdline())]
+    worker.suspend()
+    run.servers[0].hold.set()
+    await run.until(lambda: len(run.records) == 4)
+    assert not worker.is_running()
+    assert all(isinstance(record, RolloutGroup) and len(record.rollouts) == ATTEMPTS for record in run.records)
 
 
 @pytest.fixture
