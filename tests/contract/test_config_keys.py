@@ -1,6 +1,7 @@
 """The configuration's surface: names that users know stay, YAML and types agree, and every key does something."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,14 @@ def test_config_every_experiment_passes_the_types(path: Path) -> None:
     missing = OmegaConf.missing_keys(compose(path.stem))
     defaults = [override for override in REQUIRED if override.split("=")[0] in missing]
     assert isinstance(parse(compose(path.stem, defaults)), Config)
+
+
+def test_config_every_file_is_part_of_a_wheel() -> None:
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    shipped = {
+        f"{folder.removeprefix('share/pipelinerl/')}/{path.name}"
+        for folder, patterns in folders.items()
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+    }
+    assert shipped == {str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*") if path.is_file()}
