@@ -152,7 +152,7 @@ def facts_of_run(
 
 
 def _generation_rate(points: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of generation within the steps, or since the actor's start where two points do not lie there."""
+    """Tokens per second of generation within the steps, or since the start where no two points lie there."""
     totals = [point["generating_s"] for point in points]
     started = max((i for i in range(1, len(totals)) if totals[i] < totals[i - 1]), default=0)
     inside = [point for point in points[started:] if steps[0]["time"] <= point["time"] <= steps[-1]["time"]]

@@ -38,6 +38,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_server: int = 1
     devices_per_trainer_group: int = 1
     """Sequence parallelism: trainer devices come in groups of this size."""
+    update_pause: float = 0.0
+    """Pipeline: time of each weight update in which decoding stands still."""
+    phase_gap: float = 0.0
+    """Conventional: time of each phase in which nothing is decoded or trained (the update, the batch's way)."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,22 +82,29 @@ def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
     sequences = work.batch_size * steps_per_phase / work.devices
     tokens = sequences * work.lengths.mean
     if sequences <= work.max_concurrency:
-        return work.devices * tokens / _drain_time(sequences * work.lengths.alive, work.utilisation)
-    tail = work.max_concurrency * work.lengths.residual_alive
-    full = max(tokens - float(tail.sum()), 0.0) / float(work.utilisation(work.max_concurrency))
-    return work.devices * tokens / (full + _drain_time(tail, work.utilisation))
+        return work.devices * tokens / _drain_time(work, sequences, work.lengths.alive)
+    tail = work.lengths.residual_alive
+    full = max(tokens - work.max_concurrency * float(tail.sum()), 0.0) / float(work.utilisation(work.max_concurrency))
+    return work.devices * tokens / (full + _drain_time(work, work.max_concurrency, tail))
 
 
-def _drain_time(alive: np.ndarray, utilisation: Utilisation) -> float:
-    """Σ over steps of h(l)/U(h(l))."""
+def _drain_time(work: Workload, sequences: float, alive: np.ndarray) -> float:
+    """Σ over steps of h(l)/U(h(l)) for so many sequences per device, all devices waiting for the last.
+
+    A step is made if any sequence is alive: few of a small batch come near the longest length. With h the mean number
+    alive given that one is, the sum is exact where the time of a step is affine in h.
+    """
     alive = alive[alive > 0]
-    return float((alive / utilisation(alive)).sum())
+    made = -np.expm1(sequences * work.devices * np.log1p(-np.minimum(alive, 1.0 - 1e-12)))
+    height = sequences * alive / made
+    return float((made * height / work.utilisation(height)).sum())
 
 
 def conventional_rate(work: Workload, steps_per_phase: int) -> float:
-    """1/r = 1/r_gen + 1/r_train: both phases use all devices, one after the other."""
+    """1/r = 1/r_gen + 1/r_train (+ the gap between them): both phases use all devices, one after the other."""
     generation = conventional_generation_rate(work, steps_per_phase)
-    return 1.0 / (1.0 / generation + work.train_time / work.devices)
+    gap = work.phase_gap / (work.batch_size * steps_per_phase * work.lengths.mean)
+    return 1.0 / (1.0 / generation + work.train_time / work.devices + gap)
 
 
 def largest_lag(work: Workload, generating: int, concurrency: int) -> int:
@@ -113,8 +124,9 @@ def mean_in_flight_lag(work: Workload, generating: int, concurrency: int) -> flo
 
 
 def pipeline_plan(work: Workload, generating: int, concurrency: int) -> PipelinePlan:
-    """r = min(U(H)·I, (N − I)/τ) with its lags."""
-    generation = float(work.utilisation(concurrency)) * generating
+    """r = min(U(H)·I, (N − I)/τ) with its lags; decoding stands still for each weight update."""
+    decoding = float(work.utilisation(concurrency)) * generating
+    generation = 1.0 / (1.0 / decoding + work.update_pause / (work.batch_size * work.lengths.mean))
     training = (work.devices - generating) / work.train_time
     return PipelinePlan(
         generating=generating,

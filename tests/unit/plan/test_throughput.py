@@ -63,18 +63,38 @@ def test_constant_lengths_generate_at_the_utilisation_of_the_phase():
     assert conventional_generation_rate(work, 1) == pytest.approx(16 * float(PAPER_UTILISATION(2.0)), rel=1e-12)
 
 
+def make_pair(**changes) -> Workload:
+    """One device on which every step takes 4 units whatever h; 2 sequences of 1 or 3 tokens, equally likely."""
+    fields = {
+        "devices": 1,
+        "batch_size": 2,
+        "lengths": Lengths.from_samples([1, 3]),
+        "train_time": 0.5,
+        "utilisation": lambda h: np.asarray(h, dtype=float) / 4,
+    }
+    return Workload(**(fields | changes))
+
+
 def test_two_lengths_by_hand():
-    # one device, U(h) = h/4: every step takes 4 units whatever h; lengths 1 and 3 equally likely, 2 sequences:
-    # 3 steps, 12 units for 4 tokens; training 4 tokens at τ = 0.5 takes 2 units: 4 tokens in 14 units
-    work = Workload(
-        devices=1,
-        batch_size=2,
-        lengths=Lengths.from_samples([1, 3]),
-        train_time=0.5,
-        utilisation=lambda h: np.asarray(h, dtype=float) / 4,
-    )
-    assert conventional_generation_rate(work, 1) == pytest.approx(4 / 12)
-    assert conventional_rate(work, 1) == pytest.approx(4 / 14)
+    # 3 steps (12 units), but 1 step (4 units) when both are short, once in four: 10 units for 4 tokens on average;
+    # training 4 tokens at τ = 0.5 takes 2 units
+    assert conventional_generation_rate(make_pair(), 1) == pytest.approx(4 / 10)
+    assert conventional_rate(make_pair(), 1) == pytest.approx(4 / 12)
+
+
+def test_tail_of_several_devices_ends_with_the_last_of_all():
+    # the same on 2 devices with 2 sequences each: all four are short once in sixteen
+    work = make_pair(devices=2, batch_size=4)
+    assert conventional_generation_rate(work, 1) == pytest.approx(8 / (12 * 15 / 16 + 4 / 16))
+
+
+def test_gap_and_pause_by_hand():
+    # a gap of 3 units per phase of 2 steps, which holds 8 tokens
+    gap = 1 / conventional_rate(make_pair(phase_gap=3.0), 2) - 1 / conventional_rate(make_pair(), 2)
+    assert gap == pytest.approx(3 / 8)
+    # 4 tokens per step at U(8) = 2 take 2 units and one of pause
+    plan = pipeline_plan(make_pair(devices=2, train_time=0.1, update_pause=1.0), 1, 8)
+    assert plan.generation_rate == pytest.approx(4 / 3)
 
 
 def test_pipeline_rate_is_the_narrow_side():
