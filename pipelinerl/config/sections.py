@@ -21,6 +21,9 @@ class LLMSection(Section):
 
 class ActorSection(Section):
     rollout_policy: str
+    system_prompt: str | None
+    task_template: str = Field(pattern=r"\{task\}")
+    discount_factor: float = Field(gt=0, le=1)
     llm_max_rollouts: PositiveInt
     rollout_workers: PositiveInt
     rollout_timeout_s: PositiveFloat

@@ -1,4 +1,4 @@
-"""Rows of datasets: Hugging Face names and local files, read one by one.
+"""Problems of datasets: Hugging Face names and local files read row by row, or generated from a seed.
 
 A dataset is named by ``<path or name>[:<config>][@<split>]``: ``data/train.jsonl``, ``data/*.parquet``,
 ``problems.csv``, ``openai/gsm8k:main@train``.
@@ -8,14 +8,50 @@ import csv
 import glob
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from pipelinerl.errors import DomainError
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 NAME = re.compile(r"(?P<path>[^:@]+)(?::(?P<config>[^@]+))?(?:@(?P<split>.+))?")
+
+Problem = dict[str, Any]
+
+
+def generate_problems(
+    domain: str,
+    dataset_names: list[str],
+    draw: Callable[[Random, bool], Problem | None],
+    *,
+    num_train_problems: int,
+    num_test_problems: int,
+    seed: int,
+    read: Callable[[dict[str, Any], str, int], Problem] | None = None,
+) -> list[Problem]:
+    """Problems of ``train`` (from ``seed``) and ``test`` (the same for every seed); other names are read.
+
+    Args:
+        draw: (random numbers, whether of the held-out part) → a problem, or None when there is no further one.
+        read: (row, dataset, index) → a problem; None = the domain has generated problems only.
+    """
+    problems: list[Problem] = []
+    for name in dataset_names:
+        if name not in ("train", "test"):
+            if read is None:
+                raise DomainError(f"domain `{domain}` has no dataset {name!r}: use `train` or `test`")
+            problems += [read(row, name, index) for index, row in enumerate(rows_of(name, True))]
+            continue
+        held_out = name == "test"
+        rng = Random("test" if held_out else f"train {seed}")
+        for _ in range(num_test_problems if held_out else num_train_problems):
+            problem = draw(rng, held_out)
+            if problem is None:
+                break
+            problems.append({"dataset": name} | problem)
+    return problems
 
 
 def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:

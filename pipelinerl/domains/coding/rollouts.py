@@ -2,18 +2,16 @@
 
 import asyncio
 import os
-import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.coding.fusion import SandboxFusion
 from pipelinerl.domains.coding.judge import Runner, TestSuite, judge
-from pipelinerl.domains.rewards import RewardTable
-from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.domains.single_turn import ask_and_judge
+from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox import Sandbox
 from pipelinerl.verifier.protocol import Verdict
@@ -45,22 +43,19 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """``cfg.environment.partial_credit``: the share of tests passed counts (default false: all or nothing)."""
-    started = time.monotonic()
-    messages = [
-        {"role": "system", "content": instructions(problem["tests"])},
-        {"role": "user", "content": problem["task"]},
-    ]
-    llm_call = await llm_async_generate(llm, Prompt(messages=messages), session)
-    suite = TestSuite.from_problem(problem["tests"])
-    verdict = await judge(llm_call.output.content or "", suite, runner_of(cfg, session))
-    if not (cfg.get("environment") or {}).get("partial_credit", False) and verdict.status == "wrong":
-        verdict = Verdict(status="wrong", detail=verdict.detail)
-    text = make_training_text(llm, llm_call)
-    metrics = RewardTable.of(cfg).metrics(verdict, finished=text.finished)
-    text.reward = metrics.reward
-    return RolloutResult(
-        training_texts=[text],
-        metrics=metrics,
-        latency=time.monotonic() - started,
-        dataset_name=problem.get("dataset"),
+    partial_credit = (cfg.get("environment") or {}).get("partial_credit", False)
+
+    async def judge_program(output: str) -> Verdict:
+        verdict = await judge(output, TestSuite.from_problem(problem["tests"]), runner_of(cfg, session))
+        all_or_nothing = verdict.status == "wrong" and not partial_credit
+        return Verdict(status="wrong", detail=verdict.detail) if all_or_nothing else verdict
+
+    return await ask_and_judge(
+        cfg,
+        llm,
+        problem,
+        session,
+        task=problem["task"],
+        judge=judge_program,
+        system_prompt=instructions(problem["tests"]),
     )

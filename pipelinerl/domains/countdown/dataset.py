@@ -3,9 +3,8 @@
 import zlib
 from fractions import Fraction
 from random import Random
-from typing import Any
 
-from pipelinerl.errors import DomainError
+from pipelinerl.domains.datasets import Problem, generate_problems
 
 HELD_OUT_EVERY = 10
 MAX_TRIES = 1000
@@ -51,7 +50,7 @@ def load_problems(
     num_train_problems: int = 20_000,
     num_test_problems: int = 512,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Problem]:
     """Solvable problems ``{"dataset", "numbers", "target", "use_all"}`` of the named parts, without repetition.
 
     Args:
@@ -63,22 +62,24 @@ def load_problems(
         use_all: every number must be used.
         seed: of ``train``; ``test`` is the same for every seed.
     """
-    problems = []
-    for name in dataset_names:
-        if name not in ("train", "test"):
-            raise DomainError(f"domain `countdown` has no dataset {name!r}: use `train` or `test`")
-        held_out = name == "test"
-        rng = Random("test" if held_out else f"train {seed}")
-        count = num_test_problems if held_out else num_train_problems
-        seen: set[tuple[tuple[int, ...], int]] = set()
-        while len(seen) < count:
-            drawn = draw_problem(rng, tuple(num_numbers), max_number, max_target, operators, held_out, seen)
-            if drawn is None:
-                break
-            numbers, target = drawn
-            seen.add((tuple(sorted(numbers)), target))
-            problems.append({"dataset": name, "numbers": numbers, "target": target, "use_all": use_all})
-    return problems
+    seen: set[tuple[tuple[int, ...], int]] = set()
+
+    def draw(rng: Random, held_out: bool) -> Problem | None:
+        drawn = draw_problem(rng, tuple(num_numbers), max_number, max_target, operators, held_out, seen)
+        if drawn is None:
+            return None
+        numbers, target = drawn
+        seen.add((tuple(sorted(numbers)), target))
+        return {"numbers": numbers, "target": target, "use_all": use_all}
+
+    return generate_problems(
+        "countdown",
+        dataset_names,
+        draw,
+        num_train_problems=num_train_problems,
+        num_test_problems=num_test_problems,
+        seed=seed,
+    )
 
 
 def draw_problem(

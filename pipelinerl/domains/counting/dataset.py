@@ -2,9 +2,8 @@
 
 import zlib
 from random import Random
-from typing import Any
 
-from pipelinerl.errors import DomainError
+from pipelinerl.domains.datasets import Problem, generate_problems
 
 HELD_OUT_EVERY = 10
 ONSETS = ("b", "bl", "c", "cr", "d", "f", "g", "gr", "h", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v")
@@ -27,7 +26,7 @@ def load_problems(
     num_train_problems: int = 4096,
     num_test_problems: int = 256,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Problem]:
     """Problems ``{"dataset", "word", "letter", "count"}``; the letter is in the word four times in five.
 
     Args:
@@ -35,18 +34,18 @@ def load_problems(
         max_syllables: words have 2 … max_syllables.
         seed: of ``train``; ``test`` is the same for every seed.
     """
-    problems = []
-    for name in dataset_names:
-        if name not in ("train", "test"):
-            raise DomainError(f"domain `counting` has no dataset {name!r}: use `train` or `test`")
-        held_out = name == "test"
-        rng = Random("test" if held_out else f"train {seed}")
-        wanted = num_test_problems if held_out else num_train_problems
-        drawn: list[dict[str, Any]] = []
-        while len(drawn) < wanted:
-            word = draw_word(rng, max_syllables)
-            if is_held_out(word) == held_out:
-                letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
-                drawn.append({"dataset": name, "word": word, "letter": letter, "count": word.count(letter)})
-        problems += drawn
-    return problems
+
+    def draw(rng: Random, held_out: bool) -> Problem:
+        while is_held_out(word := draw_word(rng, max_syllables)) != held_out:
+            pass
+        letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+        return {"word": word, "letter": letter, "count": word.count(letter)}
+
+    return generate_problems(
+        "counting",
+        dataset_names,
+        draw,
+        num_train_problems=num_train_problems,
+        num_test_problems=num_test_problems,
+        seed=seed,
+    )

@@ -4,11 +4,10 @@ import json
 from random import Random
 from typing import Any
 
-from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.domains.datasets import Problem, column, generate_problems
 from pipelinerl.domains.instructions.judge import CHECKS
 from pipelinerl.errors import DomainError
 
-GENERATED = ("train", "test")
 SUBJECTS = ("the sea", "bread", "a railway station", "winter", "glass", "maps", "a violin", "rain", "bees", "clocks")
 HELD_OUT_SUBJECTS = ("a lighthouse", "salt", "bridges")
 KEYWORDS = ("first", "because", "quiet", "old", "often", "light", "small", "however")
@@ -50,7 +49,7 @@ def load_problems(
     num_test_problems: int = 256,
     columns: dict[str, str] | None = None,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Problem]:
     """Problems ``{"dataset", "task", "constraints"}``.
 
     Args:
@@ -59,21 +58,24 @@ def load_problems(
         columns: of datasets that are read; default ``task`` (or ``prompt``) and ``constraints`` (a list, or JSON).
         seed: of ``train``; ``test`` is the same for every seed.
     """
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if name not in GENERATED:
-            problems += [read_problem(row, columns or {}, name, i) for i, row in enumerate(rows_of(name, True))]
-            continue
-        rng = Random("test" if name == "test" else f"train {seed}")
-        subjects = HELD_OUT_SUBJECTS if name == "test" else SUBJECTS
-        for _ in range(num_test_problems if name == "test" else num_train_problems):
-            constraints = draw_constraints(rng, max_constraints)
-            task = " ".join([f"Write about {rng.choice(subjects)}.", *map(sentence, constraints)])
-            problems.append({"dataset": name, "task": task, "constraints": constraints})
-    return problems
+
+    def draw(rng: Random, held_out: bool) -> Problem:
+        constraints = draw_constraints(rng, max_constraints)
+        subject = rng.choice(HELD_OUT_SUBJECTS if held_out else SUBJECTS)
+        return {"task": " ".join([f"Write about {subject}.", *map(sentence, constraints)]), "constraints": constraints}
+
+    return generate_problems(
+        "instructions",
+        dataset_names,
+        draw,
+        num_train_problems=num_train_problems,
+        num_test_problems=num_test_problems,
+        seed=seed,
+        read=lambda row, name, index: read_problem(row, columns or {}, name, index),
+    )
 
 
-def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
+def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> Problem:
     task = column(row, columns.get("task"), ("task", "prompt"), dataset, "task")
     constraints = column(row, columns.get("constraints"), ("constraints",), dataset, "constraints")
     if isinstance(constraints, str):

@@ -2,15 +2,17 @@
 
 import zlib
 from random import Random
-from typing import Any
 
 from pipelinerl.domains.countdown.expression import evaluate
-from pipelinerl.domains.datasets import rows_of
+from pipelinerl.domains.datasets import Problem, generate_problems
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.errors import DomainError
 
 HELD_OUT_EVERY = 10
-GENERATED = ("train", "test")
+
+
+def is_held_out(expression: str) -> bool:
+    return zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0
 
 
 def draw_expression(rng: Random, num_terms: int, max_number: int) -> str:
@@ -30,7 +32,7 @@ def load_problems(
     num_test_problems: int = 256,
     columns: dict[str, str] | None = None,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Problem]:
     """Problems ``{"dataset", "task", "answer"}``.
 
     Args:
@@ -40,25 +42,20 @@ def load_problems(
         columns: of datasets that are read: ``{"task": …, "answer": …}``.
         seed: of ``train``; ``test`` is the same for every seed.
     """
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if name in GENERATED:
-            count = num_test_problems if name == "test" else num_train_problems
-            problems += generate(name, count, num_terms, max_number, seed)
-        else:
-            problems += [problem_of(row, columns or {}, name, i) for i, row in enumerate(rows_of(name, True))]
-    return problems
-
-
-def generate(name: str, count: int, num_terms: int, max_number: int, seed: int) -> list[dict[str, Any]]:
     if max_number < 2 or num_terms < 1:
         raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")
-    held_out = name == "test"
-    rng = Random("test" if held_out else f"train {seed}")
-    problems: list[dict[str, Any]] = []
-    while len(problems) < count:
-        expression = draw_expression(rng, num_terms, max_number)
-        if (zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0) == held_out:
-            answer = str(evaluate(expression).value)
-            problems.append({"dataset": name, "task": f"What is {expression}?", "answer": answer})
-    return problems
+
+    def draw(rng: Random, held_out: bool) -> Problem:
+        while is_held_out(expression := draw_expression(rng, num_terms, max_number)) != held_out:
+            pass
+        return {"task": f"What is {expression}?", "answer": str(evaluate(expression).value)}
+
+    return generate_problems(
+        "tool_use",
+        dataset_names,
+        draw,
+        num_train_problems=num_train_problems,
+        num_test_problems=num_test_problems,
+        seed=seed,
+        read=lambda row, name, index: problem_of(row, columns or {}, name, index),
+    )

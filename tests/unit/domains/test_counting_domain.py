@@ -3,6 +3,8 @@ import pytest
 from pipelinerl.domains.counting import generate_counting_rollout, load_problems
 from pipelinerl.testing import run_rollout
 
+REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0, "unparsable": 0.0, "unfinished": None}
+
 
 @pytest.mark.parametrize(
     ("reply", "reward", "no_answer"),
@@ -16,7 +18,7 @@ from pipelinerl.testing import run_rollout
 )
 async def test_last_answer_counts(reply, reward, no_answer):
     problem = {"dataset": "test", "word": "banana", "letter": "a", "count": 3}
-    result = await run_rollout(generate_counting_rollout, problem, [reply])
+    result = await run_rollout(generate_counting_rollout, problem, [reply], {"rewards": REWARDS})
     assert (result.metrics.reward, result.metrics.no_answer) == (reward, no_answer)
 
 

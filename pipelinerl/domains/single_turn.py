@@ -1,0 +1,64 @@
+"""What the domains of one question and one answer share: ask once, judge, reward by the table.
+
+``cfg.actor`` may give a ``system_prompt``, a ``task_template`` around the question, and a ``discount_factor`` per
+sampled token.
+"""
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.rewards import RewardTable
+from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.verifier.client import judged
+from pipelinerl.verifier.protocol import Verdict
+
+Judge = Callable[[str], Verdict | Awaitable[Verdict]]
+"""The model's whole output → the verdict on it."""
+
+
+def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
+    """The messages that ask ``task``; ``system_prompt`` is the domain's own, which the configuration may replace."""
+    actor = cfg.get("actor") or {}
+    system = actor.get("system_prompt") or system_prompt
+    asked = (actor.get("task_template") or "{task}").replace("{task}", task)
+    question = {"role": "user", "content": asked}
+    return [{"role": "system", "content": system}, question] if system else [question]
+
+
+async def ask_and_judge(
+    cfg: DictConfig,
+    llm: TrainableLLM,
+    problem: dict[str, Any],
+    session: aiohttp.ClientSession,
+    *,
+    task: str,
+    judge: Judge,
+    system_prompt: str | None = None,
+) -> RolloutResult:
+    """One rollout.
+
+    Raises:
+        VerifierError: the judge could not do its work; that is never a reward.
+    """
+    started = time.monotonic()
+    llm_call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, task, system_prompt)), session)
+    verdict = judge(llm_call.output.content or "")
+    if inspect.isawaitable(verdict):
+        verdict = await verdict
+    text = make_training_text(llm, llm_call)
+    metrics = RewardTable.of(cfg).metrics(judged(verdict), finished=text.finished)
+    discount = (cfg.get("actor") or {}).get("discount_factor", 1.0)
+    text.reward = metrics.reward = metrics.reward * discount**text.output_tokens
+    return RolloutResult(
+        training_texts=[text],
+        metrics=metrics,
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )
