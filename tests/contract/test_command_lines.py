@@ -1,4 +1,5 @@
-"""Command lines are accepted by the real argument parsers: vLLM's for servers, torchrun's for the trainer."""
+"""What roles are started with is accepted by the real parsers: command lines by vLLM's for servers and torchrun's for
+the trainer, settings of DeepSpeed by Accelerate's plugin and DeepSpeed's own."""
 
 import json
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config import load
+from pipelinerl.finetune.engines.zero import deepspeed_settings
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher.commands import torchrun_arguments
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
@@ -41,9 +43,25 @@ for line in json.load(sys.stdin):
     })
 print("PARSED " + json.dumps(parsed))
 """
+PARSE_DEEPSPEED = """
+import json, os, sys
+os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+from accelerate import DeepSpeedPlugin
+from deepspeed.runtime.config import DeepSpeedConfig
+parsed = []
+for settings in json.load(sys.stdin):
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    config = DeepSpeedConfig(dict(plugin.deepspeed_config))
+    parsed.append({
+        "stages": [plugin.zero_stage, config.zero_config.stage], "bfloat16": config.bfloat16_config.enabled,
+        "clipping": [plugin.gradient_clipping, config.gradient_clipping],
+        "unknown": sorted(config.zero_config.model_extra or {}),
+    })
+print("PARSED " + json.dumps(parsed))
+"""
 
 
-def parse(code: str, lines: list[list[str]]) -> list[dict]:
+def parse(code: str, lines: list) -> list[dict]:
     done = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(lines), capture_output=True, text=True, timeout=200
     )
@@ -107,3 +125,12 @@ def test_trainer_over_two_nodes_is_accepted_by_torchrun(config):
         assert arguments["nodes"] == [2, 2]
         assert arguments["restarts"] == 0
         assert arguments["endpoint"] == f"{world.master_addr}:{world.master_port}"
+
+
+def test_deepspeed_settings_are_accepted_by_accelerate_and_deepspeed(config):
+    stages = [1, 2, 3]
+    files = [load.CONF_DIR / "deepspeed" / f"deepspeed_stage{stage}_bf16.json" for stage in stages]
+    parsed = parse(PARSE_DEEPSPEED, [deepspeed_settings(config, file) for file in files])
+    for stage, settings in zip(stages, parsed, strict=True):
+        limit = config.finetune.gradient_clipping_threshold
+        assert settings == {"stages": [stage] * 2, "bfloat16": True, "clipping": [limit] * 2, "unknown": []}
