@@ -141,7 +141,9 @@ def _plain_tool_call(call: dict) -> dict:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what the model wrote may not be JSON: the template gets it as it is
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # what the model wrote may not be JSON: the template gets it as it is
             function["arguments"] = json.loads(arguments)
     return {**call, "function": function}
 
@@ -171,7 +173,7 @@ def _tool_calls(text: str) -> list[tuple[str, Any]]:
         try:
             call = json.loads(piece.split(TOOL_CLOSE)[0])
             calls.append((call["name"], call.get("arguments", {})))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
     return calls
 

@@ -13,13 +13,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
+from jinja2 import TemplateError
 
-from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.errors import DomainError, PipelineRLError
+from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text
+from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -27,6 +29,39 @@ MAX_BODY_BYTES = 16 * 2**20
 PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed", "min_tokens")
 FIXED_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 NEUTRAL = {"top_p": 1, "top_k": (-1, 0), "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct):
+    """The shape of what is read of a request; further fields are left alone."""
+
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
 
 
 class RecordedAgent:
@@ -100,15 +135,7 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
 
 def check_body(body: Any) -> dict[str, Any]:
     """The request body, or ``ValueError`` saying what is wrong with it."""
-    if not isinstance(body, dict):
-        raise ValueError("the body must be a JSON object")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a non-empty list")
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise ValueError("every message must be an object with a role")
-    if not isinstance(body.get("tools"), list | None):
-        raise ValueError("tools must be a list")
+    msgspec.convert(body, _Request)
     return body
 
 
@@ -180,13 +207,15 @@ def _handler(agent: RecordedAgent) -> Any:
         try:
             body = check_body(json.loads(await request.read()))
             sampling_parameters(body, agent.llm.parameters)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return _error(400, str(error), "invalid_request_error")
         try:
             call = await agent.complete(body)
-        except DomainError as error:
+        except (ValueError, TypeError, TemplateError) as error:  # what the chat template cannot take
             return _error(400, str(error), "invalid_request_error")
         except PipelineRLError as error:
+            if isinstance(error, TransportError) and not is_retryable(error):
+                return _error(400, str(error), "invalid_request_error")
             agent.failure = error
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
@@ -219,7 +248,8 @@ async def _stream(request: web.Request, parts: list[dict[str, Any]]) -> web.Stre
 
 
 def _authorised(request: web.Request, api_key: str) -> bool:
-    return secrets.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {api_key}".encode())
+    given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    return secrets.compare_digest(given, f"Bearer {api_key}".encode())
 
 
 def _error(status: int, message: str, kind: str) -> web.Response:

@@ -1,7 +1,11 @@
 """Agents that exist: the official OpenAI client (streaming, tools, sync) and a program, recorded."""
 
+import asyncio
+import collections
 import json
+import random
 import sys
+from collections.abc import Iterator
 
 import aiohttp
 import openai
@@ -9,7 +13,7 @@ import pytest
 
 from pipelinerl.agents import play_text_environment, record_agent, run_agent, run_agent_process
 from pipelinerl.agents.endpoint import sampling_parameters
-from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.errors import DomainError, ServerError, TransportError
 from pipelinerl.testing import FakeLLM
 
 CALCULATOR = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -107,10 +111,10 @@ async def test_record_agent_failed_server_never_becomes_a_reward():
     ("body", "status", "message"),
     [
         (b"{", 400, "Expecting property name"),
-        (b"[]", 400, "must be a JSON object"),
-        (b'{"messages": []}', 400, "non-empty list"),
-        (b'{"messages": [{"content": "x"}]}', 400, "with a role"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": 3}', 400, "tools must be a list"),
+        (b"[]", 400, "Expected `object`, got `array`"),
+        (b'{"messages": []}', 400, "Expected `array` of length >= 1 - at `$.messages`"),
+        (b'{"messages": [{"content": "x"}]}', 400, "missing required field `role` - at `$.messages[0]`"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": 3}', 400, "got `int` - at `$.tools`"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0.2}', 400, "temperature is 0.2"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 4}', 400, "n is 4"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "image_url"),
@@ -124,6 +128,83 @@ async def test_record_agent_bad_request_is_refused_with_a_reason(body, status, m
             assert message in (await response.json())["error"]["message"]
         async with session.post(f"{agent.base_url}/chat/completions", data=body) as response:
             assert response.status == 401
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+REQUEST = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ],
+    "tools": [TOOL],
+    "max_tokens": 5,
+    "stop": ["x"],
+    "seed": 1,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+JUNK = (None, True, -1, 0, 2**70, 1e308, "", "x", "\ud800", [], [[]], {}, {"role": 3}, [None], {"a": {}})
+
+
+def fuzzed(value: object, rng: random.Random) -> object:
+    """The value with something in it replaced, left out or wrapped."""
+    if rng.random() < 0.15 or not isinstance(value, list | dict) or not value:
+        return rng.choice((*JUNK, [value], {"content": value}))
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    key = rng.choice(list(copy) if isinstance(copy, dict) else range(len(copy)))
+    if rng.random() < 0.15:
+        del copy[key]
+    else:
+        copy[key] = fuzzed(copy[key], rng)
+    return copy
+
+
+def fuzzed_bodies(count: int) -> Iterator[bytes]:
+    rng = random.Random(4)
+    yield b"[" * 200_000
+    yield b'{"messages": ' + b"1" * 5000 + b"}"
+    for _ in range(count):
+        body = REQUEST
+        for _ in range(rng.randint(1, 3)):
+            body = fuzzed(body, rng)
+        encoded = bytearray(json.dumps(body).encode())
+        for _ in range(rng.choice((0, 0, 0, 2))):
+            encoded[rng.randrange(len(encoded))] = rng.randrange(256)
+        yield bytes(encoded)
+
+
+async def test_record_agent_fuzzed_bodies_are_answered_or_refused_and_never_fail_the_rollout():
+    llm = FakeLLM.saying(lambda prompt: "fine", parameters={"temperature": 1.0, "max_tokens": 64})
+    statuses = collections.Counter()
+    async with aiohttp.ClientSession() as session, record_agent(llm, session) as agent:
+        url, headers = f"{agent.base_url}/chat/completions", {"Authorization": f"Bearer {agent.api_key}"}
+        for body in fuzzed_bodies(600):
+            async with session.post(url, data=body, headers=headers) as response:
+                assert response.status in (200, 400), (response.status, body[:500], await response.text())
+                statuses[response.status] += 1
+                await response.read()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(agent.base_url.split(":")[2].split("/")[0]))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 40")
+        writer.close()
+        assert agent.failure is None
+    assert min(statuses[200], statuses[400]) > 50
+
+
+async def test_record_agent_parameter_that_the_server_refuses_is_a_bad_request():
+    def refuse(prompt: str) -> str:
+        raise ServerError("max_tokens must be at least 1", 400)
+
+    async with aiohttp.ClientSession() as session, record_agent(FakeLLM.saying(refuse), session) as agent:
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": -3}
+        async with session.post(f"{agent.base_url}/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 400
+            assert "at least 1" in (await response.json())["error"]["message"]
+        assert agent.failure is None
 
 
 def test_sampling_parameters_length_and_stop_are_the_agents_to_choose():

@@ -96,16 +96,17 @@ def test_body_that_is_no_check_is_refused_with_a_reason(http, body):
     assert answer.json()["detail"]
 
 
-def test_random_bodies_never_cause_a_server_error(http):
+@pytest.mark.parametrize(("route", "valid"), [("/", CORRECT), ("/batch", {"checks": [CORRECT, CORRECT]})])
+def test_random_bodies_never_cause_a_server_error(http, route, valid):
     rng = Random(0)
-    valid = json.dumps(CORRECT).encode()
+    valid = json.dumps(valid).encode()
     for _ in range(200):
         body = bytearray(valid)
         for _ in range(rng.randint(1, 8)):
             body[rng.randrange(len(body))] = rng.randrange(256)
         if rng.random() < 0.3:
             body = body[: rng.randrange(len(body))]
-        assert http.post("/", content=bytes(body)).status_code in (200, 422)
+        assert http.post(route, content=bytes(body)).status_code in (200, 422)
 
 
 def test_large_body_is_refused_by_length_and_while_it_streams(http):
