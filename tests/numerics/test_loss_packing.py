@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, packing_error
 from pipelinerl.finetune.rl.losses import LossSettings
 from pipelinerl.finetune.synthetic import make_samples, pack
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.samples import Shaping, prepare_group
+from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 from tests.models import make_qwen2
 
 SAMPLES, VOCAB = 7, 48
@@ -62,6 +67,58 @@ def test_gradient_is_that_of_seven_single_sequences(way: str, loss: str) -> None
     expected = gradients([[i] for i in range(SAMPLES)], SETTINGS[loss], rows=False)
     bins, rows = WAYS[way]
     assert_close(gradients(bins, SETTINGS[loss], rows=rows), expected)
+
+
+def conversation(merged: bool, reward: float, attempt: int) -> Rollout:
+    """Three turns whose tokens extend each other, as one training sequence or as one per turn."""
+    rng = np.random.default_rng(attempt)
+    ids = rng.integers(0, VOCAB, 23).astype(np.int32)
+    answers = [(5, 9, 2), (12, 18, 3), (20, 23, 3)]
+    logprobs = [rng.normal(-3.8, 0.3, end - start).astype(np.float32) for start, end, _ in answers]
+    parts = [range(3)] if merged else [[0], [1], [2]]
+    sequences = tuple(
+        TrainingSequence(
+            token_ids=ids[: answers[part[-1]][1]],
+            logprobs=np.concatenate([logprobs[turn] for turn in part]),
+            spans=np.array([answers[turn] for turn in part], np.int32),
+            finish_reason="stop",
+            turn=part[0],
+        )
+        for part in parts
+    )
+    return Rollout(attempt=attempt, reward=reward, sequences=sequences, metrics={}, latency_s=0.0, num_llm_calls=3)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo"])
+def test_merged_and_unmerged_turns_give_the_same_gradient(name: str) -> None:
+    """Under `sum_over_batch`, for losses of single tokens: through advantages, collation and the trainer."""
+    found = []
+    for merged in (True, False):
+        group = RolloutGroup(
+            group_id="0-0",
+            epoch=0,
+            position=0,
+            problem_index=0,
+            actor=0,
+            domain="d",
+            dataset="train",
+            attempts=2,
+            rollouts=tuple(conversation(merged, reward, attempt) for attempt, reward in enumerate((1.5, -0.5))),
+            dispatched_version=2,
+            settled_before=0,
+            dispatch_index=0,
+        )
+        batch = OptimizerBatch(
+            step=3, samples=tuple(prepare_group(0, group, Shaping(seq_length=64))), next_source=(1, 0)
+        )
+        assert len(batch.samples) == 2
+        policy = make_policy()
+        ((record,),) = collate(batch, Collation(num_ranks=1, seq_length=256, aggregation="sum_over_batch"))
+        assert len(record.segment_lengths) == (2 if merged else 6)
+        rows = to_batch(record, check_record(record, VOCAB, max_lag_steps=2), torch.device("cpu"), rows=False)
+        policy(rows, LossSettings(policy_loss=name, entropy_bonus=0.05)).loss.backward()
+        found.append({key: p.grad for key, p in policy.lm.named_parameters() if p.grad is not None})
+    assert_close(found[1], found[0])
 
 
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
