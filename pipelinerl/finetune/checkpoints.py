@@ -11,6 +11,7 @@ A checkpoint is a folder `checkpoints/step_<n>/`, written under another name, sy
 Tensors are whole and named, so any engine on any number of ranks can resume. Nothing is pickled.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -84,6 +85,18 @@ def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
 def unpublished_name(step: int) -> str:
     """Folder in which the checkpoint of ``step`` is built."""
     return f".step_{step}.new"
+
+
+@contextlib.contextmanager
+def writing(root: Path, step: int) -> Iterator[None]:
+    """What the disk refuses becomes one `CheckpointError`, and what was written of it makes room again."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(root / unpublished_name(step), ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be written in {root}: {error}; earlier ones are intact"
+        ) from error
 
 
 class CheckpointWriter:

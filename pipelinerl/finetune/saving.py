@@ -31,25 +31,26 @@ def save(
         The stream positions from which the oldest kept checkpoint would be resumed: nothing below is needed.
     """
     started = time.perf_counter()
-    writer = CheckpointWriter(root, counters.step) if engine.rank == 0 else None
-    engine.barrier()
-    folder = root / checkpoints.unpublished_name(counters.step)
-    state = engine.state()
-    if writer is not None:
-        writer.write_state(state)
-    else:
-        for _ in state:
-            pass
-    checkpoints.save_rng(folder, engine.rank, engine.device)
-    save_hf(engine, folder / "hf", dtype, tokenizer)
-    save_value_head(engine, folder / "value_head.safetensors")
-    positions = _gather_positions(engine, counters)
-    needed = None
-    if writer is not None:
-        path = writer.publish(msgspec.structs.replace(counters, positions=positions))
-        kept = checkpoints.prune(root, keep)
-        needed = checkpoints.read_counters(kept[-1]).positions
-        log.info("checkpoint published path=%s seconds=%.2f", path, time.perf_counter() - started)
+    with checkpoints.writing(root, counters.step):
+        writer = CheckpointWriter(root, counters.step) if engine.rank == 0 else None
+        engine.barrier()
+        folder = root / checkpoints.unpublished_name(counters.step)
+        state = engine.state()
+        if writer is not None:
+            writer.write_state(state)
+        else:
+            for _ in state:
+                pass
+        checkpoints.save_rng(folder, engine.rank, engine.device)
+        save_hf(engine, folder / "hf", dtype, tokenizer)
+        save_value_head(engine, folder / "value_head.safetensors")
+        positions = _gather_positions(engine, counters)
+        needed = None
+        if writer is not None:
+            path = writer.publish(msgspec.structs.replace(counters, positions=positions))
+            kept = checkpoints.prune(root, keep)
+            needed = checkpoints.read_counters(kept[-1]).positions
+            log.info("checkpoint published path=%s seconds=%.2f", path, time.perf_counter() - started)
     answer: Any = engine.broadcast_object(needed)
     return answer
 

@@ -45,12 +45,16 @@ class MetricsLogger:
         point = {name: _number(value) for name, value in values.items()}
         line = json.dumps({"step": step, "time": time.time(), **point})
         with self._lock:
-            self._file.write(line + "\n")
+            try:
+                self._file.write(line + "\n")
+            except OSError as error:  # a full disk costs a point, never a step of the run
+                log.warning("event=metrics_lost file=%s error=%s", self._file.name, error)
         if self._wandb:
             self._wandb.put(point, step)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._wandb:
             self._wandb.close()
 

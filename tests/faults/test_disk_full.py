@@ -1,0 +1,71 @@
+"""A disk that is full or read-only: what a role says, and what is still there."""
+
+import contextlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.errors import CheckpointError, ConfigError
+from pipelinerl.finetune.checkpoints import CheckpointWriter, Counters, newest_valid, writing
+from pipelinerl.launcher.run_dir import claim
+from pipelinerl.observability.metrics import MetricsLogger, read_metrics
+from pipelinerl.observability.status import RoleStatus, read_statuses
+
+
+def save(root: Path, step: int, numbers: int) -> None:
+    with writing(root, step):
+        writer = CheckpointWriter(root, step)
+        writer.write_state([("w", {"param": torch.full((numbers,), float(step))})])
+        writer.publish(Counters(step=step))
+
+
+def fill(folder: Path) -> Path:
+    filler = folder / "filler"
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+def test_checkpoint_on_a_full_disk_is_an_error_that_leaves_the_earlier_one(small_disk: Path):
+    root = small_disk / "checkpoints"
+    save(root, 1, 1000)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint of step 2 cannot be written in .*: .*No space left on device"
+    ):
+        save(root, 2, 1 << 20)
+    reader = newest_valid(root)
+    assert reader is not None
+    assert reader.counters.step == 1
+    assert reader.state("w")["param"].tolist() == [1.0] * 1000
+    assert [path.name for path in root.iterdir()] == ["step_1"]
+    save(root, 2, 1000)
+    assert newest_valid(root).counters.step == 2  # type: ignore[union-attr]
+
+
+def test_metrics_and_status_on_a_full_disk_stop_nobody(small_disk: Path):
+    required = ["dataset_loader=a.load", "actor.rollout_policy=a.rollout", "wandb.mode=disabled"]
+    metrics = MetricsLogger(parse(compose("base", [f"output_dir={small_disk}", *required])), small_disk, "finetune")
+    metrics.log({"loss": 1.0}, step=1)
+    status = RoleStatus(small_disk, "finetune_0")
+    filler = fill(small_disk)
+    for step in range(2, 200):
+        metrics.log({"loss": 1.0}, step=step)
+        status.progress(step=step)
+    metrics.close()
+    filler.unlink()
+    status.close()
+    assert read_metrics(small_disk, "finetune")[0]["step"] == 1
+    assert read_statuses(small_disk)["finetune_0"].fields == {"step": 199}
+
+
+def test_launcher_refuses_a_read_only_folder_by_its_name(small_disk: Path):
+    (small_disk / "run").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(ConfigError, match=r"`output_dir` is .*/run.: it cannot be written \(Read-only file system\)"):
+        claim(small_disk / "run", {"model_path": "m", "tiny_model": None}, force_restart=False)
+    assert os.listdir(small_disk / "run") == []
