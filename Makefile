@@ -24,7 +24,7 @@ quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
 test: install redis check
-	$(PY) -m pytest
+	$(PY) -m pytest --durations=25
 
 check: install
 	$(PY) -m ruff check $(PACKAGES)
