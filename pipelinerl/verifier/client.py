@@ -17,8 +17,9 @@ from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
 
 SECRET_VARIABLE = "PIPELINERL_SECRET"
-RETRIES = 5
-FIRST_DELAY_S = 0.2
+RETRIES = 9
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
+"""Together half a minute: a verifier that died is back by then."""
 TIMEOUT_S = 120.0
 """Deadline of one request: waiting for a worker included."""
 
@@ -68,7 +69,7 @@ class VerifierClient:
         failure: Exception | None = None
         for attempt in range(self._retries + 1):
             if attempt:
-                await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+                await asyncio.sleep(min(FIRST_DELAY_S * 2 ** (attempt - 1), LONGEST_DELAY_S))
             url = min(self._load, key=lambda url: (url in tried, self._load[url]))
             tried.add(url)
             if len(tried) == len(self._load):
