@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "records", "config", "rollouts"),
     ("streams", "world", "llm", "chat", "async_llm", "state", "observability", "ledger", "status", "agents", "testing"),
     ("weights",),
-    ("domains", "verifier", "sandbox", "tiny_model", "plan"),
+    ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
     ("actor", "preprocess", "finetune", "inference"),
     ("launcher",),
     ("launch",),

@@ -1,8 +1,17 @@
 """Mathematical problems with a reference answer, judged by math-verify in the verifier service."""
 
 from pipelinerl.domains.math.dataset import load_problems
+from pipelinerl.domains.math.outcomes import RewardTable, get_reward, length_penalty, verify_answer_rpc
 from pipelinerl.domains.math.rollouts import generate_rollout
 
 generate_math_rollout = generate_rollout
 
-__all__ = ["generate_math_rollout", "generate_rollout", "load_problems"]
+__all__ = [
+    "RewardTable",
+    "generate_math_rollout",
+    "generate_rollout",
+    "get_reward",
+    "length_penalty",
+    "load_problems",
+    "verify_answer_rpc",
+]

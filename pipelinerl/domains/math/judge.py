@@ -54,27 +54,28 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
         prediction: the model's output.
         gold: the reference answer: bare LaTeX or text, or with ``$``, ``\boxed`` of its own.
         options: ``answer_format``: ``boxed`` (only ``\boxed{}`` counts) or ``any`` (default: without a box the output
-            is searched as math-verify does it).
+            is searched as math-verify does it); ``strict`` (default true): names of variables and the kind of bracket
+            matter, as math-verify understands it.
     """
     answer_format = options.get("answer_format", "any")
     if answer_format not in ("boxed", "any"):
         return error(f"math: options.answer_format is {answer_format!r}: use boxed or any")
-    reference = reference_text(str(gold))
+    reference, strict = reference_text(str(gold)), bool(options.get("strict", True))
     answer = last_boxed(prediction)
     if answer is None:
-        return no_answer("no \\boxed{}") if answer_format == "boxed" else judge_plain(prediction, reference)
+        return no_answer("no \\boxed{}") if answer_format == "boxed" else judge_plain(prediction, reference, strict)
     if not answer:
         return no_answer("an empty \\boxed{}")
     if len(answer) > MAX_ANSWER_CHARS:
         return unparsable(f"an answer of more than {MAX_ANSWER_CHARS} characters")
-    return judge_texts(f"\\boxed{{{answer}}}", reference)
+    return judge_texts(f"\\boxed{{{answer}}}", reference, strict)
 
 
-def judge_plain(prediction: str, reference: str) -> Verdict:
+def judge_plain(prediction: str, reference: str, strict: bool) -> Verdict:
     text = prediction[-MAX_TEXT_CHARS:].strip()
     if not text:
         return no_answer("an empty output")
-    return judge_texts(text, reference)
+    return judge_texts(text, reference, strict)
 
 
 def reference_text(gold: str) -> str:
@@ -82,7 +83,7 @@ def reference_text(gold: str) -> str:
     return gold if LATEX.search(gold) else f"\\boxed{{{gold.strip()}}}"
 
 
-def judge_texts(answer: str, reference: str) -> Verdict:
+def judge_texts(answer: str, reference: str, strict: bool) -> Verdict:
     """Compares two texts that math-verify can parse."""
     quick = compare_numbers(answer, reference)
     if quick is not None:
@@ -95,7 +96,7 @@ def judge_texts(answer: str, reference: str) -> Verdict:
     parsed_answer = parse_text(answer)
     if not parsed_answer:
         return no_answer("nothing that looks like an answer")
-    if verify(list(parsed_reference), list(parsed_answer), timeout_seconds=None):
+    if verify(list(parsed_reference), list(parsed_answer), strict=strict, timeout_seconds=None):
         return correct()
     return unparsable("only text") if all(isinstance(item, str) for item in parsed_answer) else wrong()
 

@@ -5,6 +5,9 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from pipelinerl.domains.math.outcomes import RewardTable as RewardTable
+from pipelinerl.domains.math.outcomes import get_reward as get_reward
+from pipelinerl.domains.math.outcomes import length_penalty as length_penalty
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
