@@ -209,7 +209,7 @@ class Supervisor:
                 role.command.kind,
                 code,
                 role.verdict,
-                training_done=self._training_done(),
+                training_done=await self._is_training_done(role),
                 restarts_used=sum(self.restarts.values()),
                 limits=self._limits,
             )
@@ -222,6 +222,10 @@ class Supervisor:
                 self._end(Ending(kind="failed", failure=first or failure, restarts=self.restarts))
                 return
             await self._back_off(role, failure)
+
+    async def _is_training_done(self, role: Role) -> bool:
+        """Asked of the streams, which answer late or not at all while their store is down: nothing waits for that."""
+        return role.command.kind not in STORES and await asyncio.to_thread(self._training_done)
 
     async def _back_off(self, role: Role, failure: Failure) -> None:
         self._first_failure = self._first_failure or failure
