@@ -1,22 +1,23 @@
 """Sequence parallelism: the ranks of a group share one micro-batch, each holding a slice of its tokens.
 
-Everything in a transformer works token by token except attention, so each rank computes its slice and gathers only the
-keys and values of all slices (as the context parallelism of Llama 3, arXiv:2407.21783 §3.3.2). A token's loss is
-computed where its predecessor lies; sums over a sequence are taken over the group. Gradients add up over all ranks.
+Everything in a transformer works token by token except attention, so each rank computes its slice, and attention goes
+round in a ring (``ring``). A token's loss is computed where its predecessor lies; sums over a sequence are taken over
+the group. Gradients add up over all ranks.
 
 Shapes: T tokens of the micro-batch, padded to a multiple of the group's size; L = T / size tokens of a rank.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
 from pipelinerl.finetune.rl.diagnostics import LagInputs
 from pipelinerl.finetune.rl.losses import SequenceGroup, TokenInputs
 
@@ -32,6 +33,7 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
         group = dist.new_group(list(range(first, first + size)))
         if first <= rank < first + size:
             mine = SequenceGroup(group, rank - first, size)
+            dist.barrier(group)  # NCCL: the first call on a group must be one of all its ranks
     return mine
 
 
@@ -64,16 +66,7 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
     )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What attention must know of the batch under way."""
-
-    mask_LT: Tensor
-    """bool: which tokens of the whole each local token sees."""
-    group: SequenceGroup | None
-
-
-_layout: _Layout | None = None
+_ring: Ring | None = None
 
 
 def set_layout(position_ids: Tensor, all_position_ids: Tensor | None, group: SequenceGroup | None) -> None:
@@ -83,33 +76,18 @@ def set_layout(position_ids: Tensor, all_position_ids: Tensor | None, group: Seq
         position_ids: int64 [1, L] of this rank.
         all_position_ids: int64 [1, T] of the group; None = this rank has all tokens.
     """
-    global _layout
+    global _ring
+    shared = group if all_position_ids is not None else None
     whole = position_ids if all_position_ids is None else all_position_ids
     assert whole.shape[0] == 1, "sequence parallelism needs packed batches"
-    documents_T = (whole[0] == 0).cumsum(0)
-    places_T = torch.arange(whole.shape[1], device=whole.device)
-    length = position_ids.shape[1]
-    first = group.index * length if group is not None and all_position_ids is not None else 0
-    own = slice(first, first + length)
-    mask_LT = (documents_T[own, None] == documents_T) & (places_T <= places_T[own, None])
-    _layout = _Layout(mask_LT, group if all_position_ids is not None else None)
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenate a tensor of all ranks of the group along dimension 2; gradients go back where they came from."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: SequenceGroup) -> Tensor:
-        ctx.group, ctx.length = group, local.shape[2]
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size)]
-        dist.all_gather(parts, local.contiguous(), group=group.group)
-        return torch.cat(parts, 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group.group)
-        return gradient[:, :, ctx.group.index * ctx.length : (ctx.group.index + 1) * ctx.length], None
+    plan = RingPlan(
+        first_tokens=tuple((whole[0] == 0).nonzero()[:, 0].tolist()),
+        length=position_ids.shape[1],
+        size=shared.size if shared else 1,
+        index=shared.index if shared else 0,
+    )
+    assert plan.first_tokens[0] == 0, "a packed batch begins with a document"
+    _ring = Ring(plan, shared)
 
 
 def sequence_attention(
@@ -120,22 +98,24 @@ def sequence_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
+    **other: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: local queries [1, heads, L, D] see the keys and values of all ranks."""
-    assert _layout is not None, "set_layout() comes before the forward pass"
-    if _layout.group is not None:
-        key, value = _Gather.apply(key, _layout.group), _Gather.apply(value, _layout.group)
-    output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=_layout.mask_LT,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).contiguous(), None
+    """transformers' attention interface: local queries [1, heads, L, D] see the keys and values of all ranks.
+
+    Raises:
+        ConfigError: the model wants something else than causal softmax attention.
+    """
+    wanted = {"dropout": dropout or None} | {name: other.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+    refused = [name for name, value in wanted.items() if value is not None]
+    if refused:
+        raise ConfigError(
+            f"finetune.seq_parallel is over 1, but the model's attention has {', '.join(refused)}, which it does not "
+            "compute: set finetune.seq_parallel=1"
+        )
+    assert _ring is not None, "set_layout() comes before the forward pass"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = ring_attention(query[0], key[0], value[0], _ring, scale)
+    return output.transpose(0, 1)[None].contiguous(), None
 
 
 def register_attention() -> None:
