@@ -12,13 +12,14 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.models import save_qwen2
+from tests.zero3 import shard_everything
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_rank.py"
 TIMEOUT_S = 240
 ENGINES = {
     "zero1": ("deepspeed", ["deepspeed_config=deepspeed_stage1_bf16"]),
     "zero2": ("deepspeed", ["deepspeed_config=deepspeed_stage2_bf16"]),
-    "zero3": ("deepspeed", ["deepspeed_config=deepspeed_stage3_bf16"]),
+    "zero3": ("deepspeed", []),  # the file comes from shard_everything()
     "fsdp2": ("fsdp2", []),
     "ddp": ("ddp", []),
 }
@@ -39,6 +40,7 @@ def free_port() -> int:
 def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) -> list[dict[str, float]]:
     """Train with ``world_size`` processes; the metrics of each step."""
     name, overrides = ENGINES[engine]
+    overrides = [shard_everything(out.parent)] if engine == "zero3" else overrides
     job |= {"engine": name, "overrides": overrides + job.pop("overrides", []), "model": str(model), "out": str(out)}
     port = free_port()
     processes = []
@@ -100,50 +102,66 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"), model)
 
 
-SLOW = pytest.mark.slow
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "engine", ["zero3", "fsdp2", "ddp", pytest.param("zero1", marks=SLOW), pytest.param("zero2", marks=SLOW)]
+    ("engine", "ranks"),
+    [
+        *[("zero3", 2), ("fsdp2", 2), ("ddp", 2), slow("zero1", 2), slow("zero2", 2)],
+        *[slow(engine, 4) for engine in ENGINES],
+        *[slow("zero2", 1), slow("zero3", 1), slow("fsdp2", 1)],
+    ],
 )
-def test_two_ranks_have_the_losses_of_one(engine: str, runs: Runs) -> None:
-    ours, expected = runs.metrics(engine, 2), runs.metrics("ddp", 1)
+def test_losses_of_every_step_are_those_of_one_rank(engine: str, ranks: int, runs: Runs) -> None:
+    ours, expected = runs.metrics(engine, ranks), runs.metrics("ddp", 1)
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy", "ess"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
         assert mine["tokens"] == theirs["tokens"]
-    weights = load_file(runs.folder(engine, 2) / "out.safetensors")
+    weights = load_file(runs.folder(engine, ranks) / "out.safetensors")
     wanted = load_file(runs.folder("ddp", 1) / "out.safetensors")
     assert weights.keys() == wanted.keys()
     assert max((weights[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-4
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader", "reader_ranks"),
+    ("writer", "writer_ranks", "reader", "reader_ranks"),
     [
-        ("zero3", "fsdp2", 2),
-        ("fsdp2", "ddp", 1),
-        pytest.param("ddp", "zero3", 2, marks=SLOW),
-        pytest.param("ddp", "zero2", 2, marks=SLOW),
+        ("zero3", 2, "fsdp2", 2),
+        ("fsdp2", 2, "ddp", 1),
+        *[slow("ddp", 2, "zero3", 2), slow("ddp", 2, "zero2", 2)],
+        *[slow("zero3", 4, "zero3", 2), slow("zero2", 4, "fsdp2", 2), slow("fsdp2", 4, "zero2", 2)],
+        *[slow("zero3", 2, "zero2", 4), slow("fsdp2", 2, "zero3", 4), slow("zero2", 2, "fsdp2", 4)],
     ],
 )
-def test_saved_on_two_ranks_resumed_by_another(
-    writer: str, reader: str, reader_ranks: int, runs: Runs, model: Path, tmp_path: Path
+def test_saved_by_one_engine_and_rank_count_resumed_by_another(
+    writer: str, writer_ranks: int, reader: str, reader_ranks: int, runs: Runs, model: Path, tmp_path: Path
 ) -> None:
-    saved = str(runs.folder(writer, 2) / "checkpoints")
+    saved = str(runs.folder(writer, writer_ranks) / "checkpoints")
     ours = run_ranks(tmp_path / "out.json", reader_ranks, reader, model, steps=[HALF, STEPS], load=saved)
     for mine, theirs in zip(ours, runs.metrics("ddp", 1)[HALF:], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "gspo"])
-def test_two_ranks_sharing_each_sequence_have_the_losses_of_one(loss: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "engine", "ranks", "sharing"),
+    [
+        ("reinforce", "ddp", 2, 2),
+        ("gspo", "ddp", 2, 2),
+        *[slow("reinforce", "fsdp2", 4, 4), slow("gspo", "zero3", 4, 4), slow("reinforce", "zero3", 4, 2)],
+    ],
+)
+def test_ranks_sharing_each_sequence_have_the_losses_of_one(
+    loss: str, engine: str, ranks: int, sharing: int, model: Path, tmp_path: Path
+) -> None:
     overrides = [f"finetune.rl.policy_loss={loss}", "finetune.rl.entropy_bonus=0.01", "finetune.head_chunk_tokens=8"]
     overrides += ["finetune.rl.sequence_tis=2.0"] if loss == "gspo" else []
-    shared = [*overrides, "finetune.seq_parallel=2", "finetune.gradient_checkpointing=true"]
+    shared = [*overrides, f"finetune.seq_parallel={sharing}", "finetune.gradient_checkpointing=true"]
     expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], overrides=overrides)
-    ours = run_ranks(tmp_path / "two.json", 2, "ddp", model, steps=[0, 6], overrides=shared)
+    ours = run_ranks(tmp_path / "shared.json", ranks, engine, model, steps=[0, 6], overrides=shared)
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "reward", "clip_fraction", "sequences"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
