@@ -2,8 +2,8 @@
 
 The ledger is derived from the topics and owns nothing: `actor` says which groups were published or dropped,
 `preprocessor` which rollouts were packed for which step or dropped and why, `trainer` how many steps are trained.
-A rollout trained twice, or one of a published group that is neither trained, dropped nor still ahead of the trainer,
-is an error that the command reports with a non-zero exit.
+A dispatch settled twice or lost, a rollout trained twice, or one of a published group that is neither trained, dropped
+nor still ahead of the trainer, is an error that the command reports with a non-zero exit.
 """
 
 import argparse
@@ -24,7 +24,8 @@ class LedgerEntry:
 
     sample_id: str
     outcome: str
-    """trained, packed (its step is not done yet), dropped, or queued (published by the actor, not packed yet)."""
+    """trained, packed (its step is not done yet), dropped, queued (published, not packed yet), or in flight:
+    a dispatch that later ones have overtaken."""
     step: int | None = None
     reason: str | None = None
 
@@ -33,7 +34,8 @@ class LedgerEntry:
 class Ledger:
     entries: tuple[LedgerEntry, ...]
     violations: tuple[str, ...]
-    """Samples published or trained twice, trained though dropped, packed without having been published, passed over."""
+    """Dispatches settled twice or not at all; samples published or trained twice, trained though dropped, packed
+    without having been published, passed over."""
 
     def counts(self) -> dict[str, int]:
         """Rollouts by outcome; drops by reason."""
@@ -54,7 +56,8 @@ def build(
             from them cannot be looked up any more.
     """
     published: dict[str, LedgerEntry] = {}
-    violations: list[str] = []
+    actor = list(actor)
+    in_flight, violations = _dispatches(actor, complete=first_offset == 0)
     dropped_groups = []
     for record in actor:
         if isinstance(record, GroupDropped):
@@ -79,7 +82,21 @@ def build(
             settled[entry.sample_id] = entry
         begin = progress.source
     violations += _passed_over(list(published), settled)
-    return Ledger(entries=(*dropped_groups, *(published | settled).values()), violations=tuple(violations))
+    entries = (*in_flight, *dropped_groups, *(published | settled).values())
+    return Ledger(entries=entries, violations=tuple(violations))
+
+
+def _dispatches(records: Sequence[ActorRecord], *, complete: bool) -> tuple[list[LedgerEntry], list[str]]:
+    """Dispatches in flight, and what is wrong with the numbers; gaps say something only when the topic is complete."""
+    times = Counter(record.dispatch_index for record in records)
+    violations = [f"dispatch {number} was settled {count} times" for number, count in times.items() if count > 1]
+    if not complete or not records:
+        return [], violations
+    settled = records[-1].settled_before
+    missing = [number for number in range(max(times)) if number not in times]
+    violations += [f"dispatch {number} counts as settled but has no record" for number in missing if number < settled]
+    in_flight = [number for number in missing if number >= settled]
+    return [LedgerEntry(sample_id=f"dispatch {number}/*", outcome="in flight") for number in in_flight], violations
 
 
 def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEntry]:

@@ -172,7 +172,7 @@ def aging_groups(count: int) -> list[Any]:
         reason="timeout",
         detail="",
         settled_before=0,
-        dispatch_index=999,
+        dispatch_index=30,
     )
     return [*records[:5], dropped, *records[5:]]
 

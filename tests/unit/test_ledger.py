@@ -72,6 +72,16 @@ def test_build_sample_from_nowhere_is_a_violation():
     )
 
 
+def test_build_dispatch_settled_twice_or_never_is_a_violation_and_one_overtaken_is_in_flight():
+    again = msgspec.structs.replace(group(2), dispatch_index=1)
+    assert build([group(0), group(1), again], [], steps_trained=0).violations == ("dispatch 1 was settled 2 times",)
+    last = msgspec.structs.replace(group(4), settled_before=3)
+    ledger = build([group(0), group(2), last], [], steps_trained=0)
+    assert ledger.violations == ("dispatch 1 counts as settled but has no record",)
+    assert LedgerEntry(sample_id="dispatch 3/*", outcome="in flight") in ledger.entries
+    assert build([group(2), last], [], steps_trained=0, first_offset=1).violations == ()
+
+
 def test_build_sample_that_later_ones_overtook_is_a_violation():
     ledger = build([group(0), group(1)], [progress(1, ("0-0/0", "0-1/0"))], steps_trained=1)
     assert ledger.violations == ("0-0/1 was passed over: neither packed nor dropped",)
