@@ -186,7 +186,12 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, message: Callable[
 def serving() -> SimpleNamespace:
     """The helpers of this file, for tests that start and end servers themselves."""
     return SimpleNamespace(
-        lock=one_at_a_time, write_run=write_run, start=start_server, wait_until_up=wait_until_up, wait_for=wait_for
+        lock=one_at_a_time,
+        write_run=write_run,
+        start=start_server,
+        running=running_server,
+        wait_until_up=wait_until_up,
+        wait_for=wait_for,
     )
 
 

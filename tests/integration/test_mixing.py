@@ -5,6 +5,9 @@ The trainer and the server are played; rollouts of one domain take ten times as 
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -17,6 +20,7 @@ from omegaconf import OmegaConf
 import pipelinerl.actor.role
 import pipelinerl.preprocess.loop
 from pipelinerl.config.load import compose, load_run
+from pipelinerl.ledger import read as read_ledger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import PreprocessorProgress, SamplesProcessed, TrainerMessage, WeightUpdateSuccess, topics
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
@@ -51,15 +55,19 @@ class QuietStatus:
         return contextlib.nullcontext()
 
 
-def write_run(run_dir: Path, url: str, seconds: dict[str, float]) -> None:
-    save_tokenizer(run_dir / "model", TOKENIZER)
-    (run_dir / "model" / "config.json").write_text(f'{{"vocab_size": {len(TOKENIZER)}}}')
+def domains_override(seconds: dict[str, float]) -> str:
     domains = [
         f"{{name: {name}, weight: {weight}, rollout_policy: slow_domain.generate_rollout,"
         f" dataset_loader: slow_domain.load_problems, train_dataset_names: [train], test_dataset_names: [],"
         f" dataset_loader_params: {{domain: {name}, seconds: {seconds[name]}}}}}"
         for name, weight in WEIGHTS.items()
     ]
+    return f"domains=[{','.join(domains)}]"
+
+
+def write_run(run_dir: Path, url: str, seconds: dict[str, float]) -> None:
+    save_tokenizer(run_dir / "model", TOKENIZER)
+    (run_dir / "model" / "config.json").write_text(f'{{"vocab_size": {len(TOKENIZER)}}}')
     cfg = compose(
         "base",
         [
@@ -67,7 +75,7 @@ def write_run(run_dir: Path, url: str, seconds: dict[str, float]) -> None:
             f"model_path={run_dir / 'model'}",
             "dataset_loader=slow_domain.load_problems",
             "actor.rollout_policy=slow_domain.generate_rollout",
-            f"domains=[{','.join(domains)}]",
+            domains_override(seconds),
             f"attempts={ATTEMPTS}",
             f"finetune.gradient_accumulation_passes={BATCH}",
             f"finetune.max_train_steps={STEPS}",
@@ -159,6 +167,11 @@ async def test_trained_mix_is_within_two_points_of_the_weights_at_every_step(
         finally:
             stop.set()
 
+    assert_mix(trained)
+
+
+def assert_mix(trained: list[str]) -> None:
+    """``trained`` are the ids of samples in the order of training."""
     assert len(trained) == STEPS * BATCH
     domains = [sample_id.split("-")[0] for sample_id in trained]
     shares = {name: count / len(trained) for name, count in Counter(domains).items()}
@@ -167,3 +180,27 @@ async def test_trained_mix_is_within_two_points_of_the_weights_at_every_step(
     for step in range(1, STEPS + 1):
         counts = Counter(domains[: step * BATCH])
         assert all(abs(counts[n] - w * step * BATCH) <= 2 * ATTEMPTS for n, w in WEIGHTS.items()), (step, counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_launched_run_with_a_slow_domain_trains_the_mix(tmp_path: Path) -> None:
+    """The same with real servers and trainer; the lightest domain takes ten times as long as the heaviest."""
+    (tmp_path / "slow_domain.py").write_text(DOMAIN)
+    run_dir = tmp_path / "run"
+    overrides = (
+        domains_override({"a": 0.2, "b": 0.6, "c": 2.0}),
+        f"attempts={ATTEMPTS}",
+        f"finetune.gradient_accumulation_passes={BATCH}",
+        f"finetune.max_train_steps={STEPS}",
+        "dataset_loader_params.max_number=12",
+        "eval.at_start=false",
+        "eval.at_end=false",
+    )
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*command, *overrides], env=env, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert read_ledger(run_dir).violations == ()
+    with open_reader(SingleStreamSpec(run_dir, topics.PREPROCESSOR), PreprocessorProgress, name=None) as packed:
+        assert_mix([sample_id for _, record in packed.read_all() for sample_id in record.packed_sample_ids])

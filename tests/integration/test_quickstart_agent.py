@@ -1,0 +1,36 @@
+"""An unmodified agent of the official OpenAI client (streaming, with a tool) learns: `conf/quickstart_agent.yaml`.
+
+Its tokens are compared with the server's in ``test_agents_vllm.py``; here the trainer's own log-probabilities of all
+tokens of the first step agree with those that the server reported.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.ledger import read as read_ledger
+from pipelinerl.observability.metrics import read_metrics
+
+RUN_TIMEOUT_S = 600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+def test_agent_of_the_openai_client_learns(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart_agent", f"output_dir={run_dir}"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["success_before"] <= 0.40
+    assert summary["success_after"] >= 0.68
+    assert summary["aborted_requests"] == 0
+    first = next(point for point in read_metrics(run_dir, "finetune") if point["step"] == 1)
+    assert first["lag_max"] == 0
+    assert first["logratio_abs_max"] <= 2e-5
+    ledger = read_ledger(run_dir)
+    assert ledger.violations == ()
+    assert ledger.counts()["trained"] == 96 * 64
