@@ -248,6 +248,22 @@ async def test_evaluation_overtaken_by_weights_begins_again_on_the_new_version(m
     assert run.evaluations[-1].num_rollouts == 6
 
 
+async def test_idle_actor_and_worker_use_less_than_two_percent_of_a_core(make_run: Callable) -> None:
+    run = await make_run()
+    run.start()
+    run.update(0)
+    await run.until(lambda: len(run.records) == 4)
+    processes = [psutil.Process(), *psutil.Process().children()]
+
+    def cpu_s() -> float:
+        return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+    await asyncio.sleep(1)
+    before = cpu_s()
+    await asyncio.sleep(5)
+    assert cpu_s() - before < 0.02 * 5
+
+
 async def test_dead_server_costs_no_rollout(make_run: Callable) -> None:
     run = await make_run(servers=2)
     for server in run.servers:
