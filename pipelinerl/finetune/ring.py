@@ -116,7 +116,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale:
     Returns:
         [H, L, D] in the queries' dtype.
     """
-    return _RingAttention.apply(query, key, value, ring, scale)
+    with torch.autocast(query.device.type, enabled=False):
+        return _RingAttention.apply(query, key, value, ring, scale)
 
 
 class _RingAttention(torch.autograd.Function):

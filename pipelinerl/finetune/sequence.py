@@ -10,6 +10,7 @@ Shapes: T tokens of the micro-batch, padded to a multiple of the group's size; L
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -113,7 +114,9 @@ def sequence_attention(
             "compute: set finetune.seq_parallel=1"
         )
     assert _ring is not None, "set_layout() comes before the forward pass"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device, scale = query.device.type, query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.is_autocast_enabled(device):  # positions were put into float32 queries and keys
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     output = ring_attention(query[0], key[0], value[0], _ring, scale)
     return output.transpose(0, 1)[None].contiguous(), None
 

@@ -12,7 +12,7 @@ import torch
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.ring import EXACT, FLASH, Ring, RingPlan, ring_attention
-from pipelinerl.finetune.sequence import sequence_attention
+from pipelinerl.finetune.sequence import sequence_attention, set_layout
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "ring_rank.py"
 RANKS = 4
@@ -82,6 +82,18 @@ def test_alone_a_rank_attends_within_each_document():
     third = 1 / 3
     expected = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.5, 0.5, 0], [0, third, third, third]])
     torch.testing.assert_close(out[0], expected)
+
+
+def test_under_autocast_inputs_are_narrowed_once_and_sums_stay_wide():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 8) for heads in (4, 2, 2))
+    set_layout(torch.arange(5)[None], None, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = sequence_attention(torch.nn.Identity(), query, key, value.bfloat16(), None)
+    narrow = [x[0].bfloat16() for x in (query, key, value)]
+    assert torch.equal(output[0].transpose(0, 1), ring_attention(*narrow, Ring(RingPlan((0,), 5)), 8**-0.5))
+    exact = ring_attention(*(x.float() for x in narrow), Ring(RingPlan((0,), 5)), 8**-0.5)
+    assert torch.equal(output[0].transpose(0, 1), exact.bfloat16())
 
 
 @pytest.mark.parametrize("option", [{"sliding_window": 4}, {"softcap": 50.0}, {"dropout": 0.1}])
