@@ -22,7 +22,7 @@ def parse_param(text: str) -> tuple[str, object]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.tiny_model", description=__doc__)
     parser.add_argument("--out", required=True, help="folder to create; it must not exist")
-    parser.add_argument("--recipe", required=True, choices=sorted(RECIPES))
+    parser.add_argument("--recipe", required=True, help=f"one of {', '.join(sorted(RECIPES))}, or module.function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--param", action="append", default=[], type=parse_param, metavar="NAME=VALUE")
     arguments = parser.parse_args(argv)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pipelinerl.config.load import resolve_function
 from pipelinerl.domains.countdown.dataset import draw_target
 from pipelinerl.domains.countdown.dataset import is_held_out as is_held_out_countdown
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
@@ -114,11 +115,15 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def make_recipe(name: str, params: dict[str, object]) -> Recipe:
-    """The recipe ``name`` with its parameters; raises ConfigError naming what is unknown."""
-    if name not in RECIPES:
-        raise ConfigError(f"`tiny_model.recipe` is {name!r}: choose one of {sorted(RECIPES)}")
-    known = inspect.signature(RECIPES[name]).parameters
+    """The recipe ``name``, or the user's function of that dotted name; raises ConfigError naming what is unknown."""
+    if name not in RECIPES and "." not in name:
+        raise ConfigError(
+            f"`tiny_model.recipe` is {name!r}: choose one of {sorted(RECIPES)}, or name a function of yours as "
+            "module.function"
+        )
+    make = RECIPES.get(name) or resolve_function(name)
+    known = inspect.signature(make).parameters
     unknown = sorted(set(params) - set(known))
     if unknown:
         raise ConfigError(f"`tiny_model.params` has {unknown}, recipe {name!r} takes {sorted(known)}: remove them")
-    return RECIPES[name](**params)
+    return make(**params)

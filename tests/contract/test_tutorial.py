@@ -56,7 +56,7 @@ def test_readme_domain_runs(tmp_path: Path):
 def sums(tmp_path: Path) -> Path:
     """The tutorial's files: what belongs to sums.py in the order of the page, its test, its configuration."""
     code = blocks("docs/domains.md", "python")
-    own = [block for block in code if "load_problems" in block or "generate_rollout(\n" in block]
+    own = [block for block in code if block.startswith("# sums.py") or "generate_rollout(\n" in block]
     (config,) = [block for block in blocks("docs/domains.md", "yaml") if block.startswith("# conf/sums.yaml")]
     write_domain(tmp_path, "sums", "\n".join(own), config)
     (test,) = [block for block in code if "def test_" in block]
@@ -66,6 +66,20 @@ def sums(tmp_path: Path) -> Path:
 
 def test_tutorial_domain_runs(sums: Path):
     check_domain(sums, "sums")
+
+
+def test_tutorial_domain_on_cpu_has_its_model(sums: Path):
+    (config,) = [block for block in blocks("docs/domains.md", "yaml") if block.startswith("# conf/sums_cpu.yaml")]
+    (sums / "conf" / "sums_cpu.yaml").write_text(config)
+    launch = ["-m", "pipelinerl.launch", "--config-dir=conf", "--config-name=sums_cpu", "output_dir=run"]
+    shown = run(sums, *launch, "dry_run=true", "world.cpu_slots=2")
+    assert "nothing was started" in shown
+    talk = (
+        "from random import Random; from pipelinerl.tiny_model.recipes import make_recipe\n"
+        "asked, answered = make_recipe('sums.warm_up', {'limit': 3}).conversation(Random(0))\n"
+        "print(asked['content'].endswith(' = ?'), answered['content'].isdecimal())\n"
+    )
+    assert run(sums, "-c", talk).strip() == "True True"
 
 
 def test_tutorial_test_passes(sums: Path):
