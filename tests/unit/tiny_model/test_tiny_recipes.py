@@ -51,7 +51,7 @@ def test_guessing_warm_up_shows_what_higher_means_but_has_no_target():
 
 
 def test_unknown_recipe_and_parameter_are_named():
-    with pytest.raises(ConfigError, match="'poker'.*module.function"):
+    with pytest.raises(ConfigError, match=r"'poker'.*module\.function"):
         make_recipe("poker", {})
     with pytest.raises(ConfigError, match="no module 'poker'"):
         make_recipe("poker.warm_up", {})
