@@ -263,7 +263,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor]:
     tokens_first = [x.transpose(0, 1).contiguous() for x in (gradient, query, key, value, out)]
     bounds = _flash_bounds(query, key, documents)
-    no_dropout = [torch.empty(2, dtype=torch.int64, device=query.device)] * 2
+    no_dropout = (torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device))
     grads = torch.ops.aten._flash_attention_backward(*tokens_first, lse.contiguous(), *bounds, *no_dropout, scale=scale)
     d_query, d_key, d_value = (x.transpose(0, 1).float() for x in grads)
     return d_query, torch.stack([d_key, d_value])
