@@ -399,7 +399,8 @@ class ActorLoop:
             work,
             RolloutGroup(**self._identity(work), rollouts=rollouts, dispatched_version=work.start.version),
         )
-        self._metrics.rollouts(rollouts)
+        domain = self._domains[work.start.domain].name
+        self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else _dataset_of(work.start.problem))
         self._status.progress(published=self._progress.published)
 
     def _drop_group(self, work: _Work, failure: Failure) -> None:
@@ -421,7 +422,7 @@ class ActorLoop:
             "problem_index": work.place.problem_index,
             "actor": self._pacing.actor,
             "domain": self._domains[work.start.domain].name,
-            "dataset": str(work.start.problem.get("dataset", "train")),
+            "dataset": _dataset_of(work.start.problem),
             "attempts": self._limits.attempts,
             "settled_before": self._progress.before,
             "dispatch_index": work.dispatch_index,
@@ -539,6 +540,10 @@ class ActorLoop:
 def poll_timeout_s(quiet_s: float) -> float:
     """How long to wait for workers before looking at the trainer's news: a tenth of how long it has been quiet."""
     return min(MAX_POLL_S, max(MIN_POLL_S, quiet_s / 10))
+
+
+def _dataset_of(problem: Mapping[str, Any]) -> str:
+    return str(problem.get("dataset", "train"))
 
 
 def _short(value: float) -> str:

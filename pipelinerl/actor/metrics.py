@@ -1,7 +1,7 @@
 """The actor's numbers: a sliding window over finished rollouts and running totals. Knows no clock but the caller's."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.records import Rollout
@@ -11,6 +11,7 @@ WINDOW = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
+    part: str
     metrics: dict[str, float]
     latency_s: float
     output_tokens: int
@@ -43,11 +44,11 @@ class ActorMetrics:
             self._generating_s += now - self._clock
         self._clock, self._generating = now, is_generating
 
-    def rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """A published group."""
+    def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
+        """A published group of a domain or data set; several of them have their means beside those of all."""
         self._groups += 1
         for rollout in rollouts:
-            seen = _see(rollout)
+            seen = _see(rollout, part)
             self._recent.append(seen)
             self._rollouts += 1
             self._output_tokens += seen.output_tokens
@@ -103,15 +104,28 @@ class ActorMetrics:
             "unmerged_turns": sum(seen.num_unmerged_turns for seen in recent) / count,
             "cut_by_length": sum(seen.cut for seen in recent) / count,
         }
-        for name in {name for seen in recent for name in seen.metrics}:
-            own = [seen.metrics[name] for seen in recent if name in seen.metrics]
-            values[name] = sum(own) / len(own)
+        values |= _domain_means(recent)
+        parts = sorted({seen.part for seen in recent})
+        for part in parts if len(parts) > 1 else ():
+            own = [seen for seen in recent if seen.part == part]
+            means = _domain_means(own) | {"latency_s": sum(seen.latency_s for seen in own) / len(own)}
+            values |= {f"{part}/{name}": value for name, value in means.items()}
         return values
 
 
-def _see(rollout: Rollout) -> _Seen:
+def _domain_means(seen: Iterable[_Seen]) -> dict[str, float]:
+    """Mean of every metric that a domain gave, over the rollouts that have it."""
+    given: dict[str, list[float]] = {}
+    for one in seen:
+        for name, value in one.metrics.items():
+            given.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in given.items()}
+
+
+def _see(rollout: Rollout, part: str) -> _Seen:
     sampled = sum(len(sequence.logprobs) for sequence in rollout.sequences)
     return _Seen(
+        part=part,
         metrics=rollout.metrics,
         latency_s=rollout.latency_s,
         output_tokens=sampled,

@@ -115,6 +115,8 @@ def test_problems(cfg: Config) -> list[TestProblem]:
         problems = load_problems(section, names) if names else []
         for index, problem in enumerate(problems[: cfg.eval.max_problems]):
             dataset = str(problem.get("dataset", "test"))
+            if cfg.domains:  # two domains may both have a data set `test`
+                dataset = f"{section.name}/{dataset}"
             tests.append(TestProblem(domain=i, dataset=dataset, index=index, problem=problem))
     return tests
 

@@ -6,6 +6,7 @@ a configuration to trained samples, not that a model of 0.1M parameters learns m
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pipelinerl.domains.single_turn import conversation
 from pipelinerl.launcher.preflight import check_domain
 from pipelinerl.launcher.program import launch
 from pipelinerl.ledger import read as read_ledger
+from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.tiny_model.builder import write_model
@@ -192,6 +194,9 @@ def test_domain_is_trained_and_evaluated_on_cpu(case: Case, tmp_path: Path):
     judge_worked(case, [rollout.metrics for group in groups for rollout in group.rollouts])
     domains = {domain["name"] for domain in compose(case.config, overrides).get("domains") or []}
     assert not domains or {group.domain for group in groups} == domains
+    measured = {name for point in read_metrics(run_dir, "actor") for name in point}
+    assert {f"{name}/success" for name in domains} <= measured
+    assert len([name for name in measured if re.fullmatch(r"eval/.*/success", name)]) == max(1, len(domains))
 
 
 def judge_worked(case: Case, metrics: list[dict[str, Any]]) -> None:

@@ -1,6 +1,11 @@
 """The actor's own numbers."""
 
+import pytest
+
 from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.actor.role import test_problems
+from pipelinerl.config.load import compose, parse
+from pipelinerl.records import Rollout
 
 
 def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
@@ -8,3 +13,36 @@ def test_generating_time_counts_what_follows_a_turn_with_rollouts_under_way():
     for now, is_generating in ((1.0, True), (3.0, True), (4.0, False), (9.0, True)):
         metrics.generating(now, is_generating)
     assert metrics.snapshot(9.0)["generating_s"] == (3.0 - 1.0) + (4.0 - 3.0)
+
+
+def rollout(**metrics: float) -> Rollout:
+    return Rollout(attempt=0, reward=0.0, sequences=(), metrics=metrics, latency_s=metrics["success"], num_llm_calls=1)
+
+
+def test_several_domains_have_means_of_their_own() -> None:
+    metrics = ActorMetrics(0.0)
+    metrics.rollouts([rollout(success=1.0), rollout(success=0.0)], "math")
+    assert not [name for name in metrics.snapshot(1.0) if "/" in name]
+    metrics.rollouts([rollout(success=1.0, turns=4.0)], "game")
+    values = metrics.snapshot(2.0)
+    assert (values["success"], values["turns"]) == (pytest.approx(2 / 3), 4.0)
+    assert (values["math/success"], values["math/latency_s"]) == (0.5, 0.5)
+    assert (values["game/success"], values["game/turns"]) == (1.0, 4.0)
+    assert "math/turns" not in values
+
+
+def test_domains_with_test_sets_of_one_name_are_evaluated_apart() -> None:
+    names = ["countdown", "instructions"]
+    domains = [
+        f"{{name: {name}, weight: 1, rollout_policy: a.b, dataset_loader: pipelinerl.domains.{name}.load_problems,"
+        " dataset_loader_params: {num_test_problems: 3}, train_dataset_names: [train], test_dataset_names: [test]}"
+        for name in names
+    ]
+    required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "eval.max_problems=2"]
+    cfg = parse(compose("base", [*required, f"domains=[{','.join(domains)}]"]))
+    assert [(item.domain, item.dataset) for item in test_problems(cfg)] == [
+        (0, "countdown/test"),
+        (0, "countdown/test"),
+        (1, "instructions/test"),
+        (1, "instructions/test"),
+    ]
