@@ -1,6 +1,6 @@
-"""The quickstart's task played by an agent of the official OpenAI client: streaming, with a tool, unmodified."""
+"""The quickstart's task played by agents that know nothing of PipelineRL: the official OpenAI client, and a program."""
 
 from pipelinerl.domains.largest.dataset import load_problems
-from pipelinerl.domains.largest_agent.rollouts import generate_rollout
+from pipelinerl.domains.largest_agent.rollouts import generate_program_rollout, generate_rollout
 
-__all__ = ["generate_rollout", "load_problems"]
+__all__ = ["generate_program_rollout", "generate_rollout", "load_problems"]

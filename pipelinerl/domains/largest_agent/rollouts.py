@@ -1,26 +1,52 @@
-"""Runs the agent against the recording endpoint and rewards what it submitted, like the domain `largest`."""
+"""Runs an agent against the recording endpoint and rewards what it submitted, like the domain `largest`."""
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from pipelinerl.agents import record_agent
+from pipelinerl.agents import record_agent, run_agent_process
 from pipelinerl.domains.largest_agent.agent import answer_question
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
+
+PROGRAM = Path(__file__).parent / "program.py"
+PRINTED = re.compile(r"([0-9]{1,18})\s*")
 
 
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
+    """The agent is a function around the official client."""
     # On loopback there is no TLS to verify; making the default TLS context would cost more than the rollout.
     async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False) as http:
         client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=http, max_retries=0)
         number = await answer_question(client, problem["question"])
-        success = number == problem["answer"]
-        reward = -1.0 if number is None else float(success)
+        reward, success = score(number, problem["answer"])
         return agent.result(
             reward=reward, success=success, no_answer=number is None, dataset_name=problem.get("dataset")
         )
+
+
+async def generate_program_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """The agent is a program."""
+
+    def judge(printed: str) -> tuple[float, bool]:
+        number = PRINTED.fullmatch(printed)
+        return score(int(number[1]) if number else None, problem["answer"])
+
+    command = [sys.executable, "-I", "-S", str(PROGRAM)]
+    dataset = problem.get("dataset")
+    return await run_agent_process(llm, session, command, judge, stdin=problem["question"], dataset_name=dataset)
+
+
+def score(number: int | None, answer: int) -> tuple[float, bool]:
+    """(reward, success) of what was submitted; None = nothing that is a number."""
+    success = number == answer
+    return -1.0 if number is None else float(success), success
