@@ -90,6 +90,14 @@ def test_one_gpu_is_shared_through_ipc():
     assert world.job("actor_llm_0").gpus == world.job("finetune_0").gpus == (0,)
 
 
+def test_quickstart_with_ranks_puts_two_servers_beside_two_ranks():
+    config = load.validate(load.compose("quickstart_ranks"))
+    node = Node(rank=0, hostname="127.0.0.1", devices=config.world.cpu_slots, cores=(0, 1))
+    world = map_world(config, Cluster(accelerator="cpu", nodes=(node,)), check=False)
+    assert [job.cores for job in world.get("actor_llm")] == [(0,), (0,)]
+    assert [(job.num_ranks, job.cores) for job in world.get("finetune")] == [(2, (1,))]
+
+
 def test_world_of_1024_gpus_is_mapped():
     config = load.validate(load.compose("base", [*REQUIRED, "output_dir=/nowhere", "streams=redis"]))
     world: WorldMap = map_world(config, simulated((8,) * 128), check=False)
