@@ -15,6 +15,7 @@ from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_functi
 from pipelinerl.config.sections import Config, DomainSection, LLMSection
 from pipelinerl.errors import DomainError, PipelineRLError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class RolloutSide:
     """What a worker needs."""
 
     cfg: DictConfig
+    """The run's configuration and, as ``jobs``, its world."""
     functions: list[RolloutFunction]
     llms: tuple[TrainableLLM, TrainableLLM]
     """For training and for evaluation."""
@@ -109,6 +111,7 @@ def make_settings(cfg: Config) -> Settings:
 def load_rollout_side(run_dir: Path) -> RolloutSide:
     """Everything for running rollouts of this run."""
     raw = load_run_dictconfig(run_dir)
+    raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)
     functions = [resolve_function(domain.rollout_policy) for domain in domains_of(cfg)]
     require_coroutines(functions)

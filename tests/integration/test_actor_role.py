@@ -339,6 +339,14 @@ def domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     return write
 
 
+async def test_domain_sees_the_jobs_of_the_run(make_run: Callable, domain: Callable) -> None:
+    run = await make_run(domain("    raise ValueError(f'jobs: {[job.name for job in cfg.jobs]}')\n"))
+    run.start()
+    run.update(0)
+    with pytest.raises(DomainError, match=r"jobs: \['actor_0', 'actor_llm_0', 'finetune_0'\]"):
+        await run.ended(20)
+
+
 async def test_domain_that_always_raises_ends_the_role_with_its_name(make_run: Callable, domain: Callable) -> None:
     run = await make_run(domain("    raise KeyError('numbers')\n"), "actor.max_domain_errors=10")
     run.start()
