@@ -1,5 +1,6 @@
 """Play a Gymnasium environment whose observations and actions are text."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,9 +34,10 @@ async def play_text_environment(
     """One episode: observations are user messages, actions are answers; the reward is the sum over the episode.
 
     The conversation only grows, so all turns become one training sequence. Success is ``info["success"]`` of the
-    last step where the environment gives it, else a positive return.
+    last step where the environment gives it, else a positive return. The environment runs in a thread, so that a slow
+    step holds up no other rollout; closing it is the caller's.
     """
-    observation, info = environment.reset(seed=seed)
+    observation, info = await asyncio.to_thread(environment.reset, seed=seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": str(observation)})
     started, texts, total = time.monotonic(), [], 0.0
@@ -43,7 +45,7 @@ async def play_text_environment(
         call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
         texts.append(make_training_text(llm, call))
         content = call.output.content or ""
-        observation, reward, terminated, truncated, info = environment.step(parse_action(content))
+        observation, reward, terminated, truncated, info = await asyncio.to_thread(environment.step, parse_action(content))
         total += float(reward)
         if terminated or truncated:
             break
