@@ -45,7 +45,9 @@ async def play_text_environment(
         call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
         texts.append(make_training_text(llm, call))
         content = call.output.content or ""
-        observation, reward, terminated, truncated, info = await asyncio.to_thread(environment.step, parse_action(content))
+        observation, reward, terminated, truncated, info = await asyncio.to_thread(
+            environment.step, parse_action(content)
+        )
         total += float(reward)
         if terminated or truncated:
             break
