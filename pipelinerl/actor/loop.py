@@ -526,8 +526,9 @@ class ActorLoop:
             "domain_errors": self._domain_errors,
         }
         if len(self._domains) > 1:
-            total = max(1, self._progress.published)
-            values |= {f"mix/{d.name}": self._progress.by_domain[d.name] / total for d in self._domains}
+            dropped = self._drops.by_domain()
+            kept = {d.name: self._progress.by_domain[d.name] - dropped.get(d.name, 0) for d in self._domains}
+            values |= {f"mix/{name}": samples / max(1, sum(kept.values())) for name, samples in kept.items()}
             values["groups_held"] = sum(map(len, self._held))
         removed = sum(len(source.removed) for source in self._progress.sources.values())
         if removed:

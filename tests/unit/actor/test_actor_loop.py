@@ -213,6 +213,7 @@ def test_samples_that_the_preprocessor_drops_are_made_up_for() -> None:
     stage.until(half_of_a_is_dropped)
     published = Counter(record.domain for record in stage.records)
     assert published["a"] / 2 == pytest.approx(published["b"], abs=4)
+    assert stage.metrics[-1]["mix/a"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_domain_of_which_everything_is_dropped_holds_up_nobody() -> None:
