@@ -1,7 +1,10 @@
-"""The trainer killed at random moments and started again ends with the weights of an undisturbed run, to the bit."""
+"""The trainer killed at random moments and started again ends with the weights of an undisturbed run."""
 
+import contextlib
 import json
+import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -21,16 +24,19 @@ STEPS, VOCAB = 40, 64
 DEADLINE_S = 120
 
 
-def make_run(folder: Path, model: Path) -> Path:
-    """A run folder with recorded data for all steps."""
+def make_run(folder: Path, model: Path, ranks: int) -> Path:
+    """A run folder with recorded data for all steps: two micro-batches each, on one rank or on two."""
     folder.mkdir()
     (folder / "model").symlink_to(model)
     set_streams_backend("files")
-    with open_writer(SingleStreamSpec(folder, "training_data"), MicroBatch) as writer:
+    rank_of = [0, ranks - 1]
+    with contextlib.ExitStack() as stack:
+        specs = [SingleStreamSpec(folder, "training_data", 0, rank) for rank in range(ranks)]
+        writers = [stack.enter_context(open_writer(spec, MicroBatch)) for spec in specs]
         for step in range(STEPS):
             samples = make_samples(0, 6, vocab_size=VOCAB, lengths=(5, 9), step=step, max_lag=2)
-            for record in pack(samples, split_evenly(6, 2), step):
-                writer.write(record)
+            for rank, record in zip(rank_of, pack(samples, split_evenly(6, 2), step, rank_of=rank_of), strict=True):
+                writers[rank].write(record)
     return folder
 
 
@@ -39,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen2(tmp_path_factory.mktemp("model"), VOCAB, layers=1)
 
 
-def start(run_dir: Path) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
     overrides = [
         f"output_dir={run_dir}",
         f"model_path={run_dir / 'model'}",
@@ -50,52 +56,81 @@ def start(run_dir: Path) -> subprocess.Popen[bytes]:
         "finetune.save_checkpoint_steps=3",
         "finetune.learning_rate=1e-2",
         "finetune.dtype=float32",
+        "finetune.engine=ddp",
         "finetune.lora={enabled: true, r: 4, alpha: 8, dropout: 0.1, target_modules: all-linear}",
         "finetune.rl.advantage=value",
         "finetune.rl.value_loss_coef=0.5",
     ]
-    log = (run_dir / "log.txt").open("ab")
-    with log:
-        return subprocess.Popen([sys.executable, str(SCRIPT), str(run_dir), *overrides], stdout=log, stderr=log)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    argv = [sys.executable, str(SCRIPT), str(run_dir), *overrides]
+    with (run_dir / "log.txt").open("ab") as log:
+        return [
+            subprocess.Popen(
+                argv,
+                stdout=log,
+                stderr=log,
+                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
 
 
-def steps_logged(run_dir: Path) -> int:
+def wait(processes: list[subprocess.Popen[bytes]], run_dir: Path) -> None:
+    codes = [process.wait(DEADLINE_S) for process in processes]
+    assert codes == [0] * len(processes), (run_dir / "log.txt").read_text()[-3000:]
+
+
+def steps_logged(run_dir: Path) -> list[int]:
     """Steps that were ever reported, repeated ones included."""
     path = run_dir / "metrics" / "finetune.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
-def kill_after(process: subprocess.Popen[bytes], run_dir: Path, steps: int, pause_s: float) -> None:
-    """SIGKILL a moment after ``steps`` more steps, unless it ends before."""
-    goal, deadline = steps_logged(run_dir) + steps, time.monotonic() + DEADLINE_S
-    while process.poll() is None and steps_logged(run_dir) < goal:
+def kill_at(processes: list[subprocess.Popen[bytes]], run_dir: Path, step: int, pause_s: float) -> None:
+    """SIGKILL a moment after these processes have made ``step``, the last rank first."""
+    before, deadline = len(steps_logged(run_dir)), time.monotonic() + DEADLINE_S
+    while max(steps_logged(run_dir)[before:], default=0) < step:
+        assert all(process.poll() is None for process in processes), (run_dir / "log.txt").read_text()[-3000:]
         assert time.monotonic() < deadline, (run_dir / "log.txt").read_text()[-3000:]
         time.sleep(0.002)
     time.sleep(pause_s)
-    process.kill()
-    process.wait()
+    for process in reversed(processes):
+        process.kill()
+        process.wait()
 
 
 def final_state(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "kills", "tolerance"),
+    [(1, 3, 0.0), pytest.param(1, 10, 0.0, marks=pytest.mark.slow), pytest.param(2, 10, 1e-6, marks=pytest.mark.slow)],
+)
 @pytest.mark.timeout(900)
-def test_killed_trainer_ends_bit_equal_to_the_undisturbed(kills: int, model: Path, tmp_path: Path) -> None:
-    """With LoRA dropout, so that the random generators count, and a value head."""
-    calm, killed = make_run(tmp_path / "calm", model), make_run(tmp_path / "killed", model)
-    assert start(calm).wait(DEADLINE_S) == 0, (calm / "log.txt").read_text()[-3000:]
+def test_killed_trainer_ends_with_the_weights_of_the_undisturbed(
+    ranks: int, kills: int, tolerance: float, model: Path, tmp_path: Path
+) -> None:
+    """With LoRA dropout, so that the random generators count, and a value head. One rank: to the bit."""
+    calm, killed = make_run(tmp_path / "calm", model, ranks), make_run(tmp_path / "killed", model, ranks)
+    wait(start(calm, ranks), calm)
 
     rng = random.Random(7)
-    for _ in range(kills):
-        kill_after(start(killed), killed, rng.randint(1, 12), rng.uniform(0, 0.03))
-    assert start(killed).wait(DEADLINE_S) == 0, (killed / "log.txt").read_text()[-3000:]
+    for step in sorted(rng.sample(range(1, STEPS), kills)):
+        kill_at(start(killed, ranks), killed, step, rng.uniform(0, 0.03))
+    wait(start(killed, ranks), killed)
 
     expected, actual = final_state(calm), final_state(killed)
     assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+    worst = max(float((actual[name] - tensor).abs().max()) for name, tensor in expected.items())
+    print(f"ranks={ranks} kills={kills} steps_made={len(steps_logged(killed))} largest_difference={worst}")
+    assert worst <= tolerance
+    if tolerance:
+        return
     losses = {}
     for line in (killed / "metrics" / "finetune.jsonl").read_text().splitlines():
         point = json.loads(line)

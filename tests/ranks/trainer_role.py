@@ -1,9 +1,10 @@
-"""The trainer's role on one CPU with recorded `training_data` and a server that takes everything.
+"""One rank of the trainer's role on CPU with recorded `training_data` and a server that takes everything.
 
 python trainer_role.py RUN_DIR override…
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -60,15 +61,16 @@ class WillingServer:
 def main(run_dir: Path, overrides: list[str]) -> None:
     set_streams_backend("files")
     cfg = parse(compose("base", overrides))
+    num_ranks = int(os.environ["WORLD_SIZE"])
     jobs = {
-        "finetune": (Job(name="finetune_0", kind="finetune", cores=(0,)),),
+        "finetune": (Job(name="finetune_0", kind="finetune", cores=(0,), num_ranks=num_ranks),),
         "actor_llm": (Job(name="actor_llm_0", kind="actor_llm"),),
     }
     ctx = RoleContext(
         run_dir=run_dir,
         job=jobs["finetune"][0],
         cfg=cfg,
-        world=SimpleNamespace(accelerator="cpu", trainer_world_size=1, get=lambda kind: jobs.get(kind, ())),
+        world=SimpleNamespace(accelerator="cpu", trainer_world_size=num_ranks, get=lambda kind: jobs.get(kind, ())),
         status=SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: contextlib.nullcontext()),
         stop=threading.Event(),
     )
