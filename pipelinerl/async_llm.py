@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipelinerl.chat import ChatRenderer, Turn, extend, parse_output, renderer_of
+from pipelinerl.chat import ChatRenderer, Turn, extend, output_of, renderer_of
 from pipelinerl.errors import DomainError, ServerError, TransportError
-from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
+from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import CallTokens, TrainingText
+from pipelinerl.tool_calls import read_plain, reader_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 MISSING_LOGPROB = -9999.0
@@ -271,13 +272,25 @@ def _to_call(
     renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, prompt_text: str, tokens: CallTokens, index: int
 ) -> LLMCall:
     sampled_text, end_text = _split_end(renderer, tokens)
-    output = parse_output(sampled_text, with_tools=bool(prompt.tools), call_prefix=f"call-{index}")
+    read = reader_of(llm.tool_parser, llm.tokenizer, prompt.tools) if prompt.tools else read_plain
+    said = read(sampled_text)
     if llm._turns is not None:
-        llm._turns.append(_turn(prompt, tokens, sampled_text, end_text, output))
+        llm._turns.append(
+            Turn(
+                prompt.messages,
+                prompt.tools,
+                tokens.prompt_ids,
+                tokens.completion_ids,
+                sampled_text,
+                end_text,
+                said,
+                read,
+            )
+        )
     spans = tokens.version_spans
     call = LLMCall(
         prompt=prompt,
-        output=output,
+        output=output_of(sampled_text, said, f"call-{index}"),
         prompt_length_tokens=len(tokens.prompt_ids),
         output_length_tokens=len(tokens.completion_ids),
         model_version=int(spans[:, 2].min()) if len(spans) else None,
@@ -299,7 +312,3 @@ def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
     if token_ids and tokens.finish_reason == "stop" and renderer.is_end_token(token_ids[-1]):
         return renderer.decode(token_ids[:-1]), renderer.token_text(token_ids[-1])
     return renderer.decode(token_ids), ""
-
-
-def _turn(prompt: Prompt, tokens: CallTokens, sampled_text: str, end_text: str, output: LLMOutput) -> Turn:
-    return Turn(prompt.messages, prompt.tools, tokens.prompt_ids, tokens.completion_ids, sampled_text, end_text, output)

@@ -1,7 +1,7 @@
 """Messages to tokens and back, so that every token that is trained is one that the server saw.
 
-Owns: rendering a conversation once (cached), finding the tokens of a follow-up turn that EXTEND the tokens already
-sampled, and reading tool calls out of sampled text. Pure but for the tokenizer; never talks to a server.
+Owns: rendering a conversation once (cached), and finding the tokens of a follow-up turn that EXTEND the tokens already
+sampled. Pure but for the tokenizer; never talks to a server.
 
 Prefix extension: when the new messages continue an earlier call of the same rollout with its own answer, the new
 prompt is ``earlier prompt ids + sampled ids + ids of what the template adds after the answer``. What it adds is found
@@ -20,9 +20,9 @@ import numpy as np
 
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import FunctionCall, LLMOutput, ToolCall
+from pipelinerl.tool_calls import Reader, ReadText
 
 CACHED_PROMPTS = 4096
-TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,10 @@ class Turn:
     """The completion decoded, without the token that ended it."""
     end_text: str
     """Text of the token that ended it; empty when the completion was cut."""
-    output: LLMOutput
+    said: ReadText
+    """What was read in it."""
+    read: Reader
+    """How it was read."""
 
 
 class ChatRenderer:
@@ -148,34 +151,15 @@ def _plain_tool_call(call: dict) -> dict:
     return {**call, "function": function}
 
 
-def parse_output(text: str, *, with_tools: bool, call_prefix: str) -> LLMOutput:
-    """Splits sampled text into content and Hermes-style tool calls (``<tool_call>{"name", "arguments"}</tool_call>``).
-
-    Text whose calls are not valid JSON stays content: the domain sees what the model wrote.
-    """
-    if not with_tools or TOOL_OPEN not in text:
+def output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
+    """The assistant's message for sampled text as it was read."""
+    if not said.calls:
         return LLMOutput(content=text)
-    calls = _tool_calls(text)
-    if not calls:
-        return LLMOutput(content=text)
-    content = text[: text.index(TOOL_OPEN)].strip()
     tool_calls = [
         ToolCall(id=f"{call_prefix}-{i}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
-        for i, (name, arguments) in enumerate(calls)
+        for i, (name, arguments) in enumerate(said.calls)
     ]
-    return LLMOutput(content=content or None, tool_calls=tool_calls)
-
-
-def _tool_calls(text: str) -> list[tuple[str, Any]]:
-    """(name, arguments) of every call in the text; empty when one of them cannot be read."""
-    calls = []
-    for piece in text.split(TOOL_OPEN)[1:]:
-        try:
-            call = json.loads(piece.split(TOOL_CLOSE)[0])
-            calls.append((call["name"], call.get("arguments", {})))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return []
-    return calls
+    return LLMOutput(content=said.content or None, tool_calls=tool_calls)
 
 
 def extend(
@@ -213,7 +197,7 @@ def _is_answer(message: dict, turn: Turn) -> bool:
     if not calls:
         return content.removesuffix(turn.end_text) == turn.sampled_text
     named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
-    return named == _tool_calls(turn.sampled_text) and content.strip() == (turn.output.content or "").strip()
+    return named == turn.said.calls and content.strip() == turn.said.content.strip()
 
 
 def _suffix_after_answer(
@@ -243,7 +227,8 @@ def _closing(answer_text: str, turn: Turn) -> str | None:
     if not turn.end_text or turn.end_text not in answer_text:
         return None
     written, _, closing = answer_text.rpartition(turn.end_text)
-    calls = _tool_calls(turn.sampled_text)
-    same_calls = bool(calls) and calls == _tool_calls(written)
-    same_content = written.split(TOOL_OPEN)[0].strip() == turn.sampled_text.split(TOOL_OPEN)[0].strip()
-    return closing if same_calls and same_content else None
+    if not turn.said.calls:
+        return None
+    told = turn.read(written)
+    same = told.calls == turn.said.calls and told.content.strip() == turn.said.content.strip()
+    return closing if same else None

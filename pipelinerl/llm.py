@@ -144,6 +144,8 @@ class TrainableLLM(BaseModel):
     collect_logprobs: bool = False
     """Training texts need log-probabilities."""
     chat_template_kwargs: dict = Field(default_factory=dict)
+    tool_parser: str = ""
+    """Format of tool calls: empty = Hermes, else the name of vLLM's parser (``--tool-call-parser``)."""
     api_token: str = Field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), exclude=True)
     max_retries: int = 5
     """Repetitions of a request that failed in transport."""

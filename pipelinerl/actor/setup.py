@@ -88,6 +88,7 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         context_size=context_size(cfg),
         collect_logprobs=True,
         chat_template_kwargs=section.chat_template_kwargs,
+        tool_parser=section.tool_parser or "",
     )
     llm.load_tokenizer()
     return llm

@@ -17,6 +17,7 @@ class Section(BaseModel):
 class LLMSection(Section):
     parameters: dict[str, Any]
     chat_template_kwargs: dict[str, Any]
+    tool_parser: str | None
 
 
 class ActorSection(Section):

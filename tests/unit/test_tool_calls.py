@@ -1,0 +1,84 @@
+"""Tool calls read out of text: Hermes, and vLLM's parsers by name; turns of any format extend each other."""
+
+import json
+
+import aiohttp
+import pytest
+
+from pipelinerl.async_llm import llm_async_generate
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import Prompt
+from pipelinerl.testing import FakeLLM, byte_tokenizer
+from pipelinerl.tool_calls import ReadText, read_hermes, reader_of
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+vllm_is_imported = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch, when vLLM is imported
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, "", [("add", {"a": 1})]),
+        (f"I add.\n{CALL}\n{CALL}", "I add.", [("add", {"a": 1})] * 2),
+        (CALL.removesuffix("</tool_call>"), "", [("add", {"a": 1})]),
+        (f"{CALL} <tool_call>{{broken", f"{CALL} <tool_call>{{broken", []),
+        ('<tool_call>["add"]</tool_call>', '<tool_call>["add"]</tool_call>', []),
+        ("plain", "plain", []),
+    ],
+)
+def test_hermes_calls_are_read_or_the_text_stays(text, content, calls):
+    assert read_hermes(text) == ReadText(content, calls)
+
+
+@vllm_is_imported
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", CALL),
+        ("pythonic", "[add(a=1)]"),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
+        ("qwen3_xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    ],
+)
+def test_formats_of_vllm_are_read_by_its_parsers(name, text):
+    read = reader_of(name, byte_tokenizer_with_calls(), [TOOL])
+    assert read(text) == ReadText("", [("add", {"a": 1})])
+    assert read("3") == ReadText("3", [])
+
+
+def byte_tokenizer_with_calls():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>"])
+    return tokenizer
+
+
+@vllm_is_imported
+def test_unknown_parser_is_named_with_those_there_are():
+    with pytest.raises(DomainError, match=r"`llm.tool_parser` is 'morse': vLLM has .*hermes"):
+        reader_of("morse", byte_tokenizer(), [TOOL])
+
+
+@vllm_is_imported
+async def test_turns_in_another_format_extend_each_other():
+    """The template writes the call as the model did; the second prompt continues the first turn's tokens."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %})]{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    llm = FakeLLM.saying(["[add(a=1)]", "2"], tokenizer=byte_tokenizer(template), tool_parser="pythonic")
+    messages: list[dict] = [{"role": "user", "content": "1 + 1?"}]
+    async with aiohttp.ClientSession() as session:
+        first = await llm_async_generate(llm, Prompt(messages=list(messages), tools=[TOOL]), session)
+        (call,) = first.output.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        messages += [first.output.to_message(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        second = await llm_async_generate(llm, Prompt(messages=messages, tools=[TOOL]), session)
+    before, after = first._tokens.token_ids.tolist(), second._tokens.prompt_ids.tolist()
+    assert after[: len(before)] == before
+    assert llm.tokenizer.decode(after).endswith("tool: 2<|im_end|>assistant: ")
