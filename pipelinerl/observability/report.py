@@ -34,6 +34,8 @@ class RolloutTotals:
     rollouts: int = 0
     tokens: int = 0
     versions_in_one_rollout_max: int = 0
+    is_complete: bool = True
+    """False: older groups were used up and deleted from the topic before they were counted."""
 
     def add(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
@@ -74,10 +76,13 @@ def read_rollouts(spec: "SingleStreamSpec", totals: RolloutTotals) -> None:
     from pipelinerl.streams import open_reader
 
     with open_reader(spec, ActorRecord, name=None) as reader:
-        while batch := reader.poll(0):
+        batch = reader.poll(0)
+        totals.is_complete &= not batch or batch[0][0] == 0
+        while batch:
             for _, record in batch:
                 if isinstance(record, RolloutGroup):
                     totals.add(record)
+            batch = reader.poll(0)
 
 
 def summarise(
@@ -90,6 +95,8 @@ def summarise(
     pauses = [pause for update in updates.values() for pause in update.pause_ms]
     training_s = training_seconds(records.trainer, evaluations)
     trained = sum(step.metrics.get("tokens", 0.0) for step in steps)
+    seen = records.rollouts
+    rollouts = seen.rollouts if seen.is_complete else latest(actor_points, "samples_published")
     return {
         "success_before": evaluations[0].success if evaluations else None,
         "success_after": evaluations[-1].success if evaluations else None,
@@ -97,9 +104,9 @@ def summarise(
         "reward_after": evaluations[-1].reward if evaluations else None,
         "optimizer_steps": steps[-1].step if steps else 0,
         "weight_updates": len(updates),
-        "rollouts": records.rollouts.rollouts,
+        "rollouts": rollouts,
         "rollouts_trained": steps[-1].samples_processed if steps else 0,
-        "rollouts_per_s": rate(records.rollouts.rollouts, training_s),
+        "rollouts_per_s": rate(rollouts, training_s),
         "aborted_requests": latest(actor_points, "aborted_requests"),
         "pause_ms": {
             "median": statistics.median(pauses) if pauses else None,
@@ -110,8 +117,8 @@ def summarise(
             "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
             "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
         },
-        "versions_in_one_rollout_max": records.rollouts.versions_in_one_rollout_max,
-        "tokens_generated_per_s": rate(records.rollouts.tokens, training_s),
+        "versions_in_one_rollout_max": seen.versions_in_one_rollout_max if seen.is_complete else None,
+        "tokens_generated_per_s": rate(seen.tokens if seen.is_complete else None, training_s),
         "tokens_trained_per_s": rate(trained, training_s),
         "training_s": training_s,
         "wall_s": wall_s,
@@ -136,8 +143,8 @@ def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
     return max(ends) - start if max(ends) > start else None
 
 
-def rate(amount: float, seconds: float | None) -> float | None:
-    return amount / seconds if seconds else None
+def rate(amount: float | None, seconds: float | None) -> float | None:
+    return amount / seconds if seconds and amount is not None else None
 
 
 def latest(points: Sequence[dict[str, Any]], name: str) -> Any:
@@ -176,10 +183,10 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     return [
         f"success          {before} → {after} on the test problems",
         f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
-        f"rollouts         {summary['rollouts']}, {number(summary['rollouts_per_s'], 0)} per second while training",
+        f"rollouts         {number(summary['rollouts'], 0).replace(',', '')}, {number(summary['rollouts_per_s'], 0)} per second while training",
         f"pause            mean {number(pause['mean'], 0)} ms, max {number(pause['max'], 0)} ms per weight update",
         f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
-        f"up to {summary['versions_in_one_rollout_max']} weight versions in one rollout",
+        f"up to {number(summary['versions_in_one_rollout_max'], 0)} weight versions in one rollout",
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",

@@ -92,6 +92,14 @@ def test_summarise_figures_by_hand(records: report.RunRecords) -> None:
     json.dumps(summary)
 
 
+def test_summarise_groups_that_were_deleted_are_counted_by_the_actor(records: report.RunRecords) -> None:
+    records.rollouts.is_complete = False
+    summary = report.summarise(records, [{"samples_published": 120}], wall_s=9.0, seed=7)
+    assert (summary["rollouts"], summary["rollouts_per_s"]) == (120, 24.0)
+    assert (summary["tokens_generated_per_s"], summary["versions_in_one_rollout_max"]) == (None, None)
+    assert "rollouts         120, 24 per second while training" in report.summary_lines(summary, Path("run"))
+
+
 def test_summarise_nothing_known_is_none_not_zero() -> None:
     summary = report.summarise(report.RunRecords(), [], wall_s=1.0, seed=0)
     for key in ("success_before", "success_after", "aborted_requests", "tokens_trained_per_s", "training_s"):
