@@ -183,7 +183,8 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     return [
         f"success          {before} → {after} on the test problems",
         f"optimizer steps  {summary['optimizer_steps']}, weight updates {summary['weight_updates']}",
-        f"rollouts         {number(summary['rollouts'], 0).replace(',', '')}, {number(summary['rollouts_per_s'], 0)} per second while training",
+        f"rollouts         {number(summary['rollouts'], 0)}, "
+        f"{number(summary['rollouts_per_s'], 0)} per second while training",
         f"pause            mean {number(pause['mean'], 0)} ms, max {number(pause['max'], 0)} ms per weight update",
         f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
         f"up to {number(summary['versions_in_one_rollout_max'], 0)} weight versions in one rollout",
