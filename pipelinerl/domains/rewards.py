@@ -11,7 +11,7 @@ from pipelinerl.verifier.protocol import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardTable:
+class VerdictRewards:
     """Rewards by verdict."""
 
     correct: float
@@ -23,12 +23,12 @@ class RewardTable:
     """A completion cut by its token limit, whatever it says; None = judged like any other."""
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> "RewardTable":
+    def of(cls, cfg: DictConfig) -> "VerdictRewards":
         """The table of a run; raises DomainError on a missing, unknown or non-numeric entry."""
         return cls.from_mapping(dict(cfg.rewards))
 
     @classmethod
-    def from_mapping(cls, given: dict[str, Any]) -> "RewardTable":
+    def from_mapping(cls, given: dict[str, Any]) -> "VerdictRewards":
         names = {field.name for field in fields(cls)}
         if set(given) != names:
             wrong = sorted(set(given) ^ names)

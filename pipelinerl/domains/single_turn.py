@@ -13,7 +13,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.rewards import RewardTable
+from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.verifier.client import judged
@@ -53,7 +53,7 @@ async def ask_and_judge(
     if inspect.isawaitable(verdict):
         verdict = await verdict
     text = make_training_text(llm, llm_call)
-    metrics = RewardTable.of(cfg).metrics(judged(verdict), finished=text.finished)
+    metrics = VerdictRewards.of(cfg).metrics(judged(verdict), finished=text.finished)
     discount = (cfg.get("actor") or {}).get("discount_factor", 1.0)
     text.reward = metrics.reward = metrics.reward * discount**text.output_tokens
     return RolloutResult(

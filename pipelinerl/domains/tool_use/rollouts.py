@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.coding.rollouts import runner_of
-from pipelinerl.domains.rewards import RewardTable
+from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.domains.tool_use.tools import TOOLS, call_tool
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -75,7 +75,7 @@ async def generate_rollout(
             messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": results[-1]})
     texts = [make_training_text(llm, call) for call in calls]
     verdict = judge(calls[-1].output.content or "", problem["answer"])
-    table = RewardTable.of(cfg)
+    table = VerdictRewards.of(cfg)
     metrics = table.metrics(verdict, finished=texts[-1].finished)
     for text in texts:
         text.reward = metrics.reward

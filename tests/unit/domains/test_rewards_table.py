@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import CONF_DIR
-from pipelinerl.domains.rewards import RewardTable
+from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.errors import DomainError
 from pipelinerl.verifier.protocol import Verdict
 
@@ -16,19 +16,19 @@ TABLE = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "u
     [("correct", 1, 1), ("wrong", 0, 0), ("wrong", 0.25, 0.25), ("no_answer", 0, -1), ("unparsable", 0, -0.5)],
 )
 def test_reward_follows_the_table_with_partial_credit(status, score, reward):
-    table = RewardTable.from_mapping(TABLE)
+    table = VerdictRewards.from_mapping(TABLE)
     assert table.reward(Verdict(status=status, score=score), finished=True) == reward
 
 
 def test_unfinished_completion_has_its_own_reward_only_where_the_table_gives_one():
     correct = Verdict(status="correct", score=1)
-    assert RewardTable.from_mapping(TABLE).reward(correct, finished=False) == 1
-    assert RewardTable.from_mapping(TABLE | {"unfinished": -2.0}).reward(correct, finished=False) == -2
+    assert VerdictRewards.from_mapping(TABLE).reward(correct, finished=False) == 1
+    assert VerdictRewards.from_mapping(TABLE | {"unfinished": -2.0}).reward(correct, finished=False) == -2
 
 
 def test_verifier_error_has_no_reward():
     with pytest.raises(AssertionError, match="never a reward"):
-        RewardTable.from_mapping(TABLE).reward(Verdict(status="error"), finished=True)
+        VerdictRewards.from_mapping(TABLE).reward(Verdict(status="error"), finished=True)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_verifier_error_has_no_reward():
 )
 def test_bad_table_is_refused_by_key(change):
     with pytest.raises(DomainError, match=next(iter(change))):
-        RewardTable.from_mapping(TABLE | change)
+        VerdictRewards.from_mapping(TABLE | change)
 
 
 @pytest.mark.parametrize("file", sorted((CONF_DIR / "rewards").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_table_is_valid_and_prefers_correct(file: Path):
-    table = RewardTable.of(OmegaConf.create({"rewards": OmegaConf.load(file)}))
+    table = VerdictRewards.of(OmegaConf.create({"rewards": OmegaConf.load(file)}))
     assert table.correct > max(table.wrong, table.no_answer, table.unparsable)
