@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 SHARED_MEMORY = "/dev/shm/"
 KILL_TIMEOUT_S = 5.0
@@ -50,14 +51,15 @@ def send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def sweep(mark: str, grace_s: float) -> int:
+def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     """End every process that carries the mark and unlink the shared memory they leave; returns how many there were.
 
     SIGTERM, then SIGKILL after `grace_s`; processes born in between are found because the search is repeated.
+    `segments` are those that processes with the mark have used which may have ended.
     """
     pids = marked_processes(mark)
     count = len(pids)
-    segments = shared_memory_of(pids)
+    segments = shared_memory_of(pids) | set(segments)
     if grace_s > 0:
         send(pids, signal.SIGTERM)
     deadline = time.monotonic() + grace_s

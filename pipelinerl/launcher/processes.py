@@ -165,7 +165,6 @@ def stop_roles(processes: Mapping[str, subprocess.Popen[bytes]], timeout_s: floa
     for name in running:
         with contextlib.suppress(ProcessLookupError):
             processes[name].send_signal(signal.SIGTERM)
-            processes[name].send_signal(signal.SIGCONT)  # a frozen process can only end when it runs
     deadline = time.monotonic() + timeout_s
     late = []
     for name in running:

@@ -299,6 +299,9 @@ class Supervisor:
 
     def _stop_all(self, *, orderly: bool) -> None:
         """SIGTERM wave by wave, the report while the streams still stand, then the sweep."""
+        pids = guardian.marked_processes(self._mark.run)
+        segments = guardian.shared_memory_of(pids)
+        guardian.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
         waves = stop_waves({role.command.kind for role in self._roles.values()}, orderly=orderly)
         late: list[str] = []
         for index, kinds in enumerate(waves):
@@ -308,7 +311,7 @@ class Supervisor:
             late += stop_roles(running, self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else 0.2))
         if late:
             log.warning("killed after launcher.stop_timeout_s: %s", ", ".join(late))
-        guardian.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S)
+        guardian.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S, segments)
         for role in self._roles.values():
             if role.process:
                 role.process.wait()
