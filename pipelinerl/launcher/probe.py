@@ -54,19 +54,21 @@ class WatchedProblem(dict[str, Any]):
 
 
 async def probe_rollouts(cfg: DictConfig, rollout: Rollout, problems: list[dict[str, Any]]) -> None:
-    """Plays one rollout per scripted answer; raises `ProbeFailure` on what was found."""
+    """Plays one rollout per scripted answer, side by side; raises `ProbeFailure` on what was found."""
     failures: list[tuple[WatchedProblem, BaseException]] = []
+
+    async def play(index: int, session: aiohttp.ClientSession) -> None:
+        problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
+        try:
+            llm = scripted_llm(cfg, ANSWERS[index])
+            result = await asyncio.wait_for(rollout(cfg, llm, problem, session), ROLLOUT_TIMEOUT_S)
+        except Exception as error:  # the user's function
+            failures.append((problem, error))
+        else:
+            check_result(result)
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
-        for index, answer in enumerate(ANSWERS):
-            problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
-            try:
-                result = await asyncio.wait_for(
-                    rollout(cfg, scripted_llm(cfg, answer), problem, session), ROLLOUT_TIMEOUT_S
-                )
-            except Exception as error:  # the user's function
-                failures.append((problem, error))
-            else:
-                check_result(result)
+        await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
     if len(failures) == len(ANSWERS):
         raise explain(failures)
 
