@@ -3,8 +3,8 @@
     python benchmarks/weight_update.py --json benchmarks/weight_update.json
 
 For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
-arrive in the background, the pause covers the swap. *One by one* pauses, broadcasts and loads every tensor by itself,
-then resumes, on the same server, over the same kind of Gloo group.
+arrive in the background; the pause waits for the decoding step under way and covers the swap. *One by one* pauses,
+broadcasts and loads every tensor by itself, then resumes, on the same server, over the same kind of Gloo group.
 """
 
 import argparse
@@ -149,6 +149,17 @@ def load(job: Job) -> Iterator[None]:
         thread.join()
 
 
+def decode_step_ms(job: Job, tokens: int = 100) -> float:
+    """One decoding step of the load, which every pause has to wait for: part of one, or one that began with it."""
+    sampling = {"n": CONCURRENCY, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    body = {"token_ids": [1, 2, 3], "sampling_params": sampling}
+    with httpx.Client(base_url=job.url, timeout=TIMEOUT_S) as client:
+        for _ in range(2):  # the first warms up
+            started = time.monotonic()
+            client.post("/inference/v1/generate", json=body).raise_for_status()
+    return round(1e3 * (time.monotonic() - started) / tokens, 1)
+
+
 def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
     plan = export_plan(model.named_parameters(), tied=tied_names(model))
     sender = WeightSender([job], backend="gloo", bucket_mb=256, timeout_s=TIMEOUT_S, secret=secret)
@@ -210,12 +221,15 @@ def measure(name: str, updates: int) -> dict[str, Any]:
         model = build_model(Path(folder) / "model", *SIZES[name])
         job = write_run(Path(folder) / "run", Path(folder) / "model")
         secret = secrets.token_hex(16)
-        with server(Path(folder) / "run", job, secret), load(job):
-            ours = staged(job, model, secret, updates)
-            theirs = one_by_one(job, model, secret, updates)
+        with server(Path(folder) / "run", job, secret):
+            step_ms = decode_step_ms(job)
+            with load(job):
+                ours = staged(job, model, secret, updates)
+                theirs = one_by_one(job, model, secret, updates)
     ratio = theirs["pause_ms"]["median"] / ours["pause_ms"]["median"]
     params = sum(param.numel() for param in model.parameters())
-    return {"size": name, "params": params, "staged": ours, "one_by_one": theirs, "pause_ratio": round(ratio, 1)}
+    row = {"size": name, "params": params, "decode_step_ms": step_ms, "staged": ours, "one_by_one": theirs}
+    return row | {"pause_ratio": round(ratio, 1)}
 
 
 def serve() -> None:
@@ -242,12 +256,13 @@ def main() -> None:
         ours, pause = row["staged"], row["staged"]["pause_ms"]
         print(
             f"{name:>5}: staged pause {pause['median']:.1f} ms (max {pause['max']:.1f}), of it swap "
-            f"{ours['swap_ms']['median']:.1f} ms, whole update {ours['update_ms']['median']:.0f} ms; "
+            f"{ours['swap_ms']['median']:.1f} ms (a decoding step takes {row['decode_step_ms']:.1f} ms), "
+            f"whole update {ours['update_ms']['median']:.0f} ms; "
             f"one by one pause {row['one_by_one']['pause_ms']['median']:.0f} ms; ratio {row['pause_ratio']}",
             flush=True,
         )
     if args.json:
-        document = {"machine": platform.processor(), "cores": os.cpu_count(), "rows": rows}
+        document = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
