@@ -134,3 +134,10 @@ def test_pinned_child_gets_the_cores_and_the_caller_keeps_its_own(tmp_path: Path
 )
 def test_describe_exit_names_signals(code: int, text: str) -> None:
     assert describe_exit(code) == text
+
+
+def test_sweep_unlinks_what_processes_used_that_have_ended_themselves() -> None:
+    with open(f"/dev/shm/pipelinerl-test-{os.getpid()}", "wb") as segment:
+        segment.write(b"x")
+    assert guardian.sweep(RunMark().run, grace_s=0, segments={segment.name}) == 0
+    assert not os.path.exists(segment.name)
