@@ -11,8 +11,9 @@ one task (`schedules_task.py`), one placement: the inference server on core 0; t
 time of each train step, decoding at the measured rates with half of the sequences on each core, no push and no gap
 (`perfect`: computed, not run; it learns as the measured run did).
 
-The model of docs/algorithms.md §8 gets what each side does alone (`calibration`: decoding rates by concurrency; time
-per trained token, gap and pause from a short conventional run with constant lengths) and predicts the seconds per step.
+The model of docs/algorithms.md §8 gets what each side does alone and predicts the seconds per step. `calibration`:
+decoding rates by concurrency, and from a short conventional run with constant lengths the gap, the pause and what else
+the trainer's core does per token. The training time per token is that of the conventional runs (`train_time`).
 """
 
 import argparse
@@ -27,18 +28,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import schedules_runs as runs
 import schedules_task as task
 
-from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.rates import measured_rates
 from pipelinerl.plan.throughput import Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job
 
-BATCH_SIZE, CONCURRENCY, MAX_LAG = 64, 128, 3
+BATCH_SIZE, CONCURRENCY, MAX_LAG = 64, 96, 3
 STEPS, FIRST_COUNTED = 16, 8
 """Seconds per step are those of the steps from FIRST_COUNTED on: whole phases, and the pipeline is full."""
-HEIGHTS = (1, 4, 16, 32, 64, 96, 128)
+HEIGHTS = (1, 4, 16, 32, 64, 96)
 SCHEDULES = {
     "pipeline": (f"max_lag_steps={MAX_LAG}",),
     "G=1": ("schedule=conventional", "steps_per_phase=1", "max_lag_steps=0"),
@@ -66,22 +67,28 @@ def calibrate(model: Path, folder: Path, server: Job) -> dict[str, Any]:
     decode_s = tokens / float(measured_rates(rates, 1.0).decode(BATCH_SIZE))
     return {
         "decode_tokens_per_s": {str(height): round(rate, 1) for height, rate in rates.items()},
-        "train_s_per_token": train_s / tokens,
         "beside_s_per_token": (busy_s - train_s) / tokens,
         "gap_s": (ends[-1] - ends[1]) / steps - train_s - decode_s,
         "pause_s": statistics.mean(result["pause_ms"][2:]) / 1000,
     }
 
 
-def workload(calibration: dict[str, Any], lengths: Lengths, devices: int, schedule: str) -> Workload:
+def train_time(data: dict[str, Any], lengths_name: str) -> float:
+    """Seconds per generated token of the trainer alone, as in the conventional runs; it depends on the packing."""
+    step_s = [s for result in data["runs"][f"{lengths_name} G=1"].values() for s in result["step_s"]]
+    return statistics.mean(step_s) / (BATCH_SIZE * task.MEAN)
+
+
+def workload(data: dict[str, Any], lengths_name: str, devices: int, schedule: str) -> Workload:
     """What the model knows. The pipeline's trainer shares its core with pushes, actor and preprocessor."""
+    calibration = data["calibration"]
     rates = measured_rates({float(h): r for h, r in calibration["decode_tokens_per_s"].items()}, 1.0)
     beside = calibration["beside_s_per_token"] if schedule == "pipeline" else 0.0
     return Workload(
         devices=devices,
         batch_size=BATCH_SIZE,
-        lengths=lengths,
-        train_time=calibration["train_s_per_token"] + beside,
+        lengths=task.LENGTHS[lengths_name],
+        train_time=train_time(data, lengths_name) + beside,
         utilisation=rates.decode,
         max_concurrency=CONCURRENCY,
         update_pause=calibration["pause_s"],
@@ -89,13 +96,13 @@ def workload(calibration: dict[str, Any], lengths: Lengths, devices: int, schedu
     )
 
 
-def predicted_step_s(calibration: dict[str, Any], lengths_name: str, schedule: str) -> float:
+def predicted_step_s(data: dict[str, Any], lengths_name: str, schedule: str) -> float:
     """Seconds per optimizer step by docs/algorithms.md §8."""
     lengths = task.LENGTHS[lengths_name]
     if schedule == "pipeline":
-        work = workload(calibration, lengths, 2, schedule)
+        work = workload(data, lengths_name, 2, schedule)
         return BATCH_SIZE * lengths.mean / pipeline_plan(work, 1, min(CONCURRENCY, MAX_LAG * BATCH_SIZE)).rate
-    work = workload(calibration, lengths, 1, schedule)
+    work = workload(data, lengths_name, 1, schedule)
     return BATCH_SIZE * lengths.mean / conventional_rate(work, phase_steps(schedule))
 
 
@@ -103,25 +110,15 @@ def phase_steps(schedule: str) -> int:
     return int(schedule.partition("=")[2])
 
 
-def perfect_step_ends(
-    result: dict[str, Any], calibration: dict[str, Any], lengths_name: str, schedule: str
-) -> list[float]:
+def perfect_step_ends(result: dict[str, Any], data: dict[str, Any], lengths_name: str, schedule: str) -> list[float]:
     """When the steps of a measured conventional run would have ended on two perfectly used cores."""
-    lengths = task.LENGTHS[lengths_name]
-    work = workload(calibration, lengths, 2, schedule)
-    decode = Workload(
-        devices=2,
-        batch_size=BATCH_SIZE,
-        lengths=lengths,
-        train_time=0.0,
-        utilisation=work.utilisation,
-        max_concurrency=CONCURRENCY,
-    )
+    work = workload(data, lengths_name, 2, schedule)
+    decode = msgspec.structs.replace(work, train_time=0.0, phase_gap=0.0)
     group = phase_steps(schedule)
     ends, now = [], 0.0
     for step, train_s in enumerate(result["step_s"]):
         if step % group == 0:
-            now += BATCH_SIZE * group * lengths.mean / conventional_rate(decode, group)
+            now += BATCH_SIZE * group * task.MEAN / conventional_rate(decode, group)
         now += train_s / 2
         ends.append(now)
     return ends
@@ -165,7 +162,7 @@ def summarise_row(data: dict[str, Any], row: str, perfect: bool, target: float) 
     steps, times, step_ratios, time_ratios = [], [], [], []
     for seed in seeds:
         result, pipeline = data["runs"][row][seed], data["runs"][f"{lengths} pipeline"][seed]
-        ends = perfect_step_ends(result, data["calibration"], lengths, schedule) if perfect else result["step_ends_s"]
+        ends = perfect_step_ends(result, data, lengths, schedule) if perfect else result["step_ends_s"]
         steps.append(step_seconds(ends))
         step_ratios.append(steps[-1] / step_seconds(pipeline["step_ends_s"]))
         reached = time_to(result["success"], ends, target)
@@ -183,8 +180,8 @@ def summarise_row(data: dict[str, Any], row: str, perfect: bool, target: float) 
         "lag_mean": round(statistics.mean(data["runs"][row][seed]["lag_mean"] for seed in seeds), 2),
         "lag_max": max(data["runs"][row][seed]["lag_max"] for seed in seeds),
     }
-    if not perfect:
-        line["predicted_step_s"] = round(predicted_step_s(data["calibration"], lengths, schedule), 3)
+    if not perfect and f"{lengths} G=1" in data["runs"]:
+        line["predicted_step_s"] = round(predicted_step_s(data, lengths, schedule), 3)
         line["measured_over_predicted"] = round(statistics.mean(steps) / line["predicted_step_s"], 3)
     return line
 
@@ -233,7 +230,7 @@ def measure(args: argparse.Namespace, data: dict[str, Any], save: Any) -> None:
                 for row in rows:
                     run = make_run(row, seed)
                     started = time.monotonic()
-                    place = folder / f"{row.replace(' ', '-')}-{seed}"
+                    place = folder / f"{row.replace(' ', '-').replace('=', '')}-{seed}"
                     runs.execute(run, model, place, server)
                     data["runs"].setdefault(row, {})[str(seed)] = runs.measured(run, model, place)
                     shutil.rmtree(place)
