@@ -58,7 +58,7 @@ POLL_S = 0.05
 WATCH_S = 0.002
 UPDATE_S = 0.06
 """About how long an update of the tiny model is on its way."""
-BATCH, STEPS, CAMPAIGN_STEPS = 64, 96, 40
+BATCH, STEPS, CAMPAIGN_STEPS = 64, 160, 64
 UNDISTURBED_EVERY = 3
 TWO_SERVERS = ("world.cpu_slots=3", "world.actor_fraction=2", "world.finetune_fraction=1")
 JUDGED = (

@@ -49,8 +49,8 @@ def groups(finished_run: Path) -> list[RolloutGroup]:
 def test_quickstart_learns_on_held_out_problems(summary: dict):
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
-    assert summary["optimizer_steps"] == 96
-    assert summary["weight_updates"] == 96
+    assert summary["optimizer_steps"] == 160
+    assert summary["weight_updates"] == 160
     assert summary["aborted_requests"] == 0
     assert summary["lag_steps"]["max"] <= 3
 
@@ -81,7 +81,7 @@ def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, g
     for group in groups:
         for rollout in group.rollouts:
             (sequence,) = rollout.sequences
-            if set(sequence.spans[:, 2].tolist()) != {96}:
+            if set(sequence.spans[:, 2].tolist()) != {160}:
                 continue
             ids = torch.from_numpy(sequence.token_ids.astype(np.int64))
             logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].double(), -1)
@@ -89,7 +89,7 @@ def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, g
             expected = logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
             assert float((expected - torch.from_numpy(sequence.logprobs)).abs().max()) <= 2e-5
             checked += 1
-    assert checked > 0 or max(int(g.dispatched_version) for g in groups) < 96
+    assert checked > 0 or max(int(g.dispatched_version) for g in groups) < 160
 
 
 def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):

@@ -33,4 +33,4 @@ def test_agent_of_the_openai_client_learns(tmp_path: Path):
     assert first["logratio_abs_max"] <= 2e-5
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
-    assert ledger.counts()["trained"] == 96 * 64
+    assert ledger.counts()["trained"] == 160 * 64

@@ -13,7 +13,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from tests.zero3 import shard_everything
 
 RUN_TIMEOUT_S = 900
-STEPS = 96
+STEPS = 160
 
 
 def engine_overrides(engine: str, folder: Path) -> list[str]:
