@@ -1,5 +1,6 @@
 """Sender and receiver over real HTTP and Gloo, without vLLM: every failure leaves the old weights and no pause."""
 
+import hashlib
 import json
 import os
 import signal
@@ -103,6 +104,30 @@ def test_delta_updates_are_smaller_and_exact_and_fall_back_to_dense(start_model_
     assert all(size < sizes[0] / 100 for size in sizes[1:])
     assert send(sender, 9).num_bytes == sizes[0]
     assert holds(server, 9)
+
+
+def sha256(weights: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(weights[name].view(torch.uint8).numpy().tobytes() for name in SHAPES)).hexdigest()
+
+
+def test_delta_of_a_hundred_bf16_optimizer_steps_leaves_the_server_with_the_trainers_bits(
+    start_model_server: Any, make_sender: Any
+) -> None:
+    server = start_model_server()
+    sender = make_sender(server, delta=True)
+    master = {name: (0.02 * tensor).requires_grad_() for name, tensor in params(0).items()}
+    optimizer = torch.optim.AdamW(master.values(), lr=1e-6, weight_decay=0.0)
+    generator, sizes = torch.Generator().manual_seed(1), []
+    for version in range(101):
+        weights = {name: tensor.detach().bfloat16() for name, tensor in master.items()}
+        report = sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()])
+        assert report.errors == {}
+        assert sha256(server.live) == sha256(weights)
+        sizes.append(report.num_bytes)
+        for tensor in master.values():
+            tensor.grad = torch.randn(tensor.shape, generator=generator)
+        optimizer.step()
+    assert max(sizes[1:]) < sizes[0] / 5
 
 
 def test_delta_against_a_version_the_server_lost_is_sent_dense(start_model_server: Any, make_sender: Any) -> None:
