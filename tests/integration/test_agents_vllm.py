@@ -58,7 +58,7 @@ async def witness(server_url: str, session: aiohttp.ClientSession) -> AsyncItera
 @pytest.fixture(scope="module")
 def agent_server(tmp_path_factory: pytest.TempPathFactory, serving: Any) -> Any:
     folder = tmp_path_factory.mktemp("agent")
-    model = build(folder / "model", "largest_agent", 0, {"steps": 150})
+    model = build(folder / "model", "largest_agent", 0)
     with serving.running(folder, model, overrides=("vllm_config.vllm_kwargs.max_model_len=512",)) as server:
         yield server
 
