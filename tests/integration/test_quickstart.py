@@ -66,7 +66,7 @@ def test_quickstart_every_weight_version_is_announced_with_its_server(finished_r
     with open_reader(SingleStreamSpec(finished_run, "trainer"), TrainerMessage, name=None) as reader:
         updates = [m for _, m in reader.read_all() if isinstance(m, WeightUpdateSuccess)]
     holders = {update.version: update.servers for update in updates}
-    assert holders == dict.fromkeys(range(97), ("actor_llm_0",))
+    assert holders == dict.fromkeys(range(161), ("actor_llm_0",))
     assert sorted(holders) == list(dict.fromkeys(update.version for update in updates))
 
 
