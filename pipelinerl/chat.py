@@ -144,9 +144,8 @@ def _plain_tool_call(call: dict) -> dict:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # what the model wrote may not be JSON: the template gets it as it is
+        # What the model wrote may not be JSON: the template gets it as it is.
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(arguments)
     return {**call, "function": function}
 

@@ -6,6 +6,7 @@ line says why.
 """
 
 import argparse
+import atexit
 import ctypes
 import logging
 import os
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
@@ -47,7 +48,7 @@ class RoleContext:
     stop: threading.Event
 
 
-def run_role(main: Callable[[RoleContext], None]) -> None:
+def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     """Run a role's main function in its context and leave the process with its exit code."""
     parser = argparse.ArgumentParser(description="A role of a PipelineRL run; started by pipelinerl.launch.")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder that the launcher wrote")
@@ -58,7 +59,19 @@ def run_role(main: Callable[[RoleContext], None]) -> None:
         signal.signal(number, lambda *_: stop.set())
     die_with_parent()
     setup_role_logging(status_name(args.job))
-    sys.exit(_run(main, args.run_dir, args.job, stop))
+    leave(_run(main, args.run_dir, args.job, stop))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: its exit handlers run, but the interpreter is not taken apart.
+
+    A thread of Gloo may let go of a tensor some time after the collective was waited for. If Python is being finalized
+    by then, the process aborts (pytorch pull request 179291), and a rank that did all its work counts as crashed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(main: Callable[[RoleContext], None], run_dir: Path, job_name: str, stop: threading.Event) -> int:

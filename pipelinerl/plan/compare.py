@@ -3,11 +3,6 @@
 The rates that go in are those of each side while it has work: the trainer's tokens per second of the time in which it
 does not wait for data, and the servers' tokens per second of the time in which rollouts are under way. Throughput and
 lag come out.
-
-Earlier the servers' rate was taken from a rollout's latency with as many in flight as ``max_lag_steps`` allows, and the
-trainer's from its steps and pushes alone. The bound also counts what is queued, under training and waiting for its
-update, so fewer are being generated; and between two steps the trainer takes a snapshot and a probe of its weights.
-Together that was 24 % too much on the quickstart; six runs since, limited by either side, lie within 6 %.
 """
 
 from collections.abc import Sequence

@@ -43,8 +43,9 @@ def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) 
     overrides = [shard_everything(out.parent)] if engine == "zero3" else overrides
     job |= {"engine": name, "overrides": overrides + job.pop("overrides", []), "model": str(model), "out": str(out)}
     port = free_port()
+    logs = [out.with_suffix(f".rank{rank}.log") for rank in range(world_size)]
     processes = []
-    for rank in range(world_size):
+    for rank, path in enumerate(logs):
         env = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -55,7 +56,7 @@ def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) 
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        log = out.with_suffix(f".rank{rank}.log").open("w")
+        log = path.open("w")
         arguments = [sys.executable, str(SCRIPT), json.dumps(job)]
         processes.append((subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT), log))
     try:
@@ -65,7 +66,7 @@ def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) 
             process.kill()
             process.wait()
             log.close()
-    assert codes == [0] * world_size, out.with_suffix(".rank0.log").read_text()[-4000:]
+    assert codes == [0] * world_size, "\n".join(path.read_text()[-4000:] for path in logs)
     return json.loads(out.read_text())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
 from pipelinerl.finetune.rl.losses import SequenceGroup
+from pipelinerl.observability.role import leave
 
 LENGTH, HEADS, KV_HEADS, SIZE, SCALE = 6, 4, 2, 8, 0.3
 LAYOUTS = {
@@ -77,3 +78,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -24,6 +24,7 @@ from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.rl.losses import settings_at
 from pipelinerl.finetune.saving import resume, save
 from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
+from pipelinerl.observability.role import leave
 from pipelinerl.records import MicroBatch
 
 SAMPLES, VOCAB, MICRO_BATCHES = 12, 64, 4
@@ -74,3 +75,4 @@ def main(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    leave(0)

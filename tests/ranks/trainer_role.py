@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.observability.role import RoleContext, leave
 from pipelinerl.streams import set_streams_backend
 from pipelinerl.world import Job
 
@@ -79,3 +79,4 @@ def main(run_dir: Path, overrides: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    leave(0)
