@@ -4,6 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 EXTRAS ?= cpu,test
 RUN ?= results/quickstart
+WORKERS ?= 2
 PACKAGES := pipelinerl conf tests benchmarks assets
 
 .PHONY: install quickstart test check format redis clean
@@ -24,7 +25,7 @@ quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
 test: install redis check
-	$(PY) -m pytest --durations=25
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 check: install
 	$(PY) -m ruff check $(PACKAGES)
