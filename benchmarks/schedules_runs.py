@@ -7,9 +7,11 @@ also keeps, in memory, the time of each optimizer step and every few steps the w
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import secrets
 import signal
@@ -31,6 +33,8 @@ from pipelinerl.launcher.commands import SECRET_VARIABLE, inherited_environment,
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.world import Job, WorldMap, build_world
 
+DEVICE_KINDS = ("actor_llm", "finetune")
+"""Each has a core to itself, as each has its devices on GPUs; actor and preprocessor run where there is room."""
 SNAPSHOT_EVERY = 2
 SERVER_UP_S, RUN_S, STOP_S = 240.0, 300.0, 30.0
 
@@ -114,7 +118,9 @@ def be_role(main: Callable[[Any], None], folder: Path, job: Job, env: Mapping[st
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
-    os.sched_setaffinity(0, job.cores)
+    os.sched_setaffinity(0, job.cores if job.kind in DEVICE_KINDS else range(os.cpu_count() or 1))
+    atexit._clear()  # what the parent does at its end, as removing the folder, is not this process's to do
+    atexit.register(multiprocessing.util._exit_function)
     sys.argv = [job.name, "--run-dir", str(folder), "--job", job.name]
     run_role(main)
 
@@ -146,7 +152,7 @@ def running_server(model: Path, folder: Path) -> Iterator[Job]:
     from pipelinerl.inference.__main__ import main
 
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
-    world = write_run(Run(lengths="uniform", steps=1, overrides=(), seed=0), model, folder)
+    world = write_run(Run(lengths="heavy", steps=1, overrides=(), seed=0), model, folder)
     (job,) = world.get("actor_llm")
     with Roles(folder, world) as roles:
         roles.start(job, main)

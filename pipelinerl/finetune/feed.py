@@ -32,19 +32,19 @@ class Feed:
         self._taken: tuple[int, dict[int, tuple[int, MicroBatch]]] = (-1, {})
         self._waiting: dict[int, dict[int, tuple[int, MicroBatch]]] = defaultdict(dict)
 
-    def next_step(self, step: int, timeout_s: float) -> list[MicroBatch] | None:
-        """All micro-batches of ``step`` in order; None when they are not there within ``timeout_s``."""
-        key, reader = self._readers[step % len(self._readers)]
+    def next_step(self, step: int, timeout_s: float, last: int | None = None) -> list[MicroBatch] | None:
+        """All micro-batches of ``step`` in order; None when they are not there within ``timeout_s``.
+
+        Args:
+            last: those of all steps up to this one must be there too (they are kept for later calls).
+        """
         deadline = time.monotonic() + timeout_s
-        while not self._complete(step):
-            left = deadline - time.monotonic()
-            records = reader.poll(max(left, 0.0))
-            for offset, record in records:
-                self._keep(key, offset, record, step)
-            if not records and left <= 0:
+        for wanted in range(step, (step if last is None else last) + 1):
+            if not self._await(wanted, step, deadline):
                 return None
         self._taken = (step, self._waiting.pop(step))
         found = self._taken[1]
+        key, _ = self._readers[step % len(self._readers)]
         self._next[key] = 1 + max(offset for offset, _ in found.values())
         return [found[index][1] for index in sorted(found)]
 
@@ -67,6 +67,18 @@ class Feed:
         for _, reader in self._readers:
             reader.close()
 
+    def _await(self, wanted: int, step: int, deadline: float) -> bool:
+        """Read until step ``wanted`` is complete; False at the deadline. ``step`` is the next to train."""
+        key, reader = self._readers[wanted % len(self._readers)]
+        while not self._complete(wanted):
+            left = deadline - time.monotonic()
+            records = reader.poll(max(left, 0.0))
+            for offset, record in records:
+                self._keep(key, offset, record, step)
+            if not records and left <= 0:
+                return False
+        return True
+
     def _keep(self, key: str, offset: int, record: MicroBatch, step: int) -> None:
         if record.step < step or record.index in self._waiting[record.step]:
             log.info(
@@ -80,9 +92,8 @@ class Feed:
         found = self._waiting.get(step)
         if found:
             return len(found) == next(iter(found.values()))[1].count
-        later = [
-            s for s, records in self._waiting.items() if records and s % len(self._readers) == step % len(self._readers)
-        ]
+        turns = len(self._readers)
+        later = [s for s, records in self._waiting.items() if records and s > step and s % turns == step % turns]
         if later:
             raise StreamError(f"training_data has step {min(later)} where step {step} must come")
         return False

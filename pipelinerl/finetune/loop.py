@@ -35,7 +35,7 @@ from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
 from pipelinerl.finetune.rl.losses import settings_at
 from pipelinerl.finetune.saving import resume, save
 from pipelinerl.finetune.sequence import make_sequence_group
-from pipelinerl.finetune.updates import WeightUpdates
+from pipelinerl.finetune.updates import WeightUpdates, last_needed
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone
@@ -148,12 +148,13 @@ class Trainer:
         return True
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
-        """The micro-batches of ``step``; None when asked to stop. Meanwhile a deferred update goes out when it may.
+        """The micro-batches of ``step``, at a phase's start when all of the phase are there; None when asked to stop.
 
-        The ranks go round together, so that they agree on training, on stopping, and on sending weights.
+        Meanwhile a deferred update goes out when it may. The ranks go round together, so that they agree on training,
+        on stopping, and on sending weights.
         """
         while True:
-            records = self.feed.next_step(step, POLL_S)
+            records = self.feed.next_step(step, POLL_S, last_needed(step, self.cfg))
             agreed = self._lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
             if agreed == TRAIN:
                 return records

@@ -34,6 +34,13 @@ def push_interval(cfg: Config) -> int:
     return cfg.steps_per_phase if cfg.schedule == "conventional" else cfg.finetune.weight_update_interval
 
 
+def last_needed(step: int, cfg: Config) -> int:
+    """The last step whose data must be there before ``step`` is trained: a phase is generated whole, then trained."""
+    if step % cfg.steps_per_phase:
+        return step
+    return min(step + cfg.steps_per_phase, cfg.finetune.max_train_steps) - 1
+
+
 def make_probe(engine: Engine, cfg: Config) -> Probe:
     """What servers must answer with the trainer's present weights. Collective."""
     ids = probe_tokens(engine.policy.lm.config.get_text_config().vocab_size, cfg.seed)

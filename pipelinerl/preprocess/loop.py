@@ -2,8 +2,9 @@
 
 Consumes: topic `actor` of its own replica, topic `trainer`. Produces: `training_data`, `preprocessor`, metrics.
 Waits for: the next group (from the actor), reference log-probs (from the reference servers), and the trainer when
-`preprocess.max_ready_steps` packed batches are ahead of it; that wait ends by itself, because the trainer then has a
-batch to train. Ends: when asked to stop. Restarted, it goes on after its last published batch (see ``progress``).
+`preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it;
+that wait ends by itself, because the trainer then has a batch to train. Ends: when asked to stop. Restarted, it goes on
+after its last published batch (see ``progress``).
 
 With several replicas preprocessor r of n reads actor r alone and packs the optimizer steps with step % n == r: each
 stays a pure function of one topic, so exactly-once needs no agreement between them, and the trainer takes the steps in
@@ -117,6 +118,7 @@ class Preprocessor:
         self.scorer = self._make_scorer()
         self.metrics = MetricsLogger(cfg, ctx.run_dir, ctx.job.kind if replica == 0 else ctx.job.name)
         self.survivorship = Survivorship()
+        self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase)
         self.trainer = TrainerState(ctx.run_dir)
         self.trainer.start_listening()
         self.last_publish = time.monotonic()
@@ -197,7 +199,7 @@ class Preprocessor:
             return True
         if self.totals.pending:
             self.progress.write(self.totals.to_record())
-        last = step - self.cfg.preprocess.max_ready_steps - 1
+        last = step - self.ready_steps - 1
         with self.ctx.status.waiting(f"training of step {last}", on="finetune_0"):
             while self._too_far_ahead(step):
                 if self.ctx.stop.wait(BUSY_POLL_S):
@@ -206,7 +208,7 @@ class Preprocessor:
 
     def _too_far_ahead(self, step: int) -> bool:
         steps_trained = (self.trainer.samples_processed or 0) // self.cfg.batch_size
-        return step - steps_trained > self.cfg.preprocess.max_ready_steps
+        return step - steps_trained > self.ready_steps
 
     def _publish(self, batch: OptimizerBatch) -> None:
         """First the data, then the record that says so, then the actor's records may go."""

@@ -2,9 +2,11 @@
 
 import pytest
 
+from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.feed import Feed
 from pipelinerl.finetune.synthetic import make_samples, pack
+from pipelinerl.finetune.updates import last_needed
 from pipelinerl.records import MicroBatch
 
 
@@ -78,3 +80,25 @@ def test_feed_put_back_gives_the_same_step_again() -> None:
     first = feed.next_step(0, 0)
     feed.put_back()
     assert keys(feed.next_step(0, 0)) == keys(first)
+
+
+def test_feed_holds_a_step_back_until_the_whole_phase_is_there() -> None:
+    even, odd = FakeReader(records_of(0)), FakeReader([*records_of(1), *records_of(3)[:2]])
+    feed = Feed([("0/0", even), ("1/0", odd)])
+    assert feed.next_step(0, 0, last=3) is None
+    even.records.extend(records_of(2))
+    assert feed.next_step(0, 0, last=3) is None
+    assert feed.positions() == {"0/0": 0, "1/0": 0}
+    odd.records.append(records_of(3)[2])
+    assert keys(feed.next_step(0, 0, last=3)) == [(0, 0), (0, 1), (0, 2)]
+    assert feed.positions() == {"0/0": 3, "1/0": 0}
+    assert [keys(feed.next_step(step, 0))[0][0] for step in (1, 2, 3)] == [1, 2, 3]
+    assert feed.positions() == {"0/0": 6, "1/0": 6}
+
+
+@pytest.mark.parametrize(("step", "last"), [(0, 3), (1, 1), (3, 3), (4, 7), (8, 9), (9, 9)])
+def test_a_phase_of_the_conventional_schedule_is_trained_when_all_of_it_is_generated(step: int, last: int) -> None:
+    phases = ["schedule=conventional", "steps_per_phase=4", "max_lag_steps=3", "finetune.max_train_steps=10"]
+    run = ["output_dir=x", "model_path=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    assert last_needed(step, parse(compose("base", run + phases))) == last
+    assert last_needed(step, parse(compose("base", run))) == step
