@@ -7,7 +7,7 @@
 
 Each run is a short quickstart on one prebuilt model with `--faults` strikes, dealt from a seeded deck of victims ×
 actions: SIGKILL, or SIGSTOP for ever (the supervisor's heartbeat rule must act). A world has what its victims need: a
-second inference server, redis, a verifier that judges every answer. Every third run is left undisturbed, for
+second inference server, redis, a verifier that judges every answer. Every fifth run is left undisturbed, for
 comparison. `finetune@update` and `finetune@checkpoint` strike while weights are on their way and while a checkpoint is
 being written, `finetune@evaluation` after the last step.
 
@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -59,7 +59,7 @@ WATCH_S = 0.002
 UPDATE_S = 0.06
 """About how long an update of the tiny model is on its way."""
 BATCH, STEPS, CAMPAIGN_STEPS = 64, 160, 64
-UNDISTURBED_EVERY = 3
+UNDISTURBED_EVERY = 5
 TWO_SERVERS = ("world.cpu_slots=3", "world.actor_fraction=2", "world.finetune_fraction=1")
 JUDGED = (
     "world.verifier_replicas=1",
@@ -375,15 +375,26 @@ def world_of(strikes: Sequence[Strike]) -> list[str]:
 
 def run_campaign(args: argparse.Namespace, folder: Path, results: list[dict[str, Any]]) -> None:
     """Appends the missing runs to the results, and writes them after each."""
-    for index in range(len(results), args.runs):
-        strikes = deal(args.seed, index, args)
-        overrides = [f"model_path={folder / 'model'}", *SHORT, *world_of(strikes), *args.overrides]
-        outcome = run_struck(folder / f"run{index}", strikes, overrides, steps=args.steps, timeout_s=args.timeout)
-        results.append({"seed": args.seed, "index": index, "world": world_of(strikes), **row(outcome)})
-        print(json.dumps(results[-1]), flush=True)
-        write(args, results)
-        if not outcome.problems:
-            shutil.rmtree(folder / f"run{index}")
+    made = {result["index"] for result in results}
+    missing = [index for index in range(args.runs) if index not in made]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        first = missing[:1]  # alone: it makes the model
+        for indices in (first, missing[1:]):
+            for finished in as_completed([pool.submit(run_dealt, args, folder, index) for index in indices]):
+                results.append(finished.result())
+                results.sort(key=lambda result: result["index"])
+                print(json.dumps(finished.result()), flush=True)
+                write(args, results)
+
+
+def run_dealt(args: argparse.Namespace, folder: Path, index: int) -> dict[str, Any]:
+    """Run ``index`` of the campaign; its folder stays if it failed."""
+    strikes = deal(args.seed, index, args)
+    overrides = [f"model_path={folder / 'model'}", *SHORT, *world_of(strikes), *args.overrides]
+    outcome = run_struck(folder / f"run{index}", strikes, overrides, steps=args.steps, timeout_s=args.timeout)
+    if not outcome.problems:
+        shutil.rmtree(folder / f"run{index}")
+    return {"seed": args.seed, "index": index, "world": world_of(strikes), **row(outcome)}
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
@@ -513,6 +524,7 @@ def cpu_seconds(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--faults", type=int, default=1, help="strikes per run")
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     parser.add_argument("--actions", nargs="+", choices=("kill", "freeze"), default=("kill", "freeze"))

@@ -14,7 +14,8 @@ not run; it learns as the measured run did).
 
 The model of docs/algorithms.md §8 gets what each side does alone and predicts the seconds per step. `calibration`:
 decoding rates by concurrency, and from a short conventional run with constant lengths the gap, the pause and what the
-trainer's core does beside training, per token. The training time per token is that of the conventional runs (`train_time`).
+trainer's core does beside training, per token. The training time per token is that of the conventional runs
+(`train_time`).
 """
 
 import argparse
