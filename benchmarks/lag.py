@@ -2,7 +2,7 @@
 
     python benchmarks/lag.py --json benchmarks/lag.json
 
-Runs the pipeline of `schedules.py` (lengths uniform on 4 … 76 tokens, 64 rollouts per optimizer step) for each bound.
+Runs the pipeline of `schedules.py` (heavy-tailed lengths, 64 rollouts per optimizer step) for each bound.
 Every rollout waits an exponentially distributed time before it asks the server, and the trainer waits before each
 step. Counted are all trained tokens of topic `training_data`: the optimizer step that trains a token less the weight
 version that sampled it. With a bound of 0 every token is trained by the very weights that sampled it (synchronous).
@@ -101,7 +101,7 @@ def main() -> None:
         with runs.running_server(model, folder / "server") as server:
             for bound in args.bounds:
                 overrides = (f"max_lag_steps={bound}", "actor.rollout_policy=lag.generate_rollout")
-                run = runs.Run(lengths="uniform", steps=args.steps, overrides=overrides, seed=args.seed)
+                run = runs.Run(lengths="heavy", steps=args.steps, overrides=overrides, seed=args.seed)
                 random.seed(args.seed + bound)
                 runs.execute(run, model, folder / str(bound), server, train_delayed)
                 results[str(bound)] = measure(folder / str(bound), bound)
