@@ -377,14 +377,16 @@ def run_campaign(args: argparse.Namespace, folder: Path, results: list[dict[str,
     """Appends the missing runs to the results, and writes them after each."""
     made = {result["index"] for result in results}
     missing = [index for index in range(args.runs) if index not in made]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        first = missing[:1]  # alone: it makes the model
-        for indices in (first, missing[1:]):
+    pool = ThreadPoolExecutor(args.jobs)
+    try:
+        for indices in (missing[:1], missing[1:]):  # the first one alone: it makes the model
             for finished in as_completed([pool.submit(run_dealt, args, folder, index) for index in indices]):
                 results.append(finished.result())
                 results.sort(key=lambda result: result["index"])
                 print(json.dumps(finished.result()), flush=True)
                 write(args, results)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def run_dealt(args: argparse.Namespace, folder: Path, index: int) -> dict[str, Any]:
