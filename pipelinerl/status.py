@@ -19,6 +19,7 @@ from pipelinerl.errors import PipelineRLError
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.streams.outside import look_into, process_environment
+from pipelinerl.variables import ROLE_VARIABLE
 
 STACKS_GRACE_S = 0.7
 STALE_HEARTBEAT_S = 10.0
@@ -134,7 +135,7 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
 def is_role(pid: int, name: str, run_dir: Path) -> bool:
     """Whether this process is that role: to anybody else the signal would be the end."""
     job = name.partition(".")[0]
-    if process_environment(pid).get("PIPELINERL_ROLE", "").endswith(f"/{job}"):
+    if process_environment(pid).get(ROLE_VARIABLE, "").endswith(f"/{job}"):
         return True
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -42,6 +42,7 @@ from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, Tra
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION, TRAINER, TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_writer
+from pipelinerl.variables import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +287,7 @@ def make_weight_sender(ctx: RoleContext) -> Sender:
         backend=ctx.world.weight_backend if weights.backend == "auto" else weights.backend,
         bucket_mb=weights.bucket_mb,
         timeout_s=weights.timeout_s,
-        secret=os.environ["PIPELINERL_SECRET"],
+        secret=os.environ[SECRET_VARIABLE],
         host=ctx.world.master_addr,
         port_base=ctx.world.weight_port,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",

@@ -9,7 +9,8 @@ import hmac
 import os
 from typing import Any
 
-SECRET_VARIABLE = "PIPELINERL_SECRET"
+from pipelinerl.variables import SECRET_VARIABLE
+
 OPEN_PATHS = frozenset(
     {
         "/health",

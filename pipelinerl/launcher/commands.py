@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, interface_of, visible_devices
 
 FOLDERS = {
@@ -20,10 +21,6 @@ FOLDERS = {
     "finetune": "pipelinerl.finetune",
     "redis": "pipelinerl.streams.redis_server",
 }
-SECRET_VARIABLE = "PIPELINERL_SECRET"
-REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
-RUN_VARIABLE = "PIPELINERL_RUN"
-SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
 NOT_INHERITED = (
     "PYTHONDONTWRITEBYTECODE",  # every start would compile everything again
     "HYDRA_FULL_ERROR",
@@ -119,7 +116,7 @@ def start_script(command: RoleCommand, cwd: Path) -> str:
     """A script that starts the role by hand, exactly as the launcher does; it asks for the secrets by variable."""
     pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
     lines = ["#!/bin/sh", f"# {command.name}, as the launcher starts it. Secrets come from the environment."]
-    lines += [f': "${{{name}:?the per-run secret must be in the environment}}"' for name in SECRET_VARIABLES[:1]]
+    lines.append(f': "${{{SECRET_VARIABLE}:?the per-run secret must be in the environment}}"')
     lines += [f"unset {' '.join(NOT_INHERITED)}", f"cd {shlex.quote(str(cwd))} || exit 1"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(command.env.items())]
     return "\n".join([*lines, f"exec {pin}{shlex.join(command.argv)}"]) + "\n"

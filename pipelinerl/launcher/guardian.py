@@ -1,12 +1,14 @@
 """Ends a run whose launcher was killed. A process of its own, standard library only, asleep until its pipe closes.
 
-Consumes lines on stdin: first the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
+Consumes lines on stdin: the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
 without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period.
+Either way the run's temporary folder is removed: sockets, logs and scratch files of roles that were killed.
 The functions that find and end the run's processes are also what the launcher itself uses at the end.
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -84,6 +86,7 @@ def main() -> None:
     mark = sys.stdin.readline().strip()
     if mark and sys.stdin.readline().strip() != "done":
         sweep(mark, grace_s=float(sys.argv[1]))
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
-from pipelinerl.launcher.commands import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
+from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from pipelinerl.launcher import guardian
-from pipelinerl.launcher.commands import RUN_VARIABLE, RoleCommand
-
-ROLE_VARIABLE = "PIPELINERL_ROLE"
+from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.variables import ROLE_VARIABLE, RUN_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,12 @@ class Guardian:
     """The process that ends the run if this one is killed; `dismiss` when everything has been ended."""
 
     def __init__(self, mark: RunMark, grace_s: float):
+        self.temporary = tempfile.mkdtemp(prefix="prl-")
+        """Temporary folder of the run's processes; goes when the run does."""
+        os.chmod(self.temporary, 0o711)  # a sandbox works in a folder below, as a user of its own
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", guardian.__file__, str(grace_s)],
+            [sys.executable, "-S", "-E", guardian.__file__, str(grace_s), self.temporary],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -137,16 +140,16 @@ def run_helper(
     Whatever interrupts the wait (deadline, Ctrl-C) ends the helper and all it started.
     """
     mark = RunMark()
+    watchdog = Guardian(mark, grace_s=0)
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**env, **mark.variables("helper")},
+        env={**env, **mark.variables("helper"), "TMPDIR": watchdog.temporary},
         start_new_session=True,
     )
-    watchdog = Guardian(mark, grace_s=0)
     try:
         output, errors = process.communicate(stdin, timeout=timeout_s)
         return process.returncode, output, errors

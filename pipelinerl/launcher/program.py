@@ -23,8 +23,6 @@ from pipelinerl.config.load import parse_container, to_container
 from pipelinerl.config.sections import Config
 from pipelinerl.launcher import preflight, run_dir
 from pipelinerl.launcher.commands import (
-    REDIS_PASSWORD_VARIABLE,
-    SECRET_VARIABLE,
     RoleCommand,
     inherited_environment,
     role_command,
@@ -38,6 +36,7 @@ from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.observability.report import read_summary, summary_lines, write_report
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
+from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, build_world, check_local_devices
 from pipelinerl.world.cluster import read_node_environment
 
@@ -220,7 +219,8 @@ async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link:
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
-    environment = inherited_environment(os.environ) | run_secrets
+    guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
+    environment = inherited_environment(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
     os.environ.update(run_secrets)
     backend_from_config(config, path)
     progress = Progress(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
@@ -241,7 +241,6 @@ async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link:
         loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
-    guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
     progress.start()
     following = asyncio.create_task(link.follow(supervisor)) if link else None
     try:

@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-SECRET_VARIABLES = ("PIPELINERL_SECRET", "PIPELINERL_REDIS_PASSWORD", "WANDB_API_KEY", "HF_TOKEN")
+from pipelinerl.variables import SECRET_VARIABLES
+
+NEVER_LOGGED = (*SECRET_VARIABLES, "WANDB_API_KEY", "HF_TOKEN")
 CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")
 
 
@@ -53,7 +55,7 @@ def setup_launcher_logging(path: Path) -> None:
 
 
 def _install(handler: logging.Handler, name: str, level: int) -> None:
-    secrets = tuple(os.environ[variable] for variable in SECRET_VARIABLES if os.environ.get(variable))
+    secrets = tuple(os.environ[variable] for variable in NEVER_LOGGED if os.environ.get(variable))
     handler.setFormatter(EventFormatter(name, secrets))
     root = logging.getLogger()
     root.handlers[:] = [handler]

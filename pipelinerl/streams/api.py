@@ -15,6 +15,7 @@ from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
 from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec, run_key
+from pipelinerl.variables import REDIS_PASSWORD_VARIABLE
 
 R = TypeVar("R")
 
@@ -182,7 +183,7 @@ def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
             "files", segment_mb=streams.segment_mb, fsync=streams.fsync, max_record_mb=streams.max_record_mb
         )
         return
-    redis_backend(cfg, run_dir, password=os.environ.get("PIPELINERL_REDIS_PASSWORD"))
+    redis_backend(cfg, run_dir, password=os.environ.get(REDIS_PASSWORD_VARIABLE))
 
 
 def redis_backend(

@@ -19,13 +19,13 @@ from pipelinerl.errors import StreamError
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.streams.api import backend_from_config, redis_backend, set_streams_backend
 from pipelinerl.streams.redis_server import (
-    PASSWORD_VARIABLE,
     await_redis,
     exclusively,
     redis_config,
     start_redis,
     stop_redis,
 )
+from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def look_into(run_dir: Path) -> Iterator[None]:
         return
     cfg = load_run(run_dir)
     data_dir = run_dir / "redis_0" / "data"
-    if cfg.streams.backend != "redis" or cfg.streams.external or PASSWORD_VARIABLE in os.environ:
+    if cfg.streams.backend != "redis" or cfg.streams.external or REDIS_PASSWORD_VARIABLE in os.environ:
         backend_from_config(cfg, run_dir)
         yield
     elif password := password_of_live_roles(run_dir):
@@ -53,15 +53,15 @@ def look_into(run_dir: Path) -> Iterator[None]:
         with revived_redis(cfg, run_dir, data_dir):
             yield
     else:
-        raise StreamError(f"{run_dir} keeps its streams on redis: set {PASSWORD_VARIABLE} to its password")
+        raise StreamError(f"{run_dir} keeps its streams on redis: set {REDIS_PASSWORD_VARIABLE} to its password")
 
 
 def password_of_live_roles(run_dir: Path) -> str | None:
     """The redis password as a live role of this user on this node has it; None when there is none."""
     for status in read_statuses(run_dir).values():
         environment = process_environment(status.pid)
-        if environment.get("PIPELINERL_ROLE", "").endswith(f"/{status.job}"):
-            return environment.get(PASSWORD_VARIABLE)
+        if environment.get(ROLE_VARIABLE, "").endswith(f"/{status.job}"):
+            return environment.get(REDIS_PASSWORD_VARIABLE)
     return None
 
 

@@ -21,13 +21,13 @@ from typing import IO, TYPE_CHECKING, Literal
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.observability.role import die_with_parent
+from pipelinerl.variables import REDIS_PASSWORD_VARIABLE
 
 if TYPE_CHECKING:
     import redis
 
     from pipelinerl.observability.role import RoleContext
 
-PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
 OLDEST_VERSION = 7
 _PING_EVERY_S = 1.0
 _PING_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ def redis_config(
             loses nothing when the server is killed. (redis' ``everysec`` may acknowledge what it has not yet written.)
     """
     if several_nodes and not password:
-        raise ConfigError(f"redis must listen beyond its node, but {PASSWORD_VARIABLE} is not set: set it")
+        raise ConfigError(f"redis must listen beyond its node, but {REDIS_PASSWORD_VARIABLE} is not set: set it")
     lines = [
         f"bind {'* -::*' if several_nodes else '127.0.0.1'}",
         "protected-mode yes",
@@ -118,7 +118,7 @@ def run_redis(context: "RoleContext") -> None:
     assert job.port is not None, "the world gives redis a port"
     data_dir = context.run_dir / job.name / "data"
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    password = os.environ.get(PASSWORD_VARIABLE)
+    password = os.environ.get(REDIS_PASSWORD_VARIABLE)
     config = redis_config(
         port=job.port,
         data_dir=data_dir.resolve(),

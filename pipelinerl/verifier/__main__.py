@@ -10,8 +10,8 @@ import uvicorn
 
 from pipelinerl.errors import VerifierError
 from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.verifier.app import create_app
-from pipelinerl.verifier.client import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.errors import DomainError, VerifierError
+from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
 
-SECRET_VARIABLE = "PIPELINERL_SECRET"
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """Together half a minute: a verifier that died is back by then."""

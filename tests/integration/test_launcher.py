@@ -122,6 +122,14 @@ def test_launcher_run_folder_is_private_and_without_secrets(launch) -> None:
     assert not any(secret in run.output for secret in secrets)
 
 
+def test_launcher_roles_share_a_temporary_folder_that_goes_with_the_run(launch) -> None:
+    run = launch()
+    assert run.wait() == 0, run.output
+    (folder,) = {entry["env"]["TMPDIR"] for entry in run.starts()}
+    assert Path(folder).name.startswith("prl-")
+    assert not Path(folder).exists()
+
+
 def test_launcher_children_warm_their_bytecode_cache(launch, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     run = launch()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_guardian_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> 
     watch._pipe.close()
     assert close(process) == -signal.SIGTERM
     watch._process.wait(timeout=10)
+
+
+@pytest.mark.parametrize("end", [Guardian.dismiss, lambda guardian: guardian._pipe.close()])
+def test_guardian_removes_the_temporary_folder_however_the_launcher_ends(end: Callable[[Guardian], None]) -> None:
+    watch = Guardian(RunMark(), grace_s=0)
+    Path(watch.temporary, "left").write_text("behind")
+    end(watch)
+    watch._process.wait(timeout=10)
+    assert not os.path.exists(watch.temporary)
 
 
 def test_run_helper_deadline_ends_all_that_it_started() -> None:
