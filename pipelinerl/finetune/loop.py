@@ -237,7 +237,7 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         raise ConfigError(
             f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"
         )
-    join_ranks(name, world_size, device)
+    join_ranks(name, world_size, device, max(cfg.launcher.startup_timeout_s, cfg.launcher.hang_timeout_s))
     policy = Policy(
         load_lm(cfg.model_path, cfg, device),
         temperature=finetune.rl.temperature,

@@ -1,6 +1,7 @@
 """Distributed engines behind one interface; ``build_engine`` chooses."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,15 @@ def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
-def join_ranks(name: str, world_size: int, device: torch.device) -> None:
-    """Join the process group that engine ``name`` needs: all but one rank with plain replication need one."""
+def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Join the process group that engine ``name`` needs: all but one rank with plain replication need one.
+
+    Args:
+        timeout_s: how long a rank waits for the others in one collective. Rank 0 alone awaits the servers' start and
+            writes checkpoints, for which the backend's own time-out (NCCL: 10 minutes) may be too short.
+    """
     if (world_size > 1 or name != "ddp") and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:

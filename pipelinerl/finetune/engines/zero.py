@@ -111,13 +111,13 @@ class ZeroEngine(Engine):
         """Zero states of the inner optimizer before its first step.
 
         Left to itself DeepSpeed makes them in the first step, and with several parameter groups links only the first
-        group's to the parameters (0.19.8).
+        group's to the parameters (0.19.8). The fused kernel reads the step on the device.
         """
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in OPTIMIZER_STATES}
-            zero.optimizer.state[flat] = {"step": torch.zeros(()), **moments}
+            zero.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         if self.stage != 3:
             zero._lazy_init_hp_params_optimizer_state()
 
