@@ -75,6 +75,15 @@ def test_role_command_gpus_count_within_the_launchers_own(gpus: tuple[int, ...],
     assert command.env["CUDA_VISIBLE_DEVICES"] == visible
 
 
+def test_both_ends_of_a_weight_transfer_between_nodes_use_the_nodes_interface() -> None:
+    server = Job(name="actor_llm_0", kind="actor_llm", hostname="127.0.0.1", gpus=(0,))
+    trainer = Job(name="finetune_0", kind="finetune", hostname="127.0.0.1", node_rank=1, gpus=(0,))
+    spread = world(server, trainer, accelerator="cuda", nodes=2)
+    for job in (server, trainer):
+        assert role_command(job, spread, RUN, {}).env["NCCL_SOCKET_IFNAME"] == "lo"
+        assert "NCCL_SOCKET_IFNAME" not in role_command(job, spread, RUN, {"NCCL_SOCKET_IFNAME": "ib0"}).env
+
+
 def test_inherited_environment_leaves_out_what_is_the_launchers_own() -> None:
     env = {"PATH": "/bin", "PYTHONDONTWRITEBYTECODE": "1", "RANK": "1", "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}
     assert inherited_environment(env) == {"PATH": "/bin"}
