@@ -31,7 +31,8 @@ class TransferGroup(Protocol):
 
 
 class GlooGroup:
-    """Gloo over TCP, bound to the address through which the store is reached."""
+    """Gloo over TCP, bound to the address through which the store is reached. The trainer's buffers lie in memory, a
+    server's anywhere."""
 
     device = torch.device("cpu")
 
@@ -46,18 +47,22 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=remaining(deadline))
-        work = self._group.broadcast([buffer], options)
+        in_memory = buffer if buffer.device == self.device else torch.empty_like(buffer, device=self.device)
+        work = self._group.broadcast([in_memory], options)
         pause = POLL_S
         while not work.is_completed():
             check()
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_S)
         work.wait()
+        if in_memory is not buffer:
+            buffer.copy_(in_memory)
 
 
 class NcclGroup:
     """NCCL through vLLM's communicator (both ends have vLLM's GPU build installed).
 
+    A broadcast whose peer is gone would run on the GPU for ever and hold up all who wait for the device: it is aborted.
     The communicator's id travels through the store as the 128 bytes that it is: vLLM's own rendezvous would pickle it.
     """
 
@@ -82,10 +87,14 @@ class NcclGroup:
                 buffer.copy_(on_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        while not done.query():
-            check()
-            remaining(deadline)
-            time.sleep(POLL_S)
+        try:
+            while not done.query():
+                check()
+                remaining(deadline)
+                time.sleep(POLL_S)
+        except BaseException:
+            self._communicator.destroy()
+            raise
 
 
 class IpcGroup:
@@ -94,17 +103,19 @@ class IpcGroup:
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self.device = device
         self._store, self._rank, self._world_size, self._bucket = store, rank, world_size, 0
+        self._stream = torch.cuda.Stream(device)
 
     def broadcast(self, buffer: torch.Tensor, deadline: float, check: Callable[[], None]) -> None:
         key, self._bucket = f"bucket/{self._bucket}", self._bucket + 1
-        if self._rank == 0:
-            self._hand_over(key, buffer, deadline, check)
-        else:
-            self._take(key, buffer, deadline, check)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if self._rank == 0:
+                self._hand_over(key, buffer, deadline, check)
+            else:
+                self._take(key, buffer, deadline, check)
 
     def _hand_over(self, key: str, buffer: torch.Tensor, deadline: float, check: Callable[[], None]) -> None:
         staged = buffer.to(self.device)
-        torch.cuda.synchronize(self.device)
+        self._stream.synchronize()
         self._store.set(key, encode_ipc_handle(staged))
         taken = [f"{key}/taken/{rank}" for rank in range(1, self._world_size)]
         while not self._store.check(taken):
@@ -120,7 +131,7 @@ class IpcGroup:
             remaining(deadline)
             time.sleep(POLL_S)
         buffer.copy_(decode_ipc_handle(self._store.get(key), self.device))
-        torch.cuda.synchronize(self.device)
+        self._stream.synchronize()
         self._store.set(f"{key}/taken/{self._rank}", b"1")
 
 

@@ -113,11 +113,16 @@ class Receiver:
         """Consumes the group's buckets, produces a staged buffer. Ends at the last byte, an error, the deadline or
         when superseded."""
         started = time.monotonic()
+        on_gpu = self._device.type == "cuda"
         try:
+            if on_gpu:
+                torch.cuda.set_device(self._device)  # a new thread's is GPU 0
             buffer = self._receive(transfer, started + transfer.request.timeout_s)
             received = time.monotonic()
             transfer.transfer_ms = 1e3 * (received - started)
             self._prepare(transfer.layout, buffer)
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()  # the swap reads the buffer on another stream
             transfer.prepare_ms = 1e3 * (time.monotonic() - received)
         except Exception as error:  # the thread's boundary: the error becomes the transfer's
             if not transfer.superseded.is_set():

@@ -264,7 +264,7 @@ class WeightSender:
         buffer, self._spare = self._spare, None
         layout.fill(buffer, params)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         snapshot = Snapshot(version, layout, buffer)
         if self._delta and previous is not None and previous.layout == layout:
             snapshot.base, snapshot.base_version = previous.buffer, previous.version

@@ -89,6 +89,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             self._twin.swap()
         else:
             reload_in_place(self.model, self.model_config, layout.views(buffer))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the next transfer may then write into the buffer
 
     def shutdown(self) -> None:
         self.receiver.close()
