@@ -284,7 +284,7 @@ def make_weight_sender(ctx: RoleContext) -> Sender:
     weights = ctx.cfg.weights
     return WeightSender(
         ctx.world.get("actor_llm"),
-        backend=ctx.world.weight_backend if weights.backend == "auto" else weights.backend,
+        backend=ctx.world.transfer_backend(weights.backend),
         bucket_mb=weights.bucket_mb,
         timeout_s=weights.timeout_s,
         secret=os.environ[SECRET_VARIABLE],

@@ -8,8 +8,10 @@ from pipelinerl.observability.role import RoleContext, run_role
 def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.inference.args import vllm_arguments, vllm_environment
+    from pipelinerl.world.cluster import gpu_memory_bytes
 
-    arguments = vllm_arguments(context.cfg, context.world, context.job)
+    gpu_bytes = min(gpu_memory_bytes(), default=0)
+    arguments = vllm_arguments(context.cfg, context.world, context.job, gpu_bytes)
     os.environ.update(vllm_environment(context.cfg, context.world, context.job))
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)

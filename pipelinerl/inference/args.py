@@ -12,6 +12,8 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.engines import BACKENDS, CHILD_VARIABLE
 from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.memory import kv_cache_bytes
+from pipelinerl.world.model_shape import find_model_shape
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
 GUARD = "pipelinerl.inference.guard.Guard"
@@ -39,16 +41,18 @@ RESERVED = {
 """Keys that a run may not set, with the reason or the fix."""
 
 
-def vllm_arguments(cfg: Config, world: WorldMap, job: Job) -> tuple[str, ...]:
+def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -> tuple[str, ...]:
     """The command line of one server.
 
+    Args:
+        gpu_bytes: memory of its GPUs; 0 = not known.
     Raises:
         ConfigError: `vllm_config.vllm_kwargs` holds a key that the run needs for itself.
     """
     user = _normalized(cfg.vllm_config.vllm_kwargs)
     _refuse_reserved(user, job)
     _refuse_compiled_policy(user, world, job)
-    settings = _defaults(cfg, world, job) | user
+    settings = _defaults(cfg, world, job) | _shared_cache(cfg, world, job, gpu_bytes) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
         settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
     head = _head_overrides(cfg, settings)
@@ -76,14 +80,6 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
     return env | cfg.vllm_config.env
 
 
-def weight_backend(cfg: Config, world: WorldMap) -> str:
-    """What `weights.backend` means in this world."""
-    backend = world.weight_backend if cfg.weights.backend == "auto" else cfg.weights.backend
-    if world.accelerator == "cpu" and backend != "gloo":
-        raise ConfigError(f"`weights.backend` is {backend!r} in a CPU world: use auto or gloo")
-    return backend
-
-
 def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": cfg.model_path,
@@ -103,7 +99,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "disable-fastapi-docs": True,
     }
     if job.kind == "actor_llm":
-        settings["weight-transfer-config"] = {"backend": BACKENDS[weight_backend(cfg, world)]}
+        settings["weight-transfer-config"] = {"backend": BACKENDS[world.transfer_backend(cfg.weights.backend)]}
         settings["worker-extension-cls"] = WEIGHT_EXTENSION
     else:
         settings["worker-extension-cls"] = SCORE_EXTENSION
@@ -112,6 +108,16 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         if _world_size(cfg) == 1:
             settings["distributed-executor-backend"] = "uni"
     return settings
+
+
+def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dict[str, Any]:
+    """Beside a trainer the KV cache has the size of the memory plan.
+
+    vLLM would measure what is free while the trainer is loading, and take the trainer's memory for its own.
+    """
+    shape = find_model_shape(cfg.model_path) if world.share_devices and gpu_bytes else None
+    cache = kv_cache_bytes(cfg, shape, job.kind, job.num_ranks, gpu_bytes) if shape else 0
+    return {"kv-cache-memory-bytes": cache} if cache else {}
 
 
 def _normalized(kwargs: Mapping[str, Any]) -> dict[str, Any]:

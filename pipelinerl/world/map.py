@@ -97,10 +97,28 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_backend(self) -> Literal["nccl", "ipc", "gloo"]:
-        """What ``weights.backend=auto`` means here."""
+        """What ``weights.backend=auto`` means: NCCL takes no GPU twice, and IPC reaches that of trainer rank 0 only."""
         if self.accelerator == "cpu":
             return "gloo"
-        return "ipc" if self.share_devices else "nccl"
+        if not self.share_devices:
+            return "nccl"
+        return "ipc" if self._device_count == 1 else "gloo"
+
+    def transfer_backend(self, wanted: str) -> str:
+        """How weights travel where ``weights.backend`` is ``wanted``; Gloo goes through host memory and always can.
+
+        Raises:
+            WorldError: the devices cannot.
+        """
+        if wanted not in ("auto", "gloo", self.weight_backend):
+            kind = "a CPU world" if self.accelerator == "cpu" else f"a world of {self._device_count} GPU(s)"
+            shared = f", world.share_devices={str(self.share_devices).lower()}"
+            raise WorldError(f"weights.backend={wanted} cannot work in {kind}{shared}: use auto or gloo")
+        return self.weight_backend if wanted == "auto" else wanted
+
+    @property
+    def _device_count(self) -> int:
+        return sum(node.devices for node in self.nodes)
 
     def get_actor_urls(self) -> list[str]:
         return [job.url for job in self.get("actor_llm")]
@@ -172,7 +190,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
         if cluster.rank == 0:
             local.append(("the launchers", weight_port + weight_ports))
         _check_local_ports(cfg, cluster, local)
-    return WorldMap(
+    world = WorldMap(
         accelerator=cluster.accelerator,
         nodes=cluster.nodes,
         jobs=tuple(_job(p, cluster, ports.get(p.name)) for p in placements),
@@ -182,6 +200,8 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
         share_devices=cfg.world.share_devices,
         idle_devices=idle_devices(placements, cluster),
     )
+    world.transfer_backend(cfg.weights.backend)  # refuses before anything starts
+    return world
 
 
 def _port_base(cfg: Config, cluster: Cluster, count: int) -> int:

@@ -167,22 +167,42 @@ def _vllm(cfg: Config, key: str, default: Any) -> Any:
     return kwargs.get(key, default)
 
 
+def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
+    """What one device of a server holds beside the KV cache.
+
+    An update is staged whole by every rank. On a GPU of its own vLLM's share leaves room for it, or it waits in host
+    memory; beside a trainer it is part of the share.
+    """
+    whole = shape.parameters * _element(cfg)
+    items = (
+        MemoryItem(label="weights", num_bytes=whole // ranks),
+        MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
+    )
+    if cfg.world.share_devices and kind == "actor_llm":
+        items += (MemoryItem(label="staged update", num_bytes=whole),)
+    return items
+
+
+def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
+    """What is left of vLLM's share of one device."""
+    held = sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks))
+    return max(int(gpu_bytes * utilization(cfg)) - held, 0)
+
+
+def _element(cfg: Config) -> int:
+    """Bytes of a weight, or of a key's or value's number, in a server."""
+    return 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
+
+
 def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
-    """One device of a server: what is left of vLLM's share after the weights is KV cache."""
-    element = 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
-    weights = shape.parameters * element // ranks
-    share = int(gpu_bytes * utilization(cfg))
+    """One device of a server."""
     max_len = int(_vllm(cfg, "max-model-len", cfg.finetune.seq_length))
-    cache = max(share - weights - RUNTIME_BYTES, 0)
-    tokens = cache * ranks // shape.kv_bytes_per_token(element)
+    cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
+    tokens = cache * ranks // shape.kv_bytes_per_token(_element(cfg))
     return DevicePlan(
         kind=kind,
         num_devices=ranks * num_servers,
-        items=(
-            MemoryItem(label="weights", num_bytes=weights),
-            MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
-            MemoryItem(label="KV cache", num_bytes=cache),
-        ),
-        capacity=share,
+        items=(*server_items(cfg, shape, kind, ranks), MemoryItem(label="KV cache", num_bytes=cache)),
+        capacity=int(gpu_bytes * utilization(cfg)),
         note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens",
     )

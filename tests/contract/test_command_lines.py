@@ -26,7 +26,7 @@ for line in json.load(sys.stdin):
     parsed.append({name: getattr(arguments, name) for name in (
         "model", "tensor_parallel_size", "pipeline_parallel_size", "dtype", "port", "host", "max_num_seqs",
         "max_model_len", "served_model_name", "enable_prefix_caching", "logprobs_mode", "hf_overrides",
-        "gpu_memory_utilization", "worker_extension_cls",
+        "gpu_memory_utilization", "worker_extension_cls", "kv_cache_memory_bytes",
     )} | {"weight_transfer": getattr(arguments.weight_transfer_config, "backend", arguments.weight_transfer_config)})
 print("PARSED " + json.dumps(parsed))
 """
@@ -106,6 +106,16 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
         assert arguments["served_model_name"] == ["policy" if policy else "reference"]
         assert bool(arguments["weight_transfer"]) is policy
         assert arguments["worker_extension_cls"].startswith("pipelinerl.weights.") is policy
+
+
+def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm():
+    overrides = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+    shared = load.parse(load.compose("base_1gpu", overrides))
+    node = Node(rank=0, hostname="127.0.0.1", devices=1)
+    world = map_world(shared, Cluster(accelerator="cuda", nodes=(node,)), check=False)
+    line = vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30)
+    (arguments,) = parse(PARSE_VLLM, [list(line)])
+    assert arguments["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
 
 
 def test_trainer_over_two_nodes_is_accepted_by_torchrun(config):

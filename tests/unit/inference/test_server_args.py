@@ -18,17 +18,18 @@ def config(*overrides: str) -> Config:
     return parse(compose("base", [*required, *overrides]))
 
 
-def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False) -> WorldMap:
+def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False, devices: int = 2) -> WorldMap:
     ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
     fields = {
         "accelerator": accelerator,
-        "nodes": [{"rank": rank, "hostname": f"10.0.0.{rank}", "devices": 2} for rank in range(nodes)],
+        "nodes": [{"rank": rank, "hostname": f"10.0.0.{rank}", "devices": devices} for rank in range(nodes)],
         "jobs": [],
         "share_devices": share_devices,
     }
     return msgspec.convert(fields | dict.fromkeys(ports, 2), WorldMap)
 
 
+UTILIZATION = "vllm_config.vllm_kwargs.gpu-memory-utilization=0.35"
 POLICY = Job(name="actor_llm_1", kind="actor_llm", replica_idx=1, port=8123, cores=(0,))
 REFERENCE = Job(name="preprocessor_llm_0", kind="preprocessor_llm", port=8124, cores=(1,))
 
@@ -83,14 +84,28 @@ def test_tensor_parallel_on_cpu_splits_cores_and_keeps_vllms_executor() -> None:
     assert "--distributed-executor-backend" not in vllm_arguments(cfg, world(), job)
 
 
-@pytest.mark.parametrize(("share", "backend"), [(False, "staged_nccl"), (True, "staged_ipc")])
-def test_policy_on_gpu_takes_the_worlds_backend_and_a_float32_head(share: bool, backend: str) -> None:
-    found = settings(vllm_arguments(config(), world("cuda", share_devices=share), POLICY))
+@pytest.mark.parametrize(
+    ("share", "devices", "backend"), [(False, 2, "staged_nccl"), (True, 1, "staged_ipc"), (True, 2, "gloo")]
+)
+def test_policy_on_gpu_takes_the_worlds_backend_and_a_float32_head(share: bool, devices: int, backend: str) -> None:
+    found = settings(vllm_arguments(config(), world("cuda", share_devices=share, devices=devices), POLICY))
     assert json.loads(found["--weight-transfer-config"]) == {"backend": backend}
     assert json.loads(found["--hf-overrides"]) == {"head_dtype": "float32"}
     assert found["--dtype"] == "bfloat16"
     assert "--enforce-eager" not in found
     assert "VLLM_CPU_KVCACHE_SPACE" not in vllm_environment(config(), world("cuda"), POLICY)
+
+
+def test_kv_cache_beside_a_trainer_is_what_the_plan_leaves() -> None:
+    """Qwen2.5-0.5B has 494,005,120 parameters without biases: 0.35 of 24 GiB less them, a staged copy and 2 GiB."""
+    cfg = config("world.share_devices=true", "model_path=Qwen/Qwen2.5-0.5B", UTILIZATION)
+    shared = world("cuda", share_devices=True, devices=1)
+    found = settings(vllm_arguments(cfg, shared, POLICY, gpu_bytes=24 * 2**30))
+    assert int(found["--kv-cache-memory-bytes"]) == int(0.35 * 24 * 2**30) - 2 * 2 * 494_005_120 - 2 * 2**30
+    chosen = config("world.share_devices=true", "+vllm_config.vllm_kwargs.kv_cache_memory_bytes=5", UTILIZATION)
+    assert settings(vllm_arguments(chosen, shared, POLICY, gpu_bytes=24 * 2**30))["--kv-cache-memory-bytes"] == "5"
+    for alone in (world("cuda"), world()):
+        assert "--kv-cache-memory-bytes" not in settings(vllm_arguments(config(), alone, POLICY, gpu_bytes=2**40))
 
 
 def test_reference_takes_no_weights_and_scores_the_longest_sequence() -> None:
@@ -130,7 +145,6 @@ def test_users_kwargs_win_in_any_spelling() -> None:
         ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "older weights"),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
         ("+vllm_config.vllm_kwargs.max-model-len=5", "twice"),
-        ("weights.backend=nccl", "CPU world"),
         ("+vllm_config.vllm_kwargs.enforce-eager=false", "packed weights"),
     ],
 )

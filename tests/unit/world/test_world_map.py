@@ -133,7 +133,27 @@ def test_each_replica_has_its_servers():
 def test_backend_follows_the_devices():
     assert map_world(make_config(), two_nodes(), check=False).weight_backend == "nccl"
     shared = map_world(make_config("world.share_devices=true"), two_nodes(), check=False)
-    assert shared.weight_backend == "ipc"
+    assert shared.weight_backend == "gloo"
+    alone = Cluster(accelerator="cuda", nodes=(Node(rank=0, hostname="127.0.0.1", devices=1),))
+    assert map_world(make_config("world.share_devices=true"), alone, check=False).weight_backend == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (["weights.backend=ipc"], "weights.backend=ipc cannot work in a world of 8 GPU"),
+        (["weights.backend=ipc", "world.share_devices=true"], "weights.backend=ipc cannot work in a world of 8 GPU"),
+        (["weights.backend=nccl", "world.share_devices=true"], "share_devices=true: use auto or gloo"),
+    ],
+)
+def test_backend_that_the_devices_cannot_carry_is_refused_before_start(overrides, numbers):
+    with pytest.raises(WorldError, match=numbers):
+        map_world(make_config(*overrides), two_nodes(), check=False)
+
+
+def test_gloo_carries_weights_between_any_devices():
+    world = map_world(make_config("weights.backend=gloo"), two_nodes(), check=False)
+    assert world.transfer_backend("gloo") == "gloo"
 
 
 def test_saved_map_is_read_back(tmp_path):
