@@ -5,6 +5,7 @@ layer is one group, embedding and head another. Gradients are reduce-scattered i
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -40,12 +41,13 @@ class ShardedEngine(Engine):
         self.optimizer = adamw(self.policy, finetune)
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
+        """The policy's own inputs stay as they are: the constants of the loss are float32."""
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in decoder_layers(self.policy.lm):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         if self.policy.value_head is not None:
             fully_shard(self.policy.value_head, mesh=mesh)
-        fully_shard(self.policy, mesh=mesh, mp_policy=precision)
+        fully_shard(self.policy, mesh=mesh, mp_policy=replace(precision, cast_forward_inputs=False))
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.policy(batch, settings)
