@@ -5,7 +5,7 @@ Bytes per parameter P of one trainer rank (N ranks, float32 master weights every
 
     ddp       16 P               weights, gradient, two Adam moments in float32
     fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
-    deepspeed bf16  2 P + 2 P + 12 P;  stage 1 shards the 12, stage 2 also the gradient, stage 3 all
+    deepspeed bf16  2 P + 2 P + 12 P;  stage 1 shards the 12, stage 2 also the gradient (then 4 P), stage 3 all
               fp32  4 P + 4 P + 8 P, likewise
 
 With LoRA the weights are whole and the rest counts the adapters only.
@@ -111,7 +111,7 @@ def state_bytes(
 ) -> tuple[int, int, int]:
     """(weights, gradient, optimizer states incl. master weights) of one rank; ``trained`` of the parameters learn."""
     if engine == "deepspeed":
-        weights, gradient, states = (2, 2, 12) if half else (4, 4, 8)
+        weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 8)
         sharded = (stage >= 3, stage >= 2, stage >= 1)
     else:
         weights, gradient, states = 4, 4, 8

@@ -55,7 +55,7 @@ for settings in json.load(sys.stdin):
     parsed.append({
         "stages": [plugin.zero_stage, config.zero_config.stage], "bfloat16": config.bfloat16_config.enabled,
         "clipping": [plugin.gradient_clipping, config.gradient_clipping],
-        "unknown": sorted(config.zero_config.model_extra or {}),
+        "unknown": sorted(config.zero_config.model_extra or {}), "gradient_sum": config.grad_accum_dtype,
     })
 print("PARSED " + json.dumps(parsed))
 """
@@ -143,4 +143,5 @@ def test_deepspeed_settings_are_accepted_by_accelerate_and_deepspeed(config):
     parsed = parse(PARSE_DEEPSPEED, [deepspeed_settings(config, file) for file in files])
     for stage, settings in zip(stages, parsed, strict=True):
         limit = config.finetune.gradient_clipping_threshold
+        assert settings.pop("gradient_sum") == ("fp32" if stage > 1 else None)
         assert settings == {"stages": [stage] * 2, "bfloat16": True, "clipping": [limit] * 2, "unknown": []}

@@ -1,7 +1,9 @@
 """DeepSpeed ZeRO 1, 2 and 3, set up through Accelerate from a file of `conf/deepspeed`.
 
 What the file says about precision, batch size and clipping is replaced by what `finetune` says. ZeRO-1 reduces
-gradients once per optimizer step; ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch.
+gradients once per optimizer step; ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch,
+and in bfloat16 add up their shards in float32 (64 micro-batches added in bfloat16 double the gradient's error; ZeRO-1
+can do nothing else).
 """
 
 import json
@@ -34,11 +36,14 @@ UNCLIPPED = 1e12
 def deepspeed_settings(cfg: Config, path: Path) -> dict[str, Any]:
     """The file's settings with what `finetune` decides."""
     settings = json.loads(path.read_text())
+    half, stage = cfg.finetune.dtype == "bfloat16", settings["zero_optimization"]["stage"]
+    if half and stage > 1:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.finetune.gradient_clipping_threshold or UNCLIPPED,
-        "bf16": {"enabled": cfg.finetune.dtype == "bfloat16"},
+        "bf16": {"enabled": half},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
     }
