@@ -26,9 +26,17 @@ from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_BODY_BYTES = 16 * 2**20
-PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed", "min_tokens")
-FIXED_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
-NEUTRAL = {"top_p": 1, "top_k": (-1, 0), "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed")
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": (-1, 0),
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "min_tokens": 0,
+}
+FIXED_PARAMETERS = ("temperature", *NEUTRAL)
 
 
 class _Function(msgspec.Struct):
@@ -59,7 +67,6 @@ class _Request(msgspec.Struct):
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
 

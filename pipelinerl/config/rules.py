@@ -17,12 +17,19 @@ from pipelinerl.errors import ConfigError
 
 Check = Callable[[Config], str | None]
 
-DISTORTING = {
+DISTORTING: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "min_tokens": (0,),
+    "thinking_token_budget": (),
+    "structured_outputs": (),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
 }
 """Sampling parameters that make the sampled distribution another one than the trained one, and their neutral values."""
 
@@ -80,9 +87,6 @@ def sampling_is_undistorted(config: Config) -> str | None:
     """Training needs log-probabilities of the distribution that was sampled from (docs/algorithms.md §7)."""
     parameters = config.llm.parameters
     wrong = [name for name, neutral in DISTORTING.items() if parameters.get(name) not in (None, *neutral)]
-    if parameters.get("top_p") not in (None, 1):
-        wrong.append("top_p")
-    wrong += [name for name in ("logit_bias", "bad_words", "allowed_token_ids") if parameters.get(name)]
     if not wrong:
         return None
     values = ", ".join(f"`llm.parameters.{name}`={parameters[name]!r}" for name in sorted(wrong))
@@ -229,6 +233,63 @@ def betas_are_rates(config: Config) -> str | None:
     )
 
 
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Default values of `finetune.rl`, as the YAML file has them."""
+    loaded = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "finetune" / "base.yaml"), resolve=False)
+    assert isinstance(loaded, dict)
+    return loaded["rl"]
+
+
+def _changed(config: Config, *names: str) -> str:
+    """Those of the keys of `finetune.rl` that differ from their defaults, with their values; empty if none does."""
+    values = {name: getattr(config.finetune.rl, name) for name in names}
+    return " and ".join(f"`finetune.rl.{name}`={value}" for name, value in values.items() if value != defaults()[name])
+
+
+def epsilon_is_used(config: Config) -> str | None:
+    loss = config.finetune.rl.policy_loss
+    changed = _changed(config, "epsilon_low", "epsilon_high") if loss in ("reinforce", "decoupled_ppo") else ""
+    reason = "does not clip" if loss == "reinforce" else "clips π/π_prox, which is 1 with one step per batch"
+    return (
+        f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}, which {reason}; remove it" if changed else None
+    )
+
+
+def ratio_clamp_is_used(config: Config) -> str | None:
+    loss, changed = config.finetune.rl.policy_loss, _changed(config, "ratio_clamp")
+    if loss == "reinforce" or not changed:
+        return None
+    instead = "token_tis bounds its weight" if loss == "decoupled_ppo" else "epsilon_low and epsilon_high clip it"
+    return f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}: {instead}; remove it"
+
+
+def kl_clamp_is_used(config: Config) -> str | None:
+    rl, changed = config.finetune.rl, _changed(config, "kl_clamp")
+    if rl.kl_coef == 0 and rl.final_kl_coef == 0 and changed:
+        return f"{changed} has no effect: `finetune.rl.kl_coef` and `finetune.rl.final_kl_coef` are 0; remove it"
+    return None
+
+
+def filter_knows_advantages(config: Config) -> str | None:
+    if config.preprocess.filter_zero_advantage_groups and config.finetune.rl.advantage == "value":
+        return (
+            "`preprocess.filter_zero_advantage_groups` has no effect: `finetune.rl.advantage` is value, which only the "
+            "trainer knows; set the first to false"
+        )
+    return None
+
+
+def phases_are_conventional(config: Config) -> str | None:
+    """Without phases of generation a trainer that waits for a phase of data would starve under `max_lag_steps`."""
+    if config.schedule == "pipeline" and config.steps_per_phase != 1:
+        return (
+            f"`steps_per_phase` is {config.steps_per_phase} but `schedule` is pipeline, which has no phases: "
+            "set the first to 1 or the second to conventional"
+        )
+    return None
+
+
 RULES: tuple[Check, ...] = (
     max_tokens_given,
     sequence_fits_trainer,
@@ -247,40 +308,12 @@ RULES: tuple[Check, ...] = (
     external_redis_has_address,
     head_precision_agrees,
     betas_are_rates,
+    epsilon_is_used,
+    ratio_clamp_is_used,
+    kl_clamp_is_used,
+    filter_knows_advantages,
+    phases_are_conventional,
 )
-
-
-@cache
-def defaults() -> Mapping[str, Any]:
-    """Default values of `finetune.rl`, as the YAML file has them."""
-    loaded = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "finetune" / "base.yaml"), resolve=False)
-    assert isinstance(loaded, dict)
-    return loaded["rl"]
-
-
-def _changed(config: Config, *names: str) -> list[str]:
-    return [name for name in names if getattr(config.finetune.rl, name) != defaults()[name]]
-
-
-def epsilon_without_clipping(config: Config) -> str | None:
-    loss = config.finetune.rl.policy_loss
-    changed = _changed(config, "epsilon_low", "epsilon_high") if loss in ("reinforce", "decoupled_ppo") else []
-    reason = "does not clip" if loss == "reinforce" else "clips π/π_prox, which is 1 with one step per batch"
-    return f"finetune.rl.{' and '.join(changed)} has no effect: policy_loss={loss} {reason}" if changed else None
-
-
-def ratio_clamp_without_reinforce(config: Config) -> str | None:
-    loss = config.finetune.rl.policy_loss
-    if loss != "reinforce" and _changed(config, "ratio_clamp"):
-        return f"finetune.rl.ratio_clamp has no effect: policy_loss={loss} clips by epsilon_low and epsilon_high"
-    return None
-
-
-def kl_clamp_without_kl(config: Config) -> str | None:
-    rl = config.finetune.rl
-    if rl.kl_coef == 0 and rl.final_kl_coef == 0 and _changed(config, "kl_clamp"):
-        return "finetune.rl.kl_clamp has no effect: kl_coef and final_kl_coef are 0"
-    return None
 
 
 def reference_without_kl(config: Config) -> str | None:
@@ -290,18 +323,6 @@ def reference_without_kl(config: Config) -> str | None:
             "world.preprocessor_fraction gives devices to a reference server that nothing uses: kl_coef and "
             "final_kl_coef are 0"
         )
-    return None
-
-
-def filter_without_groups(config: Config) -> str | None:
-    if config.preprocess.filter_zero_advantage_groups and config.finetune.rl.advantage == "value":
-        return "preprocess.filter_zero_advantage_groups has no effect: the value advantage is known only in the trainer"
-    return None
-
-
-def phases_without_conventional(config: Config) -> str | None:
-    if config.schedule == "pipeline" and config.steps_per_phase != 1:
-        return "steps_per_phase has no effect: schedule=pipeline has no phases"
     return None
 
 
@@ -338,12 +359,7 @@ def prefix_cache_mixes_versions(config: Config) -> str | None:
 
 
 HINTS: tuple[Check, ...] = (
-    epsilon_without_clipping,
-    ratio_clamp_without_reinforce,
-    kl_clamp_without_kl,
     reference_without_kl,
-    filter_without_groups,
-    phases_without_conventional,
     address_without_redis,
     warmup_without_schedule,
     engine_overrides_choice,

@@ -63,7 +63,7 @@ class RLSection(Section):
     sequence_tis: PositiveFloat | None
     token_mis: PositiveFloat | None
     sequence_mis: PositiveFloat | None
-    veto: PositiveFloat | None
+    veto: float | None = Field(gt=0, lt=1)
     kl_coef: NonNegativeFloat
     final_kl_coef: NonNegativeFloat
     kl_clamp: PositiveFloat

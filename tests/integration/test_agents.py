@@ -116,6 +116,7 @@ async def test_record_agent_failed_server_never_becomes_a_reward():
         (b'{"messages": [{"content": "x"}]}', 400, "missing required field `role` - at `$.messages[0]`"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": 3}', 400, "got `int` - at `$.tools`"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0.2}', 400, "temperature is 0.2"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "min_tokens": 5}', 400, "min_tokens is 5"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 4}', 400, "n is 4"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "image_url"),
     ],

@@ -50,6 +50,15 @@ REFUSED = {
     "external_redis_has_address": {"streams__external": True},
     "head_precision_agrees": {"finetune__fp32_lm_head": False},
     "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
+    "epsilon_is_used": {"finetune__rl__epsilon_low": 0.1},
+    "ratio_clamp_is_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
+    "kl_clamp_is_used": {"finetune__rl__kl_clamp": 2.0},
+    "filter_knows_advantages": {
+        "preprocess__filter_zero_advantage_groups": True,
+        "finetune__rl__advantage": "value",
+        "finetune__rl__value_loss_coef": 0.5,
+    },
+    "phases_are_conventional": {"steps_per_phase": 2},
 }
 
 
@@ -81,6 +90,56 @@ def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
     assert rules.sequence_fits_trainer(changed(base, vllm_config__vllm_kwargs=kwargs)) is not None
 
 
+@pytest.mark.parametrize(
+    ("loss", "key", "value"),
+    [
+        ("reinforce", "epsilon_low", 0.1),
+        ("reinforce", "epsilon_high", 0.28),
+        ("decoupled_ppo", "epsilon_high", 0.28),
+        ("ppo", "ratio_clamp", 2.0),
+        ("gspo", "ratio_clamp", 2.0),
+        ("decoupled_ppo", "ratio_clamp", 2.0),
+    ],
+)
+def test_bound_that_the_policy_loss_does_not_have_is_refused_by_name(
+    base: Config, loss: str, key: str, value: float
+) -> None:
+    changes = {"finetune__rl__policy_loss": loss, f"finetune__rl__{key}": value}
+    with pytest.raises(ConfigError, match=rf"`finetune\.rl\.{key}`={value} has no effect.*is {loss}"):
+        rules.check(changed(base, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 20),
+        ("min_tokens", 5),
+        ("thinking_token_budget", 0),
+        ("structured_outputs", {"regex": "a+"}),
+        ("logit_bias", {"7": 3.0}),
+        ("allowed_token_ids", [1, 2]),
+    ],
+)
+def test_parameter_that_masks_tokens_is_refused_for_training_only(base: Config, name: str, value: object) -> None:
+    parameters = {**base.llm.parameters, name: value}
+    assert f"`llm.parameters.{name}`" in (
+        rules.sampling_is_undistorted(changed(base, llm__parameters=parameters)) or ""
+    )
+    assert rules.sampling_is_undistorted(changed(base, test_llm__parameters=parameters)) is None
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"top_p": 1}, {"top_k": -1}, {"min_tokens": 0}, {"logit_bias": {}}, {"seed": 3}]
+)
+def test_neutral_sampling_parameter_is_accepted(base: Config, parameters: dict) -> None:
+    assert rules.sampling_is_undistorted(changed(base, llm__parameters=base.llm.parameters | parameters)) is None
+
+
+def test_veto_that_would_drop_on_policy_sequences_is_refused(base: Config) -> None:
+    with pytest.raises(ValueError, match="less than 1"):
+        changed(base, finetune__rl__veto=1.0)
+
+
 def test_kl_with_a_reference_server_is_accepted(base: Config) -> None:
     assert rules.kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1)) is None
 
@@ -95,16 +154,7 @@ def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) 
 
 
 HINTED = {
-    "epsilon_without_clipping": {"finetune__rl__epsilon_low": 0.1},
-    "ratio_clamp_without_reinforce": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
-    "kl_clamp_without_kl": {"finetune__rl__kl_clamp": 2.0},
     "reference_without_kl": {"world__preprocessor_fraction": 1},
-    "filter_without_groups": {
-        "preprocess__filter_zero_advantage_groups": True,
-        "finetune__rl__advantage": "value",
-        "finetune__rl__value_loss_coef": 0.5,
-    },
-    "phases_without_conventional": {"steps_per_phase": 2},
     "address_without_redis": {"streams__port": 6379},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
