@@ -1,8 +1,9 @@
 """A domain's ``RolloutResult`` becomes a ``Rollout`` record: exact tokens, spans, log-probabilities. Pure.
 
-Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Lists that the
-domain replaced or edited (labels masked with -100, rewards per text) win over what the server sent; what contradicts
-itself is refused with the place it came from. Shapes: T tokens, K trained tokens, R spans.
+Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Texts with rewards
+that differ are steps, each with an advantage of its own, and stay apart. Lists that the domain replaced or edited
+(labels masked with -100, rewards per text) win over what the server sent; what contradicts itself is refused with the
+place it came from. Shapes: T tokens, K trained tokens, R spans.
 """
 
 import math
@@ -66,14 +67,15 @@ def to_rollout(
         _to_piece(text, turn=i, reward=float(reward), fallback_version=fallback_version)
         for i, (text, reward) in enumerate(zip(result.training_texts, rewards, strict=True))
     ]
-    merged = _merge([piece for piece in pieces if len(piece.positions)])
+    trained = [piece for piece in pieces if len(piece.positions)]
+    uniform = len({piece.reward for piece in trained}) <= 1
+    merged = _merge(trained) if uniform else trained
     for piece in merged:
         if len(piece.token_ids) > seq_length:
             raise SequenceTooLong(
                 f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
                 "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
             )
-    uniform = len({piece.reward for piece in merged}) <= 1
     return Rollout(
         attempt=attempt,
         reward=merged[0].reward if merged and uniform else metrics["reward"],
@@ -177,8 +179,7 @@ def _merge(pieces: list[_Piece]) -> list[_Piece]:
 def _extends(piece: _Piece, earlier: _Piece) -> bool:
     length = len(earlier.token_ids)
     return (
-        piece.reward == earlier.reward
-        and len(piece.token_ids) >= length
+        len(piece.token_ids) >= length
         and int(piece.positions[0]) >= length
         and bool((piece.token_ids[:length] == earlier.token_ids).all())
     )
@@ -190,7 +191,7 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         positions=np.concatenate((earlier.positions, piece.positions)),
         logprobs=np.concatenate((earlier.logprobs, piece.logprobs)),
         versions=np.concatenate((earlier.versions, piece.versions)),
-        finish_reason=piece.finish_reason,
+        finish_reason="length" if earlier.finish_reason == "length" else piece.finish_reason,
         reward=earlier.reward,
         turn=earlier.turn,
     )

@@ -109,8 +109,8 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
 def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
     """For every rollout the advantage of each of its sequences, from shaped rewards.
 
-    Per-step rewards are used where any sequence of the group has one; a sequence without one then counts with its
-    rollout's reward.
+    Per-step rewards are used where any sequence of the group has one; a rollout without any then collects its reward
+    with its last sequence.
     """
     penalties = [_penalty(rollout, shaping) for rollout in rollouts]
     if all(sequence.reward is None for rollout in rollouts for sequence in rollout.sequences):
@@ -131,11 +131,12 @@ def _penalty(rollout: Rollout, shaping: Shaping) -> float:
 
 
 def _step_rewards(rollout: Rollout, penalty: float) -> list[float]:
-    """Step rewards; the overlong penalty belongs to the last step."""
-    rewards = [rollout.reward if s.reward is None else s.reward for s in rollout.sequences]
-    if rewards:
-        rewards[-1] += penalty
-    return rewards
+    """Rewards of the steps; what belongs to the whole rollout (a reward, the overlong penalty) comes with the last."""
+    rewards = [sequence.reward for sequence in rollout.sequences]
+    steps = [reward or 0.0 for reward in rewards]
+    if steps:
+        steps[-1] += penalty + (rollout.reward if all(reward is None for reward in rewards) else 0.0)
+    return steps
 
 
 def _check_numbers(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:

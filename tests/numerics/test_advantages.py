@@ -167,6 +167,13 @@ def test_sequence_without_step_reward_counts_with_its_rollouts_reward():
     assert per_sequence(a, b) == [[2.0 - 5.0], [5.0 - 2.0, 4.0 - 0.0]]
 
 
+def test_rollout_without_step_rewards_collects_its_reward_once_however_many_sequences_it_has():
+    """Returns from turn 0: 2 and 5; from turn 1: 2 (its reward comes with its last sequence) and 4."""
+    a = rollout(0, 2.0, sequence(0), sequence(1))
+    b = rollout(1, 7.0, sequence(0, 1.0), sequence(1, 4.0))
+    assert per_sequence(a, b) == [[2.0 - 5.0, 2.0 - 4.0], [5.0 - 2.0, 4.0 - 2.0]]
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(10, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (120, -1.0)]
 )

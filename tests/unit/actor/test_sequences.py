@@ -88,6 +88,17 @@ def test_texts_with_different_rewards_stay_apart_and_keep_them() -> None:
     assert made.reward == 0.25
 
 
+def test_steps_with_equal_rewards_beside_another_stay_apart_so_that_their_sum_is_kept() -> None:
+    """Step rewards 1, 1 and 3 are a return of 5: merging the first two would count one of them."""
+    made = rollout(text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=1.0), text([1, 2, 3, 4, 5], [6], reward=3.0))
+    assert [(sequence.turn, sequence.reward) for sequence in made.sequences] == [(0, 1.0), (1, 1.0), (2, 3.0)]
+
+
+def test_turn_that_the_server_cut_marks_the_sequence_that_it_was_merged_into() -> None:
+    (sequence,) = rollout(text([1], [2], finish_reason="length"), text([1, 2, 3], [4])).sequences
+    assert sequence.finish_reason == "length"
+
+
 def test_reward_left_unset_is_the_metrics_reward_and_zero_set_is_zero() -> None:
     assert rollout(text([1], [2]), reward=0.75).reward == 0.75
     assert rollout(text([1], [2], reward=0.0), reward=0.75).reward == 0.0
