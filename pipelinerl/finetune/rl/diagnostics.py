@@ -30,17 +30,20 @@ SUMS = (
     "kl",
     "value_loss",
     "sequences",
-    "sequence_ratio",
-    "sequence_ratio_squared",
     "lag",
     "in_flight_lag",
-    "fresh_tokens",
     "reward",
     "total_tokens",
     "padded_tokens",
 )
 MAXIMA = ("max_abs_log_ratio", "max_abs_log_ratio_fresh", "max_lag", "max_negative_lag")
-SUM_INDEX = {name: i for i, name in enumerate(SUMS)}
+SEQUENCE_SUMS = ("sequence_ratio", "sequence_ratio_squared")
+"""Relative to the largest one of the step, which ESS does not depend on: a long sequence's own may be no float64."""
+LAG_PARTS = ("trained", "in_flight", "queued")
+"""The whole lag of a trained token, the part while its sequence was still sampled, and the rest."""
+LAG_BIN_ENDS = (0, 1, 2, 4, 8, 16)
+LAG_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+LAG_COUNTS = tuple(f"lag_histogram/{part}/{name}" for part in LAG_PARTS for name in LAG_BINS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,9 @@ class StepDiagnostics:
     def __init__(self, device: torch.device):
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
+        self._lag_counts = torch.zeros(len(LAG_COUNTS), dtype=torch.float64, device=device)
+        self._lag_bin_ends = torch.tensor(LAG_BIN_ENDS, device=device)
+        self._sequence_log_ratios = [torch.full((1,), -torch.inf, dtype=torch.float64, device=device)]
 
     @torch.no_grad()
     def add(self, output: "PolicyOutput", batch: "Batch", settings: LossSettings) -> None:
@@ -71,7 +77,8 @@ class StepDiagnostics:
         sums_S = segment_sum(log_ratio_K, inputs)
         first = inputs.group is None or inputs.group.index == 0
         trained_S = (counts_S > 0) & first
-        sequence_ratio_S = torch.where(trained_S, sums_S.exp(), 0.0)
+        self._sequence_log_ratios.append(torch.where(trained_S, sums_S, -torch.inf))
+        self._count_lags(lags)
         lag_K = lags.lag_K.double()
         fresh_K = lags.lag_K == 0
         kl = inputs.ref_logprobs_K
@@ -90,11 +97,8 @@ class StepDiagnostics:
                 zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
                 output.value_loss.double(),
                 trained_S.sum().double(),
-                sequence_ratio_S.sum(),
-                sequence_ratio_S.square().sum(),
                 lag_K.sum(),
                 lags.in_flight_K.double().sum(),
-                fresh_K.sum().double(),
                 batch.segment_rewards_S.double()[trained_S].sum(),
                 torch.full_like(zero, batch.num_tokens if first else 0),
                 torch.full_like(zero, batch.input_ids.numel()),
@@ -106,12 +110,24 @@ class StepDiagnostics:
             largest = torch.stack([magnitude_K.max(), fresh, lag_K.max(), (-lag_K).max()])
             self._maxima = torch.maximum(self._maxima, largest)
 
+    def _count_lags(self, lags: LagInputs) -> None:
+        parts = torch.stack([lags.lag_K, lags.in_flight_K, lags.lag_K - lags.in_flight_K])
+        bins = torch.bucketize(parts, self._lag_bin_ends)
+        bins += len(LAG_BINS) * torch.arange(len(LAG_PARTS), device=bins.device)[:, None]
+        self._lag_counts.index_add_(0, bins.flatten(), self._lag_counts.new_ones(bins.numel()))
+
     def reduce(self, distributed: bool) -> dict[str, float]:
         """Totals over all ranks (collective when ``distributed``); the one place that waits for the device."""
+        sequences = torch.cat(self._sequence_log_ratios)
+        maxima = torch.cat([self._maxima, sequences.max()[None]])
         if distributed:
-            dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
-            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
-        return dict(zip(SUMS + MAXIMA, torch.cat([self._sums, self._maxima]).tolist(), strict=True))
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        ratios = (sequences - maxima[-1].clamp(min=torch.finfo(maxima.dtype).min)).exp()
+        sums = torch.cat([self._sums, torch.stack([ratios.sum(), ratios.square().sum()]), self._lag_counts])
+        if distributed:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+        names = SUMS + SEQUENCE_SUMS + LAG_COUNTS + MAXIMA
+        return dict(zip(names, torch.cat([sums, maxima[:-1]]).tolist(), strict=True))
 
 
 def step_metrics(totals: dict[str, float]) -> dict[str, float]:
@@ -143,8 +159,7 @@ def step_metrics(totals: dict[str, float]) -> dict[str, float]:
         "lag_max": totals["max_lag"] if trained else 0.0,
         "lag_in_flight_mean": totals["in_flight_lag"] / tokens,
         "lag_queued_mean": (totals["lag"] - totals["in_flight_lag"]) / tokens,
-        "lag0_fraction": totals["fresh_tokens"] / tokens,
-    }
+    } | {name: totals[name] / tokens for name in LAG_COUNTS}
 
 
 def _ess(total: float, total_of_squares: float, count: float) -> float:

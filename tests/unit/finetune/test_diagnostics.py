@@ -15,33 +15,42 @@ SEGMENTS = [0, 0, 2, 2]
 LAGS, IN_FLIGHT = [0, 1, 3, 2], [0, 0, 1, 0]
 
 
-@pytest.fixture
-def metrics() -> dict[str, float]:
-    log_mu = torch.full((4,), -2.0)
+def one_step(
+    ratios: list[float], segments: list[int], lags: list[int], in_flight: list[int], entropy: list[float] | None = None
+) -> dict[str, float]:
+    """The metrics of a step of one micro-batch."""
+    count = len(ratios)
+    log_mu = torch.full((count,), -2.0)
+    num_segments = max(segments) + 1
     inputs = TokenInputs(
         sampler_logprobs_K=log_mu,
-        advantages_K=torch.ones(4),
-        weights_K=torch.ones(4),
-        segments_K=torch.tensor(SEGMENTS),
-        num_segments=3,
+        advantages_K=torch.ones(count),
+        weights_K=torch.ones(count),
+        segments_K=torch.tensor(segments),
+        num_segments=num_segments,
     )
     batch = SimpleNamespace(
         inputs=inputs,
-        lags=LagInputs(lag_K=torch.tensor(LAGS), in_flight_K=torch.tensor(IN_FLIGHT)),
-        segment_rewards_S=torch.tensor([1.0, 99.0, 0.0]),
+        lags=LagInputs(lag_K=torch.tensor(lags), in_flight_K=torch.tensor(in_flight)),
+        segment_rewards_S=torch.tensor([1.0, 99.0, *[0.0] * num_segments])[:num_segments],
         num_tokens=9,
         input_ids=torch.zeros(3, 4),
     )
     output = PolicyOutput(
         loss=torch.tensor(0.25),
-        logprobs_K=log_mu + torch.tensor(RATIOS).log(),
-        entropy_K=torch.tensor([1.0, 2.0, 3.0, 2.0]),
+        logprobs_K=log_mu + torch.tensor(ratios, dtype=torch.float64).log(),
+        entropy_K=torch.tensor(entropy or [0.0] * count),
         value_loss=torch.tensor(0.0),
-        advantages_K=torch.ones(4),
+        advantages_K=torch.ones(count),
     )
     diagnostics = StepDiagnostics(torch.device("cpu"))
     diagnostics.add(output, batch, LossSettings(ratio_clamp=5.0))
     return step_metrics(diagnostics.reduce(distributed=False))
+
+
+@pytest.fixture
+def metrics() -> dict[str, float]:
+    return one_step(RATIOS, SEGMENTS, LAGS, IN_FLIGHT, entropy=[1.0, 2.0, 3.0, 2.0])
 
 
 def test_ess_per_token_and_per_sequence(metrics: dict[str, float]) -> None:
@@ -64,8 +73,35 @@ def test_lag_and_its_parts(metrics: dict[str, float]) -> None:
     assert (metrics["lag_min"], metrics["lag_mean"], metrics["lag_max"]) == (0, 1.5, 3)
     assert metrics["lag_in_flight_mean"] == 0.25
     assert metrics["lag_queued_mean"] == 1.25
-    assert metrics["lag0_fraction"] == 0.25
     assert metrics["logratio_abs_max_lag0"] == 0.0
+
+
+def test_lag_histogram_has_every_trained_token_once_in_each_part(metrics: dict[str, float]) -> None:
+    """Lags 0, 1, 3, 2, of which 0, 0, 1, 0 in flight: 0, 1, 2, 2 queued."""
+    bins = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
+    found = {
+        part: [metrics[f"lag_histogram/{part}/{name}"] for name in bins] for part in ("trained", "in_flight", "queued")
+    }
+    assert found == {
+        "trained": [0.25, 0.25, 0.25, 0.25, 0, 0, 0],
+        "in_flight": [0.75, 0.25, 0, 0, 0, 0, 0],
+        "queued": [0.25, 0.25, 0.5, 0, 0, 0, 0],
+    }
+
+
+def test_lag_histogram_bins_end_where_their_names_say() -> None:
+    lags = [0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 400]
+    metrics = one_step([1.0] * len(lags), list(range(len(lags))), lags, [0] * len(lags))
+    counts = [round(11 * value) for name, value in metrics.items() if name.startswith("lag_histogram/trained/")]
+    assert counts == [1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("log_ratio", [-800.0, 800.0])
+def test_ess_of_sequences_whose_ratios_are_no_numbers(log_ratio: float) -> None:
+    """Two sequences with ratios e^x and 2·e^x: (1 + 2)² / (2·(1 + 4)), whatever x is."""
+    tokens = [math.exp(log_ratio / 4)] * 4
+    metrics = one_step([*tokens, *tokens, 2.0], [0] * 4 + [1] * 5, [0] * 9, [0] * 9)
+    assert metrics["ess_sequence"] == pytest.approx(0.9, rel=1e-4)
 
 
 def test_rewards_entropy_and_padding(metrics: dict[str, float]) -> None:
