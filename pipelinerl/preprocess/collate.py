@@ -150,7 +150,8 @@ def _scatter(
         taken = slice(done, done + end - first)
         logprobs_T[here] = segment.sequence.logprobs[taken]
         advantages_T[here] = segment.advantage
-        if ref_logprobs_T is not None and segment.ref_logprobs is not None:
+        if ref_logprobs_T is not None:
+            assert segment.ref_logprobs is not None, f"{segment.sample_id} has no reference log-probs"
             ref_logprobs_T[here] = segment.ref_logprobs[taken]
         done = taken.stop
 

@@ -223,6 +223,12 @@ def test_loss_and_gradient_equal_the_oracle(case: Case, head: OutputHead, name: 
                 assert relative_error(gradient, wanted) <= 1e-6, where
 
 
+def test_kl_term_without_reference_is_no_silent_nothing(case: Case, head: OutputHead) -> None:
+    objective = PolicyObjective(inputs_of(case, "token_mean", with_reference=False), LossSettings(kl_coef=0.1))
+    with pytest.raises(AssertionError, match="reference"):
+        head_loss(head, case.hidden, case.targets, objective, temperature=1.0, chunk=5, fp32=True)
+
+
 def test_case_has_ratios_on_both_sides_of_every_bound(case: Case, head: OutputHead) -> None:
     """The comparison above would prove little about a bound that nothing crosses."""
     with torch.no_grad():

@@ -212,7 +212,8 @@ def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, set
     correction_K = correction_weights(logprobs_K, inputs, settings)
     if correction_K is not None:
         losses_K = losses_K * correction_K
-    if settings.kl_coef and inputs.ref_logprobs_K is not None:
+    if settings.kl_coef:
+        assert inputs.ref_logprobs_K is not None, "a KL term without the reference's log-probs would be no KL term"
         losses_K = losses_K + settings.kl_coef * kl_k3(logprobs_K, inputs.ref_logprobs_K, settings.kl_clamp)
     if settings.entropy_bonus:
         losses_K = losses_K - settings.entropy_bonus * entropy_K

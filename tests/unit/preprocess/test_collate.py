@@ -1,5 +1,7 @@
 """Micro-batches by hand, and the invariant that packing changes neither tokens nor loss weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,12 @@ B = by_hand(
     num_trained=1,
 )
 BATCH = OptimizerBatch(step=6, samples=(A, B), next_source=(0, 2))
+
+
+def test_collate_sample_that_the_reference_never_scored_is_not_given_zeros():
+    unscored = OptimizerBatch(step=6, samples=(A, replace(B, ref_logprobs=None)), next_source=(0, 2))
+    with pytest.raises(AssertionError, match="0-0/1/0 has no reference log-probs"):
+        collate(unscored, Collation(num_ranks=1, seq_length=10, with_reference=True))
 
 
 def test_collate_one_micro_batch_by_hand():
