@@ -6,6 +6,7 @@ a finite log-probability for every token is a server failure, never a shorter or
 """
 
 import asyncio
+import copy
 import random
 from typing import Any, Protocol
 
@@ -277,7 +278,7 @@ def _to_call(
     if llm._turns is not None:
         llm._turns.append(
             Turn(
-                prompt.messages,
+                copy.deepcopy(prompt.messages),  # a domain may edit its own later
                 prompt.tools,
                 tokens.prompt_ids,
                 tokens.completion_ids,

@@ -157,6 +157,17 @@ async def test_edited_answer_is_a_new_prompt() -> None:
     assert len(trained(llm, first, second).sequences) == 2
 
 
+async def test_message_edited_after_the_call_is_a_new_prompt() -> None:
+    llm = FakeLLM.saying(["a", "b"], tokenizer=TOKENIZER)
+    parts = [{"type": "text", "text": "long observation"}]
+    first = await say(llm, [{"role": "user", "content": parts}])
+    parts[0]["text"] = "omitted"
+    second = await say(llm, [{"role": "user", "content": parts}, first.output.to_message(), USER])
+    rollout = trained(llm, first, second)
+    assert len(rollout.sequences) == 2
+    assert "omitted" in TOKENIZER.decode(rollout.sequences[1].token_ids)
+
+
 async def test_list_of_parts_renders_like_its_text_and_images_are_refused() -> None:
     llm = FakeLLM.saying(["a"] * 2, tokenizer=TOKENIZER)
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
