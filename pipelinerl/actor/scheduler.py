@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.messages import AttemptEnded, Failure, GroupFinished, StartGroup
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import GenerateRequest, backoff_s, is_retryable, post_generate
+from pipelinerl.config.rules import distortions
 from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.records import Rollout
@@ -134,8 +136,12 @@ class GroupTransport:
         settings: Settings,
         attempts: int,
         policy: JoinPolicy,
+        trained_temperature: float | None = None,
     ):
+        """``trained_temperature``: what is sampled will be trained at this one; None = it will not be trained."""
         self._pool = pool
+        self._trained_temperature = trained_temperature
+        self._checked = b""
         self._policy = policy
         self._lengths: dict[tuple[bytes, bytes], list[int]] = {}
         self._session = session
@@ -159,6 +165,7 @@ class GroupTransport:
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         """One completion; see ``async_llm.Transport``."""
+        self._refuse_distortion(request.body_key)
         loop = asyncio.get_running_loop()
         key = request.key
         bucket = self._buckets.get(key)
@@ -173,6 +180,21 @@ class GroupTransport:
         tokens = await waiter
         self._lengths.setdefault(key, []).append(len(tokens.completion_ids))
         return tokens
+
+    def _refuse_distortion(self, body_key: bytes) -> None:
+        """A domain may choose lengths and stop strings, but what is trained comes from the run's distribution."""
+        if self._trained_temperature is None or body_key == self._checked:
+            return
+        parameters = msgspec.json.decode(body_key)
+        wrong = distortions(parameters)
+        if parameters.get("temperature", 1.0) != self._trained_temperature:
+            wrong.append("temperature")
+        if wrong:
+            raise DomainError(
+                f"the rollout function sets llm.parameters[{wrong[0]!r}]={parameters.get(wrong[0])!r}, but the trainer "
+                f"knows the whole distribution at temperature {self._trained_temperature} only: leave it as it is"
+            )
+        self._checked = body_key
 
     def close(self) -> None:
         """Gives up what is still under way; tells the policy what the group taught."""
@@ -273,7 +295,10 @@ class Scheduler:
 
     async def run_group(self, start: StartGroup, ended: Callable[[], None] = lambda: None) -> GroupFinished:
         """Every attempt at the problem, side by side; ends when all have ended. ``ended`` is called for each."""
-        transport = GroupTransport(self.pool, self._session, self._settings, len(start.attempts), self._policy)
+        temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
+        transport = GroupTransport(
+            self.pool, self._session, self._settings, len(start.attempts), self._policy, temperature
+        )
         try:
             await transport.settle()
             async with asyncio.TaskGroup() as group:

@@ -83,13 +83,18 @@ def max_tokens_given(config: Config) -> str | None:
     return None
 
 
+def distortions(parameters: Mapping[str, Any]) -> list[str]:
+    """Names of the sampling parameters that change the distribution, apart from the temperature."""
+    return sorted(name for name, neutral in DISTORTING.items() if parameters.get(name) not in (None, *neutral))
+
+
 def sampling_is_undistorted(config: Config) -> str | None:
     """Training needs log-probabilities of the distribution that was sampled from (docs/algorithms.md §7)."""
     parameters = config.llm.parameters
-    wrong = [name for name, neutral in DISTORTING.items() if parameters.get(name) not in (None, *neutral)]
+    wrong = distortions(parameters)
     if not wrong:
         return None
-    values = ", ".join(f"`llm.parameters.{name}`={parameters[name]!r}" for name in sorted(wrong))
+    values = ", ".join(f"`llm.parameters.{name}`={parameters[name]!r}" for name in wrong)
     return f"{values}: training samples from the whole distribution; remove it (test_llm.parameters may have it)"
 
 

@@ -250,3 +250,28 @@ async def test_result_without_tokens_is_not_trained(run: Run, server: FakeServer
 
     finished = await run(empty, server, attempts=1)
     assert finished.failures[0].reason == "empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.3), ("top_p", 0.9), ("min_tokens", 4), ("structured_outputs", {"regex": "a"})]
+)
+async def test_rollout_function_that_samples_from_another_distribution_fails_before_it_samples(
+    run: Run, server: FakeServer, name: str, value: object
+) -> None:
+    async def distort(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        llm.parameters[name] = value
+        return await ask(llm, session)
+
+    finished = await run(distort, server, attempts=2, parameters={"max_tokens": 8, "temperature": 0.7})
+    assert [failure.reason for failure in finished.failures] == ["domain_error"] * 2
+    assert f"sets llm.parameters['{name}']={value!r}" in finished.failures[0].detail
+    assert server.requests == []
+
+
+async def test_rollout_function_may_choose_lengths_and_stop_strings(run: Run, server: FakeServer) -> None:
+    async def shorter(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        llm.parameters |= {"max_tokens": 4, "stop": ["x"], "top_p": 1.0}
+        return await ask(llm, session)
+
+    finished = await run(shorter, server, attempts=2, parameters={"max_tokens": 8, "temperature": 0.7})
+    assert len(finished.rollouts) == 2
