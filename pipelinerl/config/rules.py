@@ -338,6 +338,15 @@ def address_without_redis(config: Config) -> str | None:
     return None
 
 
+def interval_without_pipeline(config: Config) -> str | None:
+    interval = config.finetune.weight_update_interval
+    if config.schedule == "conventional" and interval != 1:
+        return (
+            f"finetune.weight_update_interval={interval} has no effect: schedule=conventional pushes after each phase"
+        )
+    return None
+
+
 def warmup_without_schedule(config: Config) -> str | None:
     if config.finetune.lr_scheduler_type == "constant" and config.finetune.num_warmup_steps:
         return "finetune.num_warmup_steps has no effect: lr_scheduler_type=constant; use constant_with_warmup"
@@ -366,6 +375,7 @@ def prefix_cache_mixes_versions(config: Config) -> str | None:
 HINTS: tuple[Check, ...] = (
     reference_without_kl,
     address_without_redis,
+    interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,
     prefix_cache_mixes_versions,

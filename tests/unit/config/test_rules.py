@@ -156,6 +156,7 @@ def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) 
 HINTED = {
     "reference_without_kl": {"world__preprocessor_fraction": 1},
     "address_without_redis": {"streams__port": 6379},
+    "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
     "prefix_cache_mixes_versions": {
