@@ -11,6 +11,7 @@ where the caller is root. A machine that allows none of them runs no programs.
 """
 
 import os
+import secrets
 import shutil
 import sys
 import sysconfig
@@ -57,6 +58,6 @@ def bwrap_command(disk_mb: int) -> list[str]:
     return [*command, "--remount-ro", "/", "--chdir", WORK]
 
 
-def uid_of(process: int) -> int | None:
-    """A user of its own where we are root."""
-    return FIRST_UID + process % NUM_UIDS if os.geteuid() == 0 else None
+def draw_uid() -> int | None:
+    """A user of its own where we are root; drawn, so that programs of several processes share no limits."""
+    return FIRST_UID + secrets.randbelow(NUM_UIDS) if os.geteuid() == 0 else None

@@ -7,11 +7,9 @@ limits and, should the jail itself hang, by ``GRACE_S`` more; then everything is
 import asyncio
 import base64
 import contextlib
-import itertools
 import json
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pipelinerl.errors import VerifierError
-from pipelinerl.sandbox.modes import MODES, interpreter, jail_command, readable_paths, uid_of
+from pipelinerl.sandbox.modes import MODES, draw_uid, interpreter, jail_command, readable_paths
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,6 @@ class Sandbox:
         self.mode = mode
         self._slots = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
         self._choosing = asyncio.Lock()
-        self._numbers = itertools.count(os.getpid())
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         """Runs a Python program once per standard input; fewer outcomes than inputs mean that a run did not end well.
@@ -132,7 +129,7 @@ class Sandbox:
             os.close(read_end)
             if write_end >= 0:
                 os.close(write_end)
-            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+            await remove_tree(root)
 
     def _specification(
         self, mode: str, root: str, report_fd: int, code: str, stdins: Sequence[str], stop_on_failure: bool
@@ -142,7 +139,7 @@ class Sandbox:
             "mode": mode,
             "root": root,
             "report_fd": report_fd,
-            "uid": uid_of(next(self._numbers)),
+            "uid": draw_uid(),
             "readable": readable,
             "files": {"solution.py": code},
             "command": [interpreter(), "-s", "-B", "solution.py"],
@@ -183,6 +180,12 @@ def read_all(descriptor: int) -> bytes:
     while chunk := os.read(descriptor, 1 << 16):
         parts.append(chunk)
     return b"".join(parts)
+
+
+async def remove_tree(folder: str) -> None:
+    """By `rm`, which goes as deep as any program may have gone; `shutil.rmtree` does not."""
+    remover = await asyncio.create_subprocess_exec("rm", "-rf", "--", folder, stderr=asyncio.subprocess.DEVNULL)
+    await remover.wait()
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:

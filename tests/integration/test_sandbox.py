@@ -13,6 +13,7 @@ from pipelinerl.errors import VerifierError
 from pipelinerl.sandbox import Limits, Outcome, Sandbox
 from pipelinerl.sandbox.inside.kernel import seccomp_program
 from pipelinerl.sandbox.modes import MODES
+from pipelinerl.sandbox.runner import remove_tree
 
 LIMITS = Limits(cpu_s=2, wall_s=10.0, total_s=30.0, memory_mb=512, disk_mb=16, processes=16, output_kb=256)
 
@@ -177,6 +178,39 @@ async def test_disk_is_limited(sandbox):
     code = "for i in range(100):\n  open(f'big{i}', 'wb').write(b'0' * 2**20)"
     outcome = await run(sandbox, code)
     assert outcome.ended == "disk" or "No space left" in outcome.stderr
+
+
+async def test_folders_deeper_than_a_path_are_judged_and_removed(sandbox):
+    dig = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\nprint('dug')"
+    outcome = await run(sandbox, dig)
+    assert (outcome.ended, outcome.stdout) == ("exited", "dug\n")
+
+
+async def test_tree_of_any_depth_is_removed(tmp_path):
+    root, home = tmp_path / "root", os.open(".", os.O_PATH)
+    try:
+        for folder in [root, *["d"] * 3000]:
+            os.mkdir(folder)
+            os.chdir(folder)
+    finally:
+        os.fchdir(home)
+        os.close(home)
+    await remove_tree(str(root))
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.memfd_create('x')",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.shmget(0, 4096, 0o1666) >= 0",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.msgget(0, 0o1666) >= 0",
+    ],
+    ids=["memfd", "shared segment", "message queue"],
+)
+async def test_memory_that_no_limit_counts_is_not_to_be_had(sandbox, code):
+    outcome = await run(sandbox, code)
+    assert (outcome.ended, outcome.exit_code) == ("exited", 1)
 
 
 async def test_program_cannot_end_its_supervisor(sandbox):

@@ -52,6 +52,7 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/et
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 WORK = "/sandbox"
 MAX_STDERR = 8_192
+MAX_FILES = 16_384
 WATCH_S = 0.05
 
 
@@ -103,7 +104,8 @@ def build_root(specification: dict) -> None:
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in ("/tmp", WORK):
         os.makedirs(root + path, exist_ok=True)
-        mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mb}m,mode=1777")
+        options = f"size={size_mb}m,nr_inodes={MAX_FILES},mode=1777"
+        mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for path in (*SYSTEM_PATHS, *SYSTEM_FILES, *DEVICES, *specification["readable"]):
         place(root, path)
     os.mkdir(root + "/proc")
@@ -297,14 +299,15 @@ def passed_limit(limits: dict) -> str:
 
 
 def disk_usage(folder: str) -> int:
-    """Bytes of all files below a folder."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-            except OSError:
-                continue
+    """Bytes of everything below a folder, however deep; what is out of a path's reach aside."""
+    total, folders = 0, [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
     return total
 
 

@@ -119,6 +119,7 @@ DENIED = {
         "process_vm_readv": 310, "process_vm_writev": 311, "userfaultfd": 323, "io_uring_setup": 425,
         "open_by_handle_at": 304, "kexec_load": 246, "init_module": 175, "finit_module": 313, "pivot_root": 155,
         "chroot": 161, "pidfd_getfd": 438, "fsopen": 430, "move_mount": 429, "open_tree": 428, "mount_setattr": 442,
+        "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "msgget": 68, "semget": 64,
     },
     "aarch64": {
         "socket": 198, "ptrace": 117, "mount": 40, "umount2": 39, "reboot": 142, "swapon": 224, "keyctl": 219,
@@ -126,6 +127,7 @@ DENIED = {
         "process_vm_readv": 270, "process_vm_writev": 271, "userfaultfd": 282, "io_uring_setup": 425,
         "open_by_handle_at": 265, "kexec_load": 104, "init_module": 105, "finit_module": 273, "pivot_root": 41,
         "chroot": 51, "pidfd_getfd": 438, "fsopen": 430, "move_mount": 429, "open_tree": 428, "mount_setattr": 442,
+        "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "msgget": 186, "semget": 190,
     },
 }  # fmt: skip
 SIGNALS = {
@@ -161,7 +163,10 @@ def seccomp_program(machine: str, *, signals: bool) -> list[tuple[int, int, int,
 
 
 def seccomp_deny(*, signals: bool) -> None:
-    """No sockets, tracing, mounts or kernel interfaces that a program has no use for; no signals unless allowed."""
+    """No sockets, tracing, mounts, memory that no limit counts, or kernel interfaces that a program has no use for.
+
+    No signals either, unless allowed.
+    """
     program = seccomp_program(platform.machine(), signals=signals)
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code)
