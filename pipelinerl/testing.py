@@ -54,7 +54,7 @@ class FakeLLM(TrainableLLM):
 
     Args (``FakeLLM.saying``):
         replies: texts in the order of the calls, or a function from the prompt's text to a text (it may be a coroutine
-            function and may raise what a server may raise).
+            function and may raise what a server may raise). A reply ends with its first ``stop`` string, if any.
         version: weight version of the tokens.
 
     Example:
@@ -94,8 +94,10 @@ class _Script:
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         backend = llm.tokenizer.backend_tokenizer
         text = await self._reply(backend.decode(request.token_ids.tolist(), skip_special_tokens=False))
-        token_ids = backend.encode(text, add_special_tokens=False).ids
-        if self._finish_reason == "stop":
+        stop = msgspec.json.decode(request.body_key).get("stop") or []
+        ends = [text.index(end) + len(end) for end in ([stop] if isinstance(stop, str) else stop) if end in text]
+        token_ids = backend.encode(text[: min(ends, default=None)], add_special_tokens=False).ids
+        if self._finish_reason == "stop" and not ends:
             token_ids.append(llm.tokenizer.eos_token_id)
         count = len(token_ids)
         return CallTokens(

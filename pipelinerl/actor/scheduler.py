@@ -325,7 +325,7 @@ class Scheduler:
             if llm._failure is not None:
                 raise llm._failure
             return self._checked(result, start, attempt, llm, time.monotonic() - started)
-        except (Exception, asyncio.CancelledError) as error:  # a domain's code may raise anything
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             cause = llm._failure or error

@@ -223,7 +223,7 @@ def _handler(agent: RecordedAgent) -> Any:
         except PipelineRLError as error:
             if isinstance(error, TransportError) and not is_retryable(error):
                 return _error(400, str(error), "invalid_request_error")
-            agent.failure = error
+            agent.failure = agent.llm._failure = error  # also when the agent's own exception ends the rollout
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
             return web.json_response(completion(call, agent.model))

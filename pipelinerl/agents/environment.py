@@ -1,12 +1,12 @@
 """Play a Gymnasium environment whose observations and actions are text."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import aiohttp
 
+from pipelinerl.agents.threads import in_thread
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -37,7 +37,7 @@ async def play_text_environment(
     last step where the environment gives it, else a positive return. The environment runs in a thread, so that a slow
     step holds up no other rollout; closing it is the caller's.
     """
-    observation, info = await asyncio.to_thread(environment.reset, seed=seed)
+    observation, info = await in_thread(environment.reset, seed=seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": str(observation)})
     started, texts, total = time.monotonic(), [], 0.0
@@ -45,9 +45,7 @@ async def play_text_environment(
         call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
         texts.append(make_training_text(llm, call))
         content = call.output.content or ""
-        observation, reward, terminated, truncated, info = await asyncio.to_thread(
-            environment.step, parse_action(content)
-        )
+        observation, reward, terminated, truncated, info = await in_thread(environment.step, parse_action(content))
         total += float(reward)
         if terminated or truncated:
             break

@@ -1,6 +1,7 @@
 """Run an agent around its recording endpoint: a Python function, sync or async, or a program of its own."""
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from pipelinerl.agents.endpoint import RecordedAgent, record_agent
+from pipelinerl.agents.threads import in_thread
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
@@ -34,7 +36,7 @@ async def run_agent(
         if inspect.iscoroutinefunction(agent):
             answer = await agent(recorded.base_url, recorded.api_key)
         else:
-            answer = await asyncio.to_thread(agent, recorded.base_url, recorded.api_key)
+            answer = await in_thread(agent, recorded.base_url, recorded.api_key)
         return _rewarded(recorded, answer, score, dataset_name)
 
 
@@ -50,7 +52,8 @@ async def run_agent_process(
 ) -> RolloutResult:
     """Run a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and reward what it prints.
 
-    The program gets its own process group, killed with the rollout, and none of the run's secrets.
+    The program gets its own process group, killed with the rollout, and none of the run's secrets. The rollout ends
+    when nothing holds the program's output open any more.
     Raises ``DomainError`` when it ends with a non-zero status.
     """
     async with record_agent(llm, session) as recorded:
@@ -65,12 +68,13 @@ async def run_agent_process(
         try:
             out, err = await process.communicate(stdin.encode())
         finally:
-            if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            await process.wait()
         if process.returncode and recorded.failure is None:
-            raise DomainError(f"{command[0]} ended with status {process.returncode}: {err.decode()[-500:]}")
-        return _rewarded(recorded, out.decode(), score, dataset_name)
+            message = err.decode(errors="replace")[-500:]
+            raise DomainError(f"{command[0]} ended with status {process.returncode}: {message}")
+        return _rewarded(recorded, out.decode(errors="replace"), score, dataset_name)
 
 
 def agent_environment(ours: Mapping[str, str], recorded: RecordedAgent, extra: Mapping[str, str]) -> dict[str, str]:

@@ -2,18 +2,22 @@
 
 import asyncio
 import collections
+import contextlib
 import json
 import random
 import sys
+import threading
 from collections.abc import Iterator
 
 import aiohttp
 import openai
+import psutil
 import pytest
 
 from pipelinerl.agents import play_text_environment, record_agent, run_agent, run_agent_process
 from pipelinerl.agents.endpoint import sampling_parameters
 from pipelinerl.errors import DomainError, ServerError, TransportError
+from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import FakeLLM
 
 CALCULATOR = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -105,6 +109,85 @@ async def test_record_agent_failed_server_never_becomes_a_reward():
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(TransportError, match="connection refused"):
             agent.result(reward=0.0, success=False)
+
+
+async def test_failed_server_is_blamed_when_the_agent_raises():
+    """The exception that leaves the domain is the client's; the actor asks the llm what was behind it."""
+    llm = FakeLLM.saying(unreachable)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(openai.InternalServerError):
+            async with (
+                record_agent(llm, session) as agent,
+                openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0) as client,
+            ):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert isinstance(llm._failure, TransportError)
+
+
+@pytest.mark.parametrize("stop", ["Observation:", ["END", "Observation:"]])
+async def test_stop_string_ends_the_answer_and_is_no_part_of_it(stop):
+    async with aiohttp.ClientSession() as session, record_agent(scripted("look\nObservation: it"), session) as agent:
+        async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client:
+            messages: list = [{"role": "user", "content": "hi"}]
+            answer = await client.chat.completions.create(model="m", messages=messages, stop=stop)
+        (text,) = agent.result(reward=1.0, success=True).training_texts
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("look\n", "stop")
+    assert text.output_text == "look\nObservation:"  # what was sampled is trained
+
+
+async def test_synchronous_agents_that_never_return_hold_up_no_other():
+    """More of them than the loop's default executor has threads."""
+    forever = threading.Event()
+
+    def answer(base_url: str, api_key: str) -> str:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return "done"
+
+    async with aiohttp.ClientSession() as session:
+
+        async def run(agent) -> RolloutResult:
+            return await run_agent(scripted("x"), session, agent, lambda said: (1.0, said == "done"))
+
+        stuck = [asyncio.create_task(run(lambda *_: forever.wait())) for _ in range(40)]
+        result = await run(answer)
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+    forever.set()
+    assert result.metrics.success
+
+
+async def test_exception_of_a_synchronous_agent_is_raised_where_it_is_awaited():
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ZeroDivisionError):
+            await run_agent(scripted("x"), session, lambda *_: 1 // 0, lambda said: (1.0, True))
+
+
+async def test_run_agent_process_leaves_no_process_behind():
+    program = (
+        "import json, os, subprocess, sys, urllib.request\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout=subprocess.DEVNULL,\n"
+        "                         stderr=subprocess.DEVNULL)\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode()\n"
+        "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, "
+        "headers)).read()\n"
+        "sys.stdout.buffer.write(b'%d \\xff' % child.pid)\n"
+    )
+    printed = []
+
+    def score(out: str) -> tuple[float, bool]:
+        printed.append(out)
+        return 1.0, True
+
+    async with aiohttp.ClientSession() as session:
+        await run_agent_process(scripted("x"), session, [sys.executable, "-c", program], score)
+    pid, undecodable = printed[0].split()
+    assert undecodable == "\ufffd"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid)).wait(timeout=10)
+    assert not psutil.pid_exists(int(pid))
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ async def test_domain_may_handle_a_refused_prompt(run: Run, server: FakeServer) 
         (aiohttp.ServerDisconnectedError(), "transport"),
         (TimeoutError("my own"), "timeout"),
         (asyncio.CancelledError(), "domain_error"),
+        (SystemExit(1), "domain_error"),
     ],
 )
 async def test_exception_of_the_domain_is_typed_and_costs_one_rollout(
