@@ -74,15 +74,17 @@ def create_app(
     def answer(record: Any) -> Response:
         return Response(_ENCODER.encode(record), media_type="application/json")
 
-    async def judge(check: Check) -> Verdict:
-        if check.kind not in JUDGES:
-            raise HTTPException(422, f"kind is {check.kind[:100]!r}: use one of {sorted(JUDGES)}")
-        return await pool.judge(check)
+    async def judge_all(checks: list[Check]) -> list[Verdict]:
+        for check in checks:
+            if check.kind not in JUDGES:
+                raise HTTPException(422, f"kind is {check.kind[:100]!r}: use one of {sorted(JUDGES)}")
+        return await asyncio.gather(*map(pool.judge, checks))
 
     @app.post("/")
     async def check_one(request: Request) -> Response:
         authorise(request)
-        return answer(await judge(decode(_CHECK, await bounded.read(request))))
+        (verdict,) = await judge_all([decode(_CHECK, await bounded.read(request))])
+        return answer(verdict)
 
     @app.post("/batch")
     async def check_many(request: Request) -> Response:
@@ -90,7 +92,7 @@ def create_app(
         checks = decode(_BATCH, await bounded.read(request)).checks
         if len(checks) > MAX_BATCH:
             raise HTTPException(413, f"a batch of {len(checks)} checks: send at most {MAX_BATCH}")
-        return answer(BatchVerdicts(verdicts=list(await asyncio.gather(*map(judge, checks)))))
+        return answer(BatchVerdicts(verdicts=await judge_all(checks)))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Asks verifiers for verdicts over the rollout's pooled HTTP session; the least loaded replica first.
+"""Asks verifiers for verdicts over the rollout's pooled HTTP session; the least loaded replica first, in turn.
 
 A replica that does not answer is tried again, and the others with it; an ``error`` verdict and a service that stays
 away are a ``VerifierError``. Neither is ever a reward.
@@ -41,6 +41,7 @@ class VerifierClient:
         if not urls:
             raise DomainError("the domain needs a verifier: set world.verifier_replicas to 1 or more")
         self._load = dict.fromkeys((url.rstrip("/") for url in urls), 0)
+        """Requests under way; among equals the replica asked longest ago comes first."""
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._retries = retries
         secret = os.environ.get(SECRET_VARIABLE)
@@ -74,7 +75,7 @@ class VerifierClient:
             tried.add(url)
             if len(tried) == len(self._load):
                 tried = {url}
-            self._load[url] += 1
+            self._load[url] = self._load.pop(url) + 1
             try:
                 async with session.post(url + route, data=body, headers=self._headers, timeout=self._timeout) as answer:
                     content = await answer.read()

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from random import Random
 from typing import Any
 
@@ -94,6 +94,16 @@ def test_body_that_is_no_check_is_refused_with_a_reason(http, body):
     answer = http.post("/", content=body)
     assert answer.status_code == 422
     assert answer.json()["detail"]
+
+
+def test_batch_with_an_unknown_judge_is_refused_before_anything_is_judged(monkeypatch):
+    judged = []
+    monkeypatch.setattr(WorkerPool, "judge", lambda pool, check: judged.append(check))
+    with serving() as url:
+        answer = httpx.post(f"{url}/batch", json={"checks": [CORRECT, CORRECT | {"kind": "poetry"}]}, timeout=60)
+    assert answer.status_code == 422
+    assert "kind is 'poetry'" in answer.json()["detail"]
+    assert judged == []
 
 
 @pytest.mark.parametrize(("route", "valid"), [("/", CORRECT), ("/batch", {"checks": [CORRECT, CORRECT]})])
@@ -186,32 +196,41 @@ async def test_judge_that_fails_is_an_error_verdict_and_an_exception_at_the_clie
         assert [v.status for v in await client.check_all(session, checks)] == ["correct", "error"]
 
 
-async def test_client_balances_replicas_and_leaves_a_dead_one(url):
-    counts = [0, 0]
+@contextlib.asynccontextmanager
+async def counting_replicas(count: int) -> AsyncIterator[dict[str, int]]:
+    """Replicas that find everything correct; yields the checks of each by URL."""
+    checks: dict[str, int] = {}
 
-    async def replica(index: int) -> str:
-        async def judge(request: web.Request) -> web.Response:
-            counts[index] += 1
-            await asyncio.sleep(0.01)
-            return web.json_response({"status": "correct", "score": 1.0, "detail": ""})
+    async def judge(request: web.Request) -> web.Response:
+        checks[str(request.url.origin())] += 1
+        return web.json_response({"status": "correct", "score": 1.0, "detail": ""})
 
-        app = web.Application()
-        app.router.add_post("/", judge)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        runners.append(runner)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(count):
+            app = web.Application()
+            app.router.add_post("/", judge)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            checks[f"http://127.0.0.1:{runner.addresses[0][1]}"] = 0
+        yield checks
 
-    runners: list[web.AppRunner] = []
-    urls = [await replica(0), await replica(1), "http://127.0.0.1:9"]
-    async with aiohttp.ClientSession() as session:
-        client = VerifierClient(urls)
+
+async def test_client_balances_replicas_and_leaves_a_dead_one():
+    async with counting_replicas(2) as checks, aiohttp.ClientSession() as session:
+        client = VerifierClient([*checks, "http://127.0.0.1:9"])
         await asyncio.gather(*(client.check(session, "math", "1", "1") for _ in range(100)))
-    for runner in runners:
-        await runner.cleanup()
-    assert sum(counts) == 100
-    assert min(counts) > 25
+    assert sum(checks.values()) == 100
+    assert min(checks.values()) > 25
+
+
+async def test_checks_one_after_the_other_take_the_replicas_in_turn():
+    async with counting_replicas(3) as checks, aiohttp.ClientSession() as session:
+        client = VerifierClient(list(checks))
+        for _ in range(12):
+            await client.check(session, "math", "1", "1")
+    assert list(checks.values()) == [4, 4, 4]
 
 
 async def test_service_that_stays_away_is_a_verifier_error():
