@@ -55,6 +55,23 @@ def generate_problems(
 
 
 def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset, one at a time.
+
+    Raises:
+        DomainError: it does not exist, cannot be reached or read, or a row has no columns.
+    """
+    try:
+        for index, row in enumerate(raw_rows(name, streaming)):
+            if not isinstance(row, dict):
+                raise DomainError(f"dataset {name!r}: row {index} is {type(row).__name__}, not an object with columns")
+            yield row
+    except DomainError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
+        raise DomainError(f"dataset {name!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
     match = NAME.fullmatch(name)
     if match is None:
         raise DomainError(f"dataset {name!r} is not of the form <path or name>[:<config>][@<split>]")
@@ -66,7 +83,7 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
     return hub_rows(match["path"], match["config"], match["split"] or "train", streaming)
 
 
-def file_rows(file: Path) -> Iterator[dict[str, Any]]:
+def file_rows(file: Path) -> Iterator[Any]:
     """Rows of one local file, one at a time (a ``.json`` file, one list, is read whole)."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
@@ -75,9 +92,9 @@ def file_rows(file: Path) -> Iterator[dict[str, Any]]:
             for batch in parquet.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
         return
-    with file.open(encoding="utf-8", newline="") as stream:
+    with file.open(encoding="utf-8-sig", newline="") as stream:
         if file.suffix == ".csv":
-            yield from csv.DictReader(stream)
+            yield from csv.DictReader(stream, restkey="")
         elif file.suffix == ".json":
             yield from json.load(stream)
         else:
@@ -86,7 +103,7 @@ def file_rows(file: Path) -> Iterator[dict[str, Any]]:
                     yield json_row(line, file, number)
 
 
-def json_row(line: str, file: Path, number: int) -> dict[str, Any]:
+def json_row(line: str, file: Path, number: int) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

@@ -53,8 +53,10 @@ class TestSuite:
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
             raise DomainError("a coding problem needs `inputs` and `outputs`, two lists of the same length, not empty")
         function = problem.get("fn_name")
-        if function is not None and not function.isidentifier():
+        if function is not None and not (isinstance(function, str) and function.isidentifier()):
             raise DomainError(f"`fn_name` is {function!r}: it must be the name of a function")
+        if function is not None and not all(isinstance(arguments, list) for arguments in inputs):
+            raise DomainError(f"with `fn_name` every one of `inputs` must be a list of arguments, not {inputs[0]!r}")
         pairs = zip(inputs, outputs, strict=True)
         if function is None:
             return cls(tests=tuple(Test(stdin=as_text(i), expected=as_text(o)) for i, o in pairs))

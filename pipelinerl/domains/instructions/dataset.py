@@ -1,5 +1,6 @@
 """Tasks with constraints on their answer: generated from a seed, or read from files and the Hub."""
 
+import contextlib
 import json
 from random import Random
 from typing import Any
@@ -79,11 +80,14 @@ def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, ind
     task = column(row, columns.get("task"), ("task", "prompt"), dataset, "task")
     constraints = column(row, columns.get("constraints"), ("constraints",), dataset, "constraints")
     if isinstance(constraints, str):
-        constraints = json.loads(constraints)
-    unknown = [c for c in constraints if not isinstance(c, dict) or c.get("check") not in CHECKS]
-    if unknown or not constraints:
+        with contextlib.suppress(ValueError):
+            constraints = json.loads(constraints)
+    listed = constraints if isinstance(constraints, list) else []
+    if not listed or not all(isinstance(c, dict) and str(c.get("check")) in CHECKS for c in listed):
         raise DomainError(
             f"dataset {dataset!r}: row {index} has the constraints {constraints}: "
-            f"each must be an object whose `check` is one of {sorted(CHECKS)}"
+            f"a list of objects whose `check` is one of {sorted(CHECKS)}"
         )
-    return {"dataset": dataset, "task": str(task), "constraints": constraints}
+    # Parquet gives every object the columns of all.
+    given = [{name: value for name, value in one.items() if value is not None} for one in listed]
+    return {"dataset": dataset, "task": str(task), "constraints": given}

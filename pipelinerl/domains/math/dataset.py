@@ -36,10 +36,8 @@ def load_problems(
     return problems
 
 
-def problem_of(row: Any, columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
+def problem_of(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
     """One row as a problem."""
-    if not isinstance(row, dict):
-        raise DomainError(f"dataset {dataset!r}: row {index} is {type(row).__name__}, not an object with columns")
     task = column(row, columns.get("task"), ("task", "question", "problem"), dataset, "task")
     answer = column(row, columns.get("answer"), ("answer", "solution"), dataset, "answer")
     if answer is None or str(answer).strip() == "":

@@ -63,7 +63,8 @@ def test_answer_of_a_worked_solution_is_its_last_line(tmp_path):
         (json.dumps({"task": "?"}), "columns.answer"),
         (json.dumps({"text": "?", "answer": "1"}), "columns.task"),
         (json.dumps({"task": "?", "answer": " "}), "row 0 has no answer"),
-        ("[1]", "not an object"),
+        ("[1]", "row 0 is list, not an object"),
+        ('"task, tests"', "row 0 is str, not an object"),
     ],
 )
 def test_bad_row_is_named(tmp_path, content, message):
@@ -71,6 +72,46 @@ def test_bad_row_is_named(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DomainError, match=message):
         load_problems([str(path)])
+
+
+def test_bad_row_of_coding_problems_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("[1]")
+    with pytest.raises(DomainError, match="row 0 is list, not an object"):
+        load_coding([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b"{broken", "JSONDecodeError"),
+        ("x.jsonl", b'{"task": "\xff", "answer": "1"}', "UnicodeDecodeError"),
+        ("x.parquet", b"no parquet", "ArrowInvalid"),
+        ("x.csv", b'task,answer\n"' + b"x" * 200_000 + b'",1\n', "field larger than field limit"),
+        ("x.csv", b"q,a\n1,2,3\n", "columns.task"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DomainError, match=message) as caught:
+        load_problems([str(path)])
+    assert str(path) in str(caught.value)
+
+
+def test_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"\xef\xbb\xbfproblem,answer\n1+1?,2\n")
+    assert [p["task"] for p in load_problems([str(path)])] == ["1+1?"]
+
+
+def test_dataset_out_of_reach_is_named(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(DomainError, match=r"dataset 'openai/gsm8k:main' cannot be read: .*Couldn't reach"):
+        load_problems(["openai/gsm8k:main"])
 
 
 def test_missing_file_is_named():
@@ -86,7 +127,17 @@ def test_coding_tests_may_be_json_text_and_are_limited(tmp_path):
     assert problem["tests"] == {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "4\n"]}
 
 
-@pytest.mark.parametrize("tests", [{}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "no"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {},
+        {"inputs": [], "outputs": []},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [[1]], "outputs": [1], "fn_name": 3},
+        {"inputs": ["[1]"], "outputs": [1], "fn_name": "f"},
+        "no",
+    ],
+)
 def test_unusable_coding_tests_are_named(tmp_path, tests):
     path = tmp_path / "code.jsonl"
     path.write_text(json.dumps({"task": "?", "tests": tests}))

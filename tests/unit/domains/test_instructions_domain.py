@@ -1,8 +1,12 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from pipelinerl.domains.instructions import generate_rollout, load_problems
 from pipelinerl.domains.instructions.judge import judge
-from pipelinerl.errors import VerifierError
+from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import run_rollout
 
 REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
@@ -78,3 +82,18 @@ async def test_broken_problem_ends_the_rollout_with_a_verifier_error():
         await run_rollout(
             generate_rollout, {"task": "…", "constraints": [{"check": "rhymes"}]}, ["x"], {"rewards": REWARDS}
         )
+
+
+def test_constraints_of_a_parquet_file_keep_only_their_own_arguments(tmp_path):
+    constraints = [{"check": "json"}, {"check": "keyword", "word": "sea"}]
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "?", "constraints": constraints}]), path)
+    assert load_problems([str(path)]) == [{"dataset": str(path), "task": "?", "constraints": constraints}]
+
+
+@pytest.mark.parametrize("constraints", [[], 3, {"check": "json"}, "no JSON", [{"check": "poetry"}], ["json"]])
+def test_constraints_that_cannot_be_checked_are_named(tmp_path, constraints):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"task": "?", "constraints": constraints}))
+    with pytest.raises(DomainError, match="row 0 has the constraints"):
+        load_problems([str(path)])
