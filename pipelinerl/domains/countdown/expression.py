@@ -3,7 +3,7 @@
     expression = term  { ("+" | "-" | "−") term }
     term       = atom  { ("*" | "×" | "·" | "/" | "÷") atom }
     atom       = number | "(" expression ")"
-    number     = ASCII digits, at most MAX_DIGITS
+    number     = ASCII digits without leading zeros, at most MAX_DIGITS
 
 Blanks may stand between symbols. Anything else, signs and powers included, is an ``ExpressionError``.
 """
@@ -102,5 +102,7 @@ class Reader:
             raise ExpressionError(f"{token!r} where a number is expected")
         if len(token) > MAX_DIGITS:
             raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
+        if token.startswith("0") and token != "0":
+            raise ExpressionError(f"{token!r} begins with a zero")
         self.numbers.append(int(token))
         return Fraction(self.numbers[-1])

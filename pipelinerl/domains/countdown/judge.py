@@ -29,12 +29,14 @@ def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Ver
 
 
 def judge_expression(text: str, numbers: Sequence[int], target: int, *, use_all: bool = True) -> Verdict:
-    """Judges a bare expression."""
+    """Judges a bare expression, after which ``= value`` may stand."""
+    expression, equals, claim = text.partition("=")
     try:
-        evaluated = evaluate(text.split("=")[0] if text.count("=") == 1 else text)
+        evaluated = evaluate(expression)
+        claimed = evaluate(claim).value if equals else evaluated.value
     except ExpressionError as error:
         return unparsable(str(error))
     used, given = Counter(evaluated.numbers), Counter(numbers)
     if (use_all and used != given) or not used <= given:
         return wrong(f"uses {list(evaluated.numbers)} of {list(numbers)}")
-    return correct() if evaluated.value == target else wrong(f"equals {evaluated.value}")
+    return correct() if evaluated.value == claimed == target else wrong(f"equals {evaluated.value}")

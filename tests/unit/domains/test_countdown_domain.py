@@ -75,6 +75,8 @@ def test_typographic_operators_and_blanks_are_read(text):
         "1e9",
         "1.5",
         "1_000",
+        "007",
+        "00",
         "0x10",
         "٣+٤",
         "１＋２",
@@ -114,6 +116,10 @@ def test_hostile_or_broken_expression_is_refused(text):
         ("3*4", "no_answer"),
         ("<answer></answer>", "unparsable"),
         ("<answer>3*4=12=12</answer>", "unparsable"),
+        ("<answer>3+4=7</answer>", "wrong"),
+        ("<answer>3*4=13</answer>", "wrong"),
+        ("<answer>3*4=</answer>", "unparsable"),
+        ("<answer>3*4=__import__</answer>", "unparsable"),
     ],
 )
 def test_whole_output_is_judged_by_its_last_answer(text, status):
