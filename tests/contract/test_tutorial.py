@@ -83,8 +83,7 @@ def test_tutorial_domain_on_cpu_has_its_model(sums: Path):
 
 
 def test_tutorial_test_passes(sums: Path):
-    command = ["-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "test_sums.py"]
-    assert "1 passed" in run(sums, *command)
+    assert "1 passed" in run(sums, "-m", "pytest", "test_sums.py")
 
 
 def test_tutorial_agent_runs(tmp_path: Path):
