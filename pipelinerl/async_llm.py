@@ -272,7 +272,7 @@ def _plain(value: Any) -> Any:
 def _to_call(
     renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, prompt_text: str, tokens: CallTokens, index: int
 ) -> LLMCall:
-    sampled_text, end_text = _split_end(renderer, tokens, _stop_strings(llm.parameters))
+    sampled_text, end_text = _split_end(renderer, tokens)
     read = reader_of(llm.tool_parser, llm.tokenizer, prompt.tools) if prompt.tools else read_plain
     said = read(sampled_text)
     if llm._turns is not None:
@@ -307,24 +307,9 @@ def _to_call(
     return call
 
 
-def _stop_strings(parameters: dict) -> list[str]:
-    """The strings that end a completion and, as in OpenAI's interface, are no part of what was said."""
-    stop = _plain(parameters.get("stop")) or []
-    if parameters.get("include_stop_str_in_output"):
-        return []
-    return [stop] if isinstance(stop, str) else stop
-
-
-def _split_end(renderer: ChatRenderer, tokens: CallTokens, stop: list[str]) -> tuple[str, str]:
-    """(what was said, text that ended it: an end token's or from a stop string on, empty when nothing did)."""
+def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
+    """(sampled text, text of the token that ended it, empty when none did)."""
     token_ids = tokens.completion_ids.tolist()
-    if not token_ids or tokens.finish_reason != "stop":
-        return renderer.decode(token_ids), ""
-    before = renderer.decode(token_ids[:-1])
-    if renderer.is_end_token(token_ids[-1]):
-        return before, renderer.token_text(token_ids[-1])
-    # The last token completed the stop string: an earlier occurrence ended nothing (`min_tokens`).
-    whole = renderer.decode(token_ids)
-    starts = [whole.find(text, max(0, len(before) - len(text) + 1)) for text in stop]
-    start = min((start for start in starts if start >= 0), default=len(whole))
-    return whole[:start], whole[start:]
+    if token_ids and tokens.finish_reason == "stop" and renderer.is_end_token(token_ids[-1]):
+        return renderer.decode(token_ids[:-1]), renderer.token_text(token_ids[-1])
+    return renderer.decode(token_ids), ""

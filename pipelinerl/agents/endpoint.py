@@ -148,10 +148,19 @@ def check_body(body: Any) -> dict[str, Any]:
 
 def response_message(call: LLMCall) -> dict[str, Any]:
     """The assistant message of a call in the OpenAI format."""
-    message: dict[str, Any] = {"role": "assistant", "content": call.output.content}
+    message: dict[str, Any] = {"role": "assistant", "content": without_stop(call)}
     if call.output.tool_calls:
         message["tool_calls"] = [_plain(tool_call) for tool_call in call.output.tool_calls]
     return message
+
+
+def without_stop(call: LLMCall) -> str | None:
+    """What was said before the first stop string, which OpenAI's interface leaves out; domains and training keep it."""
+    content, stop = call.output.content, call.llm_info["parameters"].get("stop") or []
+    if content is None:
+        return None
+    starts = [content.index(end) for end in ([stop] if isinstance(stop, str) else stop) if end in content]
+    return content[: min(starts, default=None)]
 
 
 def finish_reason(call: LLMCall) -> str:

@@ -130,6 +130,7 @@ async def test_stop_string_ends_the_answer_and_is_no_part_of_it(stop):
         async with openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key) as client:
             messages: list = [{"role": "user", "content": "hi"}]
             answer = await client.chat.completions.create(model="m", messages=messages, stop=stop)
+        assert agent.calls[0].output.content == "look\nObservation:"  # as domains of PipelineRL know it
         (text,) = agent.result(reward=1.0, success=True).training_texts
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("look\n", "stop")
     assert text.output_text == "look\nObservation:"  # what was sampled is trained
