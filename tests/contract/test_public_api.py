@@ -51,6 +51,7 @@ def test_functions_keep_their_arguments() -> None:
 
 
 def test_other_public_import_paths_exist() -> None:
+    from pipelinerl.finetune.data import MASKED_TOKEN_ID
     from pipelinerl.state import TrainerState
     from pipelinerl.streams import (
         SingleStreamSpec,
@@ -65,6 +66,7 @@ def test_other_public_import_paths_exist() -> None:
         assert inspect.isclass(name)
     for name in (read_stream, set_streams_backend, write_to_streams):
         assert callable(name)
+    assert MASKED_TOKEN_ID == -100
 
 
 def test_public_modules_load_neither_torch_nor_vllm() -> None:
