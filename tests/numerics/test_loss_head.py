@@ -124,25 +124,30 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return mode.peak
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy_loss", ["reinforce", "gspo"])
-def test_peak_memory_is_below_an_eighth_of_the_naive_logits(policy_loss: str) -> None:
-    """At full size, on tensors without contents: every operation is dispatched, none is computed."""
+def test_peak_memory_is_below_a_tenth_of_the_naive_logits(policy_loss: str, dtype: torch.dtype) -> None:
+    """At full size, on tensors without contents: every operation is dispatched, none is computed.
+
+    A tenth leaves the bound on a GPU, an eighth, room for cuBLAS's workspace. Products stay in bfloat16, as there.
+    """
     count, vocab, width = 16_384, 152_064, 896
     with FakeTensorMode():
-        head = OutputHead.wrap(nn.Linear(width, vocab, bias=False))
-        hidden = torch.randn(count, width, requires_grad=True)
+        head = OutputHead.wrap(nn.Linear(width, vocab, bias=False, dtype=dtype))
+        hidden = torch.randn(count, width, requires_grad=True, dtype=dtype)
         targets = torch.randint(0, vocab, (count,))
+        wide = dtype == torch.float32
         settings = LossSettings(policy_loss=policy_loss, entropy_bonus=0.01)
         objective = PolicyObjective(make_inputs(count), settings)
 
         def ours() -> None:
-            output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=256, fp32=True)
+            output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=256, fp32=wide)
             output.loss.backward()
 
         def naive() -> None:
-            (hidden @ head.weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+            (hidden.float() @ head.weight.float().T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
 
         logits = 4 * count * vocab
         assert peak_bytes(naive) >= 2 * logits  # the instrument sees what it should
         head.weight.grad = hidden.grad = None
-        assert peak_bytes(ours) <= logits / 8  # the gradient of the head's weight included
+        assert peak_bytes(ours) <= logits / 10  # the gradient of the head's weight included

@@ -228,10 +228,9 @@ class _Gradients:
         self._weight_dtype = weight_VH.dtype
 
     def add(self, gradient_CV: Tensor, rows: slice) -> None:
-        """Add what the logits of ``rows`` contribute."""
+        """Add what the logits of ``rows`` contribute, in the dtype of the products."""
         if self.bias is not None:
-            self.bias += gradient_CV.sum(0)
-        gradient_CV = gradient_CV.to(self._operands.weight_VH.dtype)
+            self.bias += gradient_CV.sum(0, dtype=self._operands.dtype)
         if self.hidden is not None:
             self.hidden[rows] = torch.mm(gradient_CV, self._operands.weight_VH).to(self.hidden.dtype)
         if self.weight is not None:
@@ -257,8 +256,8 @@ def _forward(
         entropy_K = torch.zeros_like(logprobs_K)
         loss = logprobs_K.new_zeros(())
 
-    def one_chunk(rows: slice) -> Tensor:
-        """Its loss (0 when known ahead); the full-vocabulary buffers die with this call."""
+    def one_chunk(rows: slice) -> tuple[Tensor, Tensor]:
+        """Its loss (0 when known ahead) and its logits' gradient; other full-vocabulary buffers die with this call."""
         part = _evaluate(operands, targets_K, rows, temperature)
         if ahead is None:
             logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C
@@ -266,11 +265,13 @@ def _forward(
         else:
             part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
         gradient_CV = _logits_gradient(part, g_C, e_C if objective.uses_entropy else None, temperature)
-        gradients.add(gradient_CV, rows)
-        return part_loss
+        return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
     for rows in _rows(total, options.chunk):
-        loss = loss + one_chunk(rows)
+        part_loss, gradient_CV = one_chunk(rows)
+        gradients.add(gradient_CV, rows)
+        loss = loss + part_loss
+        del gradient_CV
     ctx.gradients = gradients.finish()
     ctx.mark_non_differentiable(logprobs_K, entropy_K)
     return loss, logprobs_K, entropy_K
