@@ -8,12 +8,15 @@ python -m pipelinerl.plan scaling results/base
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         result = args.run(args, console)
-    except (PipelineRLError, ValueError) as error:
+    except (PipelineRLError, HydraException, OmegaConfBaseException, ValueError) as error:
         print(f"pipelinerl.plan: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -70,20 +73,20 @@ def make_parser() -> argparse.ArgumentParser:
     split.add_argument("--config-dir", type=Path, help="folder with your own configurations")
     split.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
     split.add_argument("--model", help="Hugging Face name or folder with config.json")
-    split.add_argument("--gpus", type=int, help="devices in total")
-    split.add_argument("--gpus-per-llm", type=int, help="tensor × pipeline parallel size of a server")
-    split.add_argument("--seq-parallel", type=int, help="sequence-parallel size of the trainer")
-    split.add_argument("--batch-size", type=int, help="sequences per optimizer step")
-    split.add_argument("--mean-length", type=float, help="tokens per completion (default: 30%% of the longest)")
-    split.add_argument("--max-length", type=int, help="longest completion")
-    split.add_argument("--prompt-length", type=float, default=500.0, help="tokens per prompt (memory of the cache)")
+    split.add_argument("--gpus", type=count, help="devices in total")
+    split.add_argument("--gpus-per-llm", type=count, help="tensor × pipeline parallel size of a server")
+    split.add_argument("--seq-parallel", type=count, help="sequence-parallel size of the trainer")
+    split.add_argument("--batch-size", type=count, help="sequences per optimizer step")
+    split.add_argument("--mean-length", type=positive, help="tokens per completion (default: 30%% of the longest)")
+    split.add_argument("--max-length", type=count, help="longest completion")
+    split.add_argument("--prompt-length", type=positive, default=500.0, help="tokens per prompt (memory of the cache)")
     split.add_argument("--lengths", choices=("lognormal", "uniform", "constant"), default="lognormal")
     split.add_argument("--max-lag", type=int, help="bound on the lag in optimizer steps (default: max_lag_steps)")
     split.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="for assumed rates")
     split.add_argument(
         "--decode", action="append", type=parse_point, default=[], metavar="H:TOKENS_PER_S", help="measured, per device"
     )
-    split.add_argument("--train", type=float, metavar="TOKENS_PER_S", help="measured, per device")
+    split.add_argument("--train", type=positive, metavar="TOKENS_PER_S", help="measured, per device")
     split.add_argument("--simulate", action="store_true", help="check the recommendation by a discrete simulation")
     compare = commands.add_parser("compare", help="prediction and measurement of a run")
     compare.set_defaults(run=run_compare)
@@ -99,7 +102,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_point(text: str) -> tuple[float, float]:
     height, _, rate = text.partition(":")
-    return float(height), float(rate)
+    return positive(height), positive(rate)
+
+
+def positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value
+
+
+def count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return value
 
 
 def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -67,11 +67,27 @@ def test_recommendation_can_be_simulated(tmp_path):
         (["--decode", "8:100"], "together"),
         (["--model", "no-such/model"], "is not on this machine"),
         (["--gpus", "8", "--batch-size", "1", "--max-lag", "0"], "respects a lag of 0"),
+        (["--config-name", "no-such"], "no-such"),
+        (["--override", "no.such=1"], "no.such"),
     ],
 )
 def test_impossible_plans_are_refused_with_the_fix(arguments, message, capsys):
     assert main(["split", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[(option, "0") for option in ("--gpus", "--batch-size", "--mean-length", "--max-length", "--train")],
+        *[("--gpus", "-8"), ("--train", "nan"), ("--train", "inf"), ("--decode", "8:-1"), ("--decode", "nan:100")],
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_by_option(option, value, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["split", option, value])
+    assert refused.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
 
 
 def test_scaling_of_a_file_of_points(tmp_path, capsys):
