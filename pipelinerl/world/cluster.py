@@ -209,7 +209,10 @@ def _accelerator(world: WorldSection, gpus: tuple[int, ...]) -> Literal["cpu", "
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
     """Expand SLURM's compressed host list: ``gpu[01-03,7],login`` → gpu01, gpu02, gpu03, gpu7, login."""
     hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[\]]+|\[[^\]]*\])+", nodelist):
+    parts = re.findall(r"(?:[^,\[\]]+|\[[^\]]*\])+", nodelist)
+    if ",".join(parts) != nodelist:
+        raise WorldError(f"SLURM's node list {nodelist!r} cannot be read, expected names such as gpu[01-16],login")
+    for part in parts:
         hosts.extend(_expand_brackets(part))
     if not hosts:
         raise WorldError(f"SLURM's node list {nodelist!r} names no host")

@@ -161,6 +161,12 @@ def test_slurm_nodelist_is_expanded(nodelist, hosts):
     assert expand_nodelist(nodelist) == hosts
 
 
+@pytest.mark.parametrize("nodelist", ["gpu[1-", "gpu1-2]", "a,,b"])
+def test_slurm_nodelist_that_is_cut_off_is_refused(nodelist):
+    with pytest.raises(WorldError, match="cannot be read"):
+        expand_nodelist(nodelist)
+
+
 def test_slurm_nodelist_with_a_bad_range_is_refused():
     with pytest.raises(WorldError, match="'a-b'"):
         expand_nodelist("gpu[a-b]")
