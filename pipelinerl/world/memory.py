@@ -174,7 +174,7 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
     memory; beside a trainer it is part of the share.
     """
     whole = shape.parameters * _element(cfg)
-    items = (
+    items: tuple[MemoryItem, ...] = (
         MemoryItem(label="weights", num_bytes=whole // ranks),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
