@@ -94,7 +94,8 @@ async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:
     marker = secrets.token_hex(16)
     program = code if suite.function is None else code + harness(suite.function, marker)
     outcomes = await runner.run_python(program, [test.stdin for test in suite.tests])
-    if (last := outcomes[0].stderr.rstrip().rpartition("\n")[2]).startswith(SYNTAX_ERRORS):
+    last = outcomes[0].stderr.rstrip().rpartition("\n")[2]
+    if outcomes[0].exit_code and last.startswith(SYNTAX_ERRORS):
         return Verdict(status="unparsable", detail=last[:200])
     passed = [
         passes(outcome, test, marker if suite.function else None)

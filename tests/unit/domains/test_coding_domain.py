@@ -42,6 +42,7 @@ def fenced(code: str) -> str:
         (SQUARE, "n = int(input()); print(n * n if n > 0 else 0)", "wrong", 2 / 3),
         (SQUARE, "raise ValueError", "wrong", 0),
         (SQUARE, "print(int(input()) ** 2", "unparsable", 0),
+        (SQUARE, "import sys; print(int(input()) ** 2); print('SyntaxError: no', file=sys.stderr)", "correct", 1),
         (CALLS, "def add(a, b): return a + b", "correct", 1),
         (CALLS, "class Solution:\n    def add(self, a, b): return a + b", "correct", 1),
         (CALLS, "def add(a, b):\n    print('noise'); return a + b", "correct", 1),
