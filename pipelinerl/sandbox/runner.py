@@ -184,6 +184,9 @@ def read_all(descriptor: int) -> bytes:
 
 async def remove_tree(folder: str) -> None:
     """By `rm`, which goes as deep as any program may have gone; `shutil.rmtree` does not."""
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)  # where the program's files were in memory of its own
+        return
     remover = await asyncio.create_subprocess_exec("rm", "-rf", "--", folder, stderr=asyncio.subprocess.DEVNULL)
     await remover.wait()
 
