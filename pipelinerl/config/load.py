@@ -35,18 +35,25 @@ def parse(cfg: DictConfig) -> Config:
 def to_container(cfg: DictConfig) -> dict[str, Any]:
     """Plain nested dictionaries with every interpolation resolved; `hydra` is not part of a run."""
     try:
-        missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
+        missing = missing_keys(cfg)
         if missing:
-            keys = ", ".join(f"`{key}`" for key in missing)
-            raise ConfigError(
-                f"{keys} must be given: set {missing[0]}=... on the command line or in the experiment's YAML"
-            )
+            raise ConfigError(must_be_given(missing))
         container = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"`{error.full_key}` cannot be resolved: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
     container.pop("hydra", None)
     return {str(key): value for key, value in container.items()}
+
+
+def missing_keys(cfg: DictConfig) -> list[str]:
+    """Keys that the experiment must give and does not."""
+    return sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra"))
+
+
+def must_be_given(missing: Sequence[str]) -> str:
+    keys = ", ".join(f"`{key}`" for key in missing)
+    return f"{keys} must be given: set {missing[0]}=... on the command line or in the experiment's YAML"
 
 
 def parse_container(container: dict[str, Any]) -> Config:

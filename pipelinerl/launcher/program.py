@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
-from pipelinerl.config.load import parse_container, to_container
+from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
 from pipelinerl.launcher import preflight, run_dir
 from pipelinerl.launcher.commands import (
@@ -72,13 +72,16 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     """Run the experiment of a composed configuration; returns the exit code, raises `PipelineRLError` to refuse."""
     os.umask(0o077)
     started = time.monotonic()
+    missing = missing_keys(cfg) if cfg.dry_run else []
+    for key in missing:  # a dry run shows the world of `base` alone, too
+        OmegaConf.update(cfg, key, "not-given")
     container = to_container(cfg)
     path = Path(parse_container(container).output_dir).resolve()
     container["output_dir"] = str(path)
     config = parse_container(container)
     rules.check(config)
     if config.dry_run:
-        return dry_run(config, container, path, command_of)
+        return dry_run(config, container, path, command_of, missing)
     rank = read_node_environment(os.environ).rank
     if rank:
         return follow(make_plan(config, container, path, command_of), path, overrides, started)
@@ -187,7 +190,9 @@ def make_plan(config: Config, container: dict[str, Any], path: Path, command_of:
     )
 
 
-def dry_run(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> int:
+def dry_run(
+    config: Config, container: dict[str, Any], path: Path, command_of: CommandOf, missing: Sequence[str]
+) -> int:
     """Print world, commands and warnings; start and write nothing."""
     from pipelinerl.launcher.commands import printable
 
@@ -197,7 +202,7 @@ def dry_run(config: Config, container: dict[str, Any], path: Path, command_of: C
         say("")
         say(f"# {job.name} on {job.hostname}")
         say(printable(command_of(job, plan.world, path, os.environ)))
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *([must_be_given(missing)] if missing else [])):
         say(f"warning: {warning}")
     say("dry run: nothing was started or written")
     return EXIT_DONE

@@ -239,11 +239,12 @@ def test_warning_of_a_service_that_is_not_up_is_no_refusal(place: Path) -> None:
 
 
 def test_dry_run_prints_commands_and_writes_nothing(place: Path) -> None:
-    code, output, _ = launch(place, "+dry_run=true", "finetune.rl.epsilon_low=0.1")
+    constant = ("finetune.lr_scheduler_type=constant", "finetune.num_warmup_steps=3")
+    code, output, _ = launch(place, "+dry_run=true", *constant)
     assert code == 0, output
     assert "-m pipelinerl.finetune --run-dir" in output
     assert "-m pipelinerl.inference --run-dir" in output
-    assert "warning: finetune.rl.epsilon_low has no effect" in output
+    assert "warning: finetune.num_warmup_steps has no effect" in output
     assert "dry run: nothing was started or written" in output
     assert not (place / "run").exists()
 
