@@ -38,7 +38,7 @@ from pipelinerl.plan.rates import measured_rates
 from pipelinerl.plan.throughput import Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job
 
-BATCH_SIZE, CONCURRENCY, MAX_LAG = 64, 96, 5
+BATCH_SIZE, CONCURRENCY, MAX_LAG = 128, 96, 5
 STEPS, FIRST_COUNTED = 16, 8
 """Seconds per step are those of the steps from FIRST_COUNTED on: whole phases, and the pipeline is full."""
 HEIGHTS = (1, 4, 16, 32, 64, 96)
@@ -132,7 +132,7 @@ def step_seconds(ends: Sequence[float]) -> float:
 
 
 def time_to(success: Mapping[str, float], ends: Sequence[float], target: float) -> float | None:
-    """Seconds from the first weights to the held-out success, linear between snapshots; None = never reached."""
+    """Seconds from the first request to the held-out success, linear between snapshots; None = never reached."""
     points = sorted((int(step), value) for step, value in success.items())
     for (before, low), (step, value) in itertools.pairwise(points):
         if value >= target:

@@ -25,12 +25,13 @@ from typing import Any
 
 import msgspec
 from omegaconf import OmegaConf
-from schedules_task import build_model, question, success_of
+from schedules_task import FIRST_REQUEST, build_model, question, success_of
 
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import RUN_CONFIG
-from pipelinerl.launcher.commands import SECRET_VARIABLE, inherited_environment, role_command
+from pipelinerl.launcher.commands import inherited_environment, role_command
 from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, build_world
 
 DEVICE_KINDS = ("actor_llm", "finetune")
@@ -230,9 +231,9 @@ def execute(run: Run, model: Path, folder: Path, server: Job, train: Callable[[A
 
 
 def measured(run: Run, model: Path, folder: Path) -> dict[str, Any]:
-    """What a finished run recorded; scores its snapshots."""
+    """What a finished run recorded, in seconds from its first request on; scores its snapshots."""
     timeline = json.loads((folder / "timeline.json").read_text())
-    started = first_weights_live(folder)
+    started = float((folder / FIRST_REQUEST).read_text())
     points = [point for point in read_metrics(folder, "finetune") if point["step"] <= run.steps]
     success = in_child(score, model, folder)
     return {
@@ -246,16 +247,6 @@ def measured(run: Run, model: Path, folder: Path) -> dict[str, Any]:
         "lag_max": max(point["lag_max"] for point in points),
         "core_busy_s": timeline["busy"],
     }
-
-
-def first_weights_live(folder: Path) -> float:
-    from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
-    from pipelinerl.records.topics import TRAINER
-    from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
-
-    set_streams_backend("files")
-    with open_reader(SingleStreamSpec(folder, TRAINER), TrainerMessage, name=None) as reader:
-        return next(m.timestamp for _, m in reader.read_all() if isinstance(m, WeightUpdateSuccess))
 
 
 def score(model: Path, folder: Path) -> dict[int, float]:

@@ -27,6 +27,8 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 MAX_NUMBER = 30
 MEAN, LONGEST = 40, 220
 ANSWER_TOKENS = 3
+FIRST_REQUEST = "first_request"
+"""File of a run's folder: when the first rollout began."""
 LENGTHS = {
     "heavy": Lengths(np.r_[np.zeros(3), Lengths.lognormal(MEAN - 3, LONGEST - 3, sigma=1.1).probabilities]),
     "constant": Lengths.constant(MEAN),
@@ -61,10 +63,16 @@ def length_source(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@cache
+def note_first_request(folder: Path) -> None:
+    (folder / FIRST_REQUEST).write_text(repr(time.time()))
+
+
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     started = time.monotonic()
+    note_first_request(Path(cfg.output_dir))
     length = int(LENGTHS[problem["lengths"]].sample(length_source(cfg.seed), 1)[0])
     llm.parameters = {**llm.parameters, "max_tokens": length, "ignore_eos": True}
     call = await llm_async_generate(llm, Prompt.from_user_message(question(problem["numbers"])), session)

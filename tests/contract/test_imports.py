@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "pipelinerl"
 
 LAYERS = (
-    ("errors", "records", "config", "rollouts", "tool_calls"),
+    ("errors", "variables", "records", "config", "rollouts", "tool_calls"),
     ("streams", "world", "llm", "chat", "async_llm", "state", "observability", "ledger", "status", "agents", "testing"),
     ("weights",),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
