@@ -1,21 +1,21 @@
 """Pipeline against conventional training, to the same held-out success, on two cores with a real inference server.
 
-    python benchmarks/schedules.py --json benchmarks/schedules.json             # all rows, seeds 0 … 4: 25 minutes
+    python benchmarks/schedules.py --json benchmarks/schedules.json             # all rows, seeds 0 … 4: 40 minutes
     python benchmarks/schedules.py --seeds 0 --rows "heavy G=1" --json FILE     # adds to what FILE holds
     python benchmarks/schedules.py --summary benchmarks/schedules.json          # the table again
 
 Lengths are heavy-tailed (log-normal, up to 220 tokens) or constant, both with mean 40. One model, one task
 (`schedules_task.py`), one placement: the inference server on core 0, the trainer on core 1, as each has its own devices
 on GPUs; actor and preprocessor run where there is room. The model's width balances the two sides. Compared are the
-pipeline (`max_lag_steps` 5), `schedule=conventional` with 1 and 8 steps per phase, and a conventional run that would
-use both cores perfectly in both phases: decoding at the measured rates with half of the sequences on each core, half
-the measured time of each train step and of what actor and preprocessor do, no push and no gap (`perfect`: computed,
-not run; it learns as the measured run did).
+pipeline (`max_lag_steps` 4), `schedule=conventional` with 1 and 8 steps per phase, and a conventional run that would
+use both cores perfectly in both phases: its generation takes the measured run's time but the gap, by as much less as
+decoding with half of the sequences on each core is faster at the measured rates; half the measured time of each train
+step and of what actor and preprocessor do; no push (`perfect`: computed, not run; it learns as the measured run did).
 
-The model of docs/algorithms.md §8 gets what each side does alone and predicts the seconds per step. `calibration`:
-decoding rates by concurrency, and from a short conventional run with constant lengths the gap, the pause and what the
-trainer's core does beside training, per token. The training time per token is that of the conventional runs
-(`train_time`).
+The model of docs/algorithms.md §8 gets what each side does alone and predicts the seconds per step. `calibrations`,
+one beside the runs of each seed: decoding rates by concurrency, and from a short conventional run with constant lengths
+the gap, the pause and what the trainer's core does beside training, per token. The training time per token is that of
+the conventional runs (`train_time`).
 """
 
 import argparse
@@ -38,10 +38,10 @@ from pipelinerl.plan.rates import measured_rates
 from pipelinerl.plan.throughput import Workload, conventional_rate, pipeline_plan
 from pipelinerl.world import Job
 
-BATCH_SIZE, CONCURRENCY, MAX_LAG = 128, 96, 5
+BATCH_SIZE, CONCURRENCY, MAX_LAG = 128, 64, 4
 STEPS, FIRST_COUNTED = 16, 8
 """Seconds per step are those of the steps from FIRST_COUNTED on: whole phases, and the pipeline is full."""
-HEIGHTS = (1, 4, 16, 32, 64, 96)
+HEIGHTS = (1, 4, 16, 32, 64)
 SCHEDULES = {
     "pipeline": (f"max_lag_steps={MAX_LAG}",),
     "G=1": ("schedule=conventional", "steps_per_phase=1", "max_lag_steps=0"),
@@ -75,6 +75,14 @@ def calibrate(model: Path, folder: Path, server: Job) -> dict[str, Any]:
     }
 
 
+def calibration(data: dict[str, Any]) -> dict[str, Any]:
+    """The mean of all."""
+    every = list(data["calibrations"].values())
+    rates = [one["decode_tokens_per_s"] for one in every]
+    mean = {key: statistics.mean(one[key] for one in every) for key in every[0] if key != "decode_tokens_per_s"}
+    return mean | {"decode_tokens_per_s": {height: statistics.mean(r[height] for r in rates) for height in rates[0]}}
+
+
 def train_time(data: dict[str, Any], lengths_name: str) -> float:
     """Seconds per generated token of the trainer alone, as in the conventional runs; it depends on the packing."""
     step_s = [s for result in data["runs"][f"{lengths_name} G=1"].values() for s in result["step_s"]]
@@ -83,9 +91,9 @@ def train_time(data: dict[str, Any], lengths_name: str) -> float:
 
 def workload(data: dict[str, Any], lengths_name: str, devices: int, schedule: str) -> Workload:
     """What the model knows. The pipeline's trainer shares its core with pushes, actor and preprocessor."""
-    calibration = data["calibration"]
-    rates = measured_rates({float(h): r for h, r in calibration["decode_tokens_per_s"].items()}, 1.0)
-    beside = calibration["beside_s_per_token"] if schedule == "pipeline" else 0.0
+    known = calibration(data)
+    rates = measured_rates({float(h): r for h, r in known["decode_tokens_per_s"].items()}, 1.0)
+    beside = known["beside_s_per_token"] if schedule == "pipeline" else 0.0
     return Workload(
         devices=devices,
         batch_size=BATCH_SIZE,
@@ -93,8 +101,8 @@ def workload(data: dict[str, Any], lengths_name: str, devices: int, schedule: st
         train_time=train_time(data, lengths_name) + beside,
         utilisation=rates.decode,
         max_concurrency=CONCURRENCY,
-        update_pause=calibration["pause_s"],
-        phase_gap=calibration["gap_s"],
+        update_pause=known["pause_s"],
+        phase_gap=known["gap_s"],
     )
 
 
@@ -114,14 +122,17 @@ def phase_steps(schedule: str) -> int:
 
 def perfect_step_ends(result: dict[str, Any], data: dict[str, Any], lengths_name: str, schedule: str) -> list[float]:
     """When the steps of a measured conventional run would have ended on two perfectly used cores."""
-    work = workload(data, lengths_name, 2, schedule)
-    decode = msgspec.structs.replace(work, train_time=0.0, phase_gap=0.0)
-    beside_s = data["calibration"]["beside_s_per_token"] * BATCH_SIZE * task.MEAN
-    group = phase_steps(schedule)
+    group, known = phase_steps(schedule), calibration(data)
+    one, two = (
+        1 / conventional_rate(msgspec.structs.replace(work, train_time=0.0, phase_gap=0.0), group)
+        for work in (workload(data, lengths_name, devices, schedule) for devices in (1, 2))
+    )
+    beside_s = known["beside_s_per_token"] * BATCH_SIZE * task.MEAN
     ends, now = [], 0.0
-    for step, train_s in enumerate(result["step_s"]):
+    for step, (train_s, end) in enumerate(zip(result["step_s"], result["step_ends_s"], strict=True)):
         if step % group == 0:
-            now += BATCH_SIZE * group * task.MEAN / conventional_rate(decode, group)
+            generation_s = end - train_s - (result["step_ends_s"][step - 1] if step else 0.0)
+            now += (generation_s - known["gap_s"]) * two / one
         now += (train_s + beside_s) / 2
         ends.append(now)
     return ends
@@ -226,10 +237,8 @@ def measure(args: argparse.Namespace, data: dict[str, Any], save: Any) -> None:
         folder = Path(scratch)
         model = runs.ensure_model(args.model or folder / "model")
         with runs.running_server(model, folder / "server") as server:
-            if data["calibration"] is None:
-                data["calibration"] = calibrate(model, folder / "calibration", server)
-                save()
             for seed in args.seeds:
+                data["calibrations"][str(seed)] = calibrate(model, folder / f"calibration-{seed}", server)
                 for row in rows:
                     run = make_run(row, seed)
                     started = time.monotonic()
@@ -253,10 +262,10 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, help="print the table of this file, measure nothing")
     args = parser.parse_args()
     path = args.summary or args.json
-    data: dict[str, Any] = {"calibration": None, "runs": {}}
+    data: dict[str, Any] = {"calibrations": {}, "runs": {}}
     if path and path.exists():
         data = json.loads(path.read_text())
-        data.pop("summary", None)
+        del data["summary"]
 
     def save() -> None:
         if args.json:
