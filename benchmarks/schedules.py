@@ -13,9 +13,10 @@ decoding with half of the sequences on each core is faster at the measured rates
 step and of what actor and preprocessor do; no push (`perfect`: computed, not run; it learns as the measured run did).
 
 The model of docs/algorithms.md §8 gets what each side does alone and predicts the seconds per step. `calibrations`,
-one beside the runs of each seed: decoding rates by concurrency, and from a short conventional run with constant lengths
-the gap, the pause and what the trainer's core does beside training, per token. The training time per token is that of
-the conventional runs (`train_time`).
+one per seed: decoding rates by concurrency, with sequences so long that a token has as many before it as it has on
+average among these lengths, and from a short conventional run with constant lengths the gap, the pause and what the
+trainer's core does beside training, per token. The training time per token is that of the conventional runs
+(`train_time`).
 """
 
 import argparse
@@ -61,24 +62,30 @@ def calibrate(model: Path, folder: Path, server: Job) -> dict[str, Any]:
     run = runs.Run(lengths="constant", steps=7, overrides=SCHEDULES["G=1"], seed=1000)
     runs.execute(run, model, folder, server)
     result = runs.measured(run, model, folder)
-    rates = runs.in_child(runs.decoding_rates, server, model, HEIGHTS, task.MEAN, 2)
+    rates = {
+        name: runs.in_child(runs.decoding_rates, server, model, HEIGHTS, round(lengths.mean_square / lengths.mean), 2)
+        for name, lengths in task.LENGTHS.items()
+    }
     step_s, ends = result["step_s"][2:], result["step_ends_s"]
     steps, train_s = len(step_s), statistics.mean(step_s)
     tokens = BATCH_SIZE * task.MEAN
     busy_s = (result["core_busy_s"][-1][1] - result["core_busy_s"][1][1]) / steps
-    decode_s = tokens / float(measured_rates(rates, 1.0).decode(BATCH_SIZE))
+    decode_s = tokens / float(measured_rates(rates["constant"], 1.0).decode(BATCH_SIZE))
     return {
-        "decode_tokens_per_s": {str(height): round(rate, 1) for height, rate in rates.items()},
+        "decode_tokens_per_s": {
+            name: {str(height): round(rate, 1) for height, rate in by_height.items()}
+            for name, by_height in rates.items()
+        },
         "beside_s_per_token": (busy_s - train_s) / tokens,
         "gap_s": (ends[-1] - ends[1]) / steps - train_s - decode_s,
         "pause_s": statistics.mean(result["pause_ms"][2:]) / 1000,
     }
 
 
-def calibration(data: dict[str, Any]) -> dict[str, Any]:
+def calibration(data: dict[str, Any], lengths_name: str) -> dict[str, Any]:
     """The mean of all."""
     every = list(data["calibrations"].values())
-    rates = [one["decode_tokens_per_s"] for one in every]
+    rates = [one["decode_tokens_per_s"][lengths_name] for one in every]
     mean = {key: statistics.mean(one[key] for one in every) for key in every[0] if key != "decode_tokens_per_s"}
     return mean | {"decode_tokens_per_s": {height: statistics.mean(r[height] for r in rates) for height in rates[0]}}
 
@@ -91,7 +98,7 @@ def train_time(data: dict[str, Any], lengths_name: str) -> float:
 
 def workload(data: dict[str, Any], lengths_name: str, devices: int, schedule: str) -> Workload:
     """What the model knows. The pipeline's trainer shares its core with pushes, actor and preprocessor."""
-    known = calibration(data)
+    known = calibration(data, lengths_name)
     rates = measured_rates({float(h): r for h, r in known["decode_tokens_per_s"].items()}, 1.0)
     beside = known["beside_s_per_token"] if schedule == "pipeline" else 0.0
     return Workload(
@@ -122,7 +129,7 @@ def phase_steps(schedule: str) -> int:
 
 def perfect_step_ends(result: dict[str, Any], data: dict[str, Any], lengths_name: str, schedule: str) -> list[float]:
     """When the steps of a measured conventional run would have ended on two perfectly used cores."""
-    group, known = phase_steps(schedule), calibration(data)
+    group, known = phase_steps(schedule), calibration(data, lengths_name)
     one, two = (
         1 / conventional_rate(msgspec.structs.replace(work, train_time=0.0, phase_gap=0.0), group)
         for work in (workload(data, lengths_name, devices, schedule) for devices in (1, 2))
@@ -239,6 +246,7 @@ def measure(args: argparse.Namespace, data: dict[str, Any], save: Any) -> None:
         with runs.running_server(model, folder / "server") as server:
             for seed in args.seeds:
                 data["calibrations"][str(seed)] = calibrate(model, folder / f"calibration-{seed}", server)
+                save()
                 for row in rows:
                     run = make_run(row, seed)
                     started = time.monotonic()
