@@ -21,22 +21,23 @@ from aiohttp import web
 from jinja2 import TemplateError
 
 from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text
+from pipelinerl.config.rules import DISTORTING
 from pipelinerl.errors import DomainError, PipelineRLError, TransportError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 MAX_BODY_BYTES = 16 * 2**20
 PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed")
-NEUTRAL = {
-    "top_p": 1,
-    "top_k": (-1, 0),
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "min_tokens": 0,
-}
-FIXED_PARAMETERS = ("temperature", *NEUTRAL)
+FIXED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+)
 
 
 class _Function(msgspec.Struct):
@@ -125,11 +126,10 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
     """
     for name in FIXED_PARAMETERS:
         wanted = body.get(name)
-        ours = parameters.get(name, 1.0 if name == "temperature" else NEUTRAL.get(name))
-        accepted = ours if isinstance(ours, tuple) else (ours,)
+        accepted = (parameters[name],) if name in parameters else DISTORTING.get(name, (1.0,))
         if wanted is not None and wanted not in accepted:
             raise ValueError(
-                f"{name} is {wanted!r} but this run samples with {ours!r}: leave it out of the request, "
+                f"{name} is {wanted!r} but this run samples with {accepted[0]!r}: leave it out of the request, "
                 f"or set llm.parameters.{name} for the whole run"
             )
     if body.get("n") not in (None, 1):
