@@ -8,7 +8,6 @@ The functions that find and end the run's processes are also what the launcher i
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -86,7 +85,8 @@ def main() -> None:
     mark = sys.stdin.readline().strip()
     if mark and sys.stdin.readline().strip() != "done":
         sweep(mark, grace_s=float(sys.argv[1]))
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.execvp("rm", ["rm", "-rf", "--", sys.argv[2]])  # as deep as any sandboxed program may have gone
 
 
 if __name__ == "__main__":

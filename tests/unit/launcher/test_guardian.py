@@ -103,6 +103,13 @@ def test_guardian_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> 
 def test_guardian_removes_the_temporary_folder_however_the_launcher_ends(end: Callable[[Guardian], None]) -> None:
     watch = Guardian(RunMark(), grace_s=0)
     Path(watch.temporary, "left").write_text("behind")
+    folder = os.open(watch.temporary, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("deeper", dir_fd=folder)
+        inner = os.open("deeper", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
     end(watch)
     watch._process.wait(timeout=10)
     assert not os.path.exists(watch.temporary)
