@@ -1,4 +1,4 @@
-"""The math judge says what math-verify says."""
+"""The math judge says what math-verify says, but for the answers of ``test_math_single_value``."""
 
 import itertools
 from fractions import Fraction
@@ -8,9 +8,10 @@ import pytest
 from math_verify import parse, verify
 
 from pipelinerl.domains.math.judge import compare_numbers, judge, last_boxed, warm_up
+from pipelinerl.domains.math.single_value import unit_of
 
 FAMILIES = {
-    "integers": ["42", "-7", "0", "007", "+3", "1,234", "1234", "12 000"],
+    "integers": ["42", "-7", "0", "007", "+3", "1,234", "1234"],
     "decimals": ["0.5", ".5", "-0.25", "3.14", "3.140", "0.333333", "1e3", "100000"],
     "fractions": [
         "\\frac{1}{2}",
@@ -66,6 +67,8 @@ def test_pairs_cover_more_than_two_hundred_cases():
 def test_verdict_equals_that_of_math_verify(family):
     right = 0
     for gold, answer in itertools.product(FAMILIES[family], repeat=2):
+        if unit_of(gold) and unit_of(answer) and unit_of(gold) != unit_of(answer):
+            continue
         ours = judge(f"Some steps. The answer is \\boxed{{{answer}}}.", gold, {"answer_format": "boxed"})
         expected = verdict_of_the_library(gold, answer)
         assert (ours.status == "correct") == expected, (gold, answer, ours, expected)
@@ -96,6 +99,12 @@ def test_quick_comparison_of_numbers_equals_that_of_math_verify():
             decided += 1
             assert quick == verdict_of_the_library(gold, answer), (gold, answer)
     assert decided > 150
+
+
+@pytest.mark.parametrize("answer", ["12 000", "12\\,000", "12,000", "12000"])
+def test_judge_thousands_apart_are_one_number(answer):
+    assert judge(f"\\boxed{{{answer}}}", "12 000", {}).status == "correct"
+    assert judge(f"\\boxed{{{answer}}}", "0", {}).status == "wrong"
 
 
 @pytest.mark.parametrize("gold", ["$\\frac{1}{2}$", "\\boxed{\\frac{1}{2}}", "so \\(0.5\\)", "1/2"])

@@ -7,9 +7,11 @@ Its own alarm-based time-outs are off, the worker's limits replace them.
 import functools
 import logging
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipelinerl.domains.math.single_value import number_objection, objection
 from pipelinerl.verifier.protocol import Verdict, correct, error, no_answer, unparsable, wrong
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -22,9 +24,19 @@ NUMBER = re.compile(
     r"|\\[dt]?frac\{(?P<top>[0-9]{1,9})\}\{(?P<bottom>[0-9]{1,9})\}|(?P<over>[0-9]{1,9})/(?P<under>[0-9]{1,9}))",
     re.ASCII,
 )
+GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?: |~|\\[,;: ])[0-9]{3})+(?![0-9])")
+"""Thousands apart by a space: math-verify reads the last group alone."""
 CLEARLY_DIFFERENT = Fraction(1, 1000)
 """math-verify rounds to six digits: closer numbers than this are left to it."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How strictly an answer is read: see ``judge``."""
+
+    strict: bool
+    operators: bool
 
 
 def last_boxed(text: str) -> str | None:
@@ -55,27 +67,31 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
         gold: the reference answer: bare LaTeX or text, or with ``$``, ``\boxed`` of its own.
         options: ``answer_format``: ``boxed`` (only ``\boxed{}`` counts) or ``any`` (default: without a box the output
             is searched as math-verify does it); ``strict`` (default true): names of variables and the kind of bracket
-            matter, as math-verify understands it.
+            matter, as math-verify understands it; ``operators`` (default ``refuse``): ``allow`` accepts operators
+            that the answer leaves unevaluated (``\gcd``, ``\sum``) where the reference is a number.
     """
     answer_format = options.get("answer_format", "any")
     if answer_format not in ("boxed", "any"):
         return error(f"math: options.answer_format is {answer_format!r}: use boxed or any")
-    reference, strict = reference_text(str(gold)), bool(options.get("strict", True))
+    if options.get("operators", "refuse") not in ("refuse", "allow"):
+        return error(f"math: options.operators is {options['operators']!r}: use refuse or allow")
+    rules = Rules(strict=bool(options.get("strict", True)), operators=options.get("operators") == "allow")
+    reference = reference_text(str(gold))
     answer = last_boxed(prediction)
     if answer is None:
-        return no_answer("no \\boxed{}") if answer_format == "boxed" else judge_plain(prediction, reference, strict)
+        return no_answer("no \\boxed{}") if answer_format == "boxed" else judge_plain(prediction, reference, rules)
     if not answer:
         return no_answer("an empty \\boxed{}")
     if len(answer) > MAX_ANSWER_CHARS:
         return unparsable(f"an answer of more than {MAX_ANSWER_CHARS} characters")
-    return judge_texts(f"\\boxed{{{answer}}}", reference, strict)
+    return judge_texts(f"\\boxed{{{answer}}}", reference, rules)
 
 
-def judge_plain(prediction: str, reference: str, strict: bool) -> Verdict:
+def judge_plain(prediction: str, reference: str, rules: Rules) -> Verdict:
     text = prediction[-MAX_TEXT_CHARS:].strip()
     if not text:
         return no_answer("an empty output")
-    return judge_texts(text, reference, strict)
+    return judge_texts(text, reference, rules)
 
 
 def reference_text(gold: str) -> str:
@@ -83,8 +99,11 @@ def reference_text(gold: str) -> str:
     return gold if LATEX.search(gold) else f"\\boxed{{{gold.strip()}}}"
 
 
-def judge_texts(answer: str, reference: str, strict: bool) -> Verdict:
+def judge_texts(answer: str, reference: str, rules: Rules) -> Verdict:
     """Compares two texts that math-verify can parse."""
+    answer, reference = (
+        GROUPED.sub(lambda number: re.sub("[^0-9]", "", number[0]), text) for text in (answer, reference)
+    )
     quick = compare_numbers(answer, reference)
     if quick is not None:
         return correct() if quick else wrong("another number")
@@ -96,9 +115,42 @@ def judge_texts(answer: str, reference: str, strict: bool) -> Verdict:
     parsed_answer = parse_text(answer)
     if not parsed_answer:
         return no_answer("nothing that looks like an answer")
-    if verify(list(parsed_reference), list(parsed_answer), strict=strict, timeout_seconds=None):
-        return correct()
+    if verify(list(parsed_reference), list(parsed_answer), strict=rules.strict, timeout_seconds=None):
+        reason = _objection(answer, reference, rules)
+        return correct() if reason is None else wrong(reason)
     return unparsable("only text") if all(isinstance(item, str) for item in parsed_answer) else wrong()
+
+
+def _objection(answer: str, reference: str, rules: Rules) -> str | None:
+    """Why an answer that math-verify accepts is not the one value that the reference is."""
+    from sympy import Expr
+
+    value = next(iter(parse_text(reference)), None)
+    if not isinstance(value, Expr):
+        return None  # sets, intervals, equations and texts may join several values
+    answer, reference = _inside(answer), _inside(reference)
+    if answer == reference:
+        return None
+    found = number_objection(answer, reference) if value.is_number else None
+    return found or objection(
+        answer, reference, functools.partial(_equal, strict=rules.strict), operators=rules.operators
+    )
+
+
+def _inside(text: str) -> str:
+    """What is compared of a text: the content of its last box, or what math-verify found in it."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    found = [item for item in parse_text(text) if isinstance(item, str)]
+    return found[-1] if found else text
+
+
+def _equal(left: str, right: str, *, strict: bool) -> bool:
+    from math_verify import verify
+
+    sides = [list(parse_text(f"\\boxed{{{side}}}")) for side in (left, right)]
+    return bool(sides[0] and sides[1]) and verify(*sides, strict=strict, timeout_seconds=None)
 
 
 def compare_numbers(answer: str, reference: str) -> bool | None:
