@@ -41,15 +41,15 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
-from pipelinerl import ledger
+from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
+from pipelinerl.inspect import ledger
+from pipelinerl.inspect.outside import look_into, process_environment
 from pipelinerl.launcher.guardian import marked_processes, send, shared_memory_of
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
-from pipelinerl.streams.outside import look_into, process_environment
-from pipelinerl.variables import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.world import WorldMap
 
 ROOT = Path(__file__).resolve().parents[1]

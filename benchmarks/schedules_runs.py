@@ -27,11 +27,11 @@ import msgspec
 from omegaconf import OmegaConf
 from schedules_task import FIRST_REQUEST, build_model, question, success_of
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.launcher.commands import inherited_environment, role_command
 from pipelinerl.observability.metrics import read_metrics
-from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, build_world
 
 DEVICE_KINDS = ("actor_llm", "finetune")

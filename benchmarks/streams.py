@@ -35,8 +35,8 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MicroBatch, Rollout, RolloutGroup, TrainingSequence, WeightUpdateSuccess
+from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader, open_writer, set_streams_backend
-from pipelinerl.streams.redis_server import redis_command, redis_config, start_redis, stop_redis
 
 GROUP_TOKENS = 8 * 2000
 BATCH_TOKENS = 16_000

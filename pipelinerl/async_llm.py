@@ -7,19 +7,20 @@ a finite log-probability for every token is a server failure, never a shorter or
 
 import asyncio
 import copy
+import json
 import random
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipelinerl.chat import ChatRenderer, Turn, extend, output_of, renderer_of
+from pipelinerl.chat import ChatRenderer, ReadText, Turn, extend, renderer_of
+from pipelinerl.chat.tool_calls import read_plain, reader_of
 from pipelinerl.errors import DomainError, ServerError, TransportError
-from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
+from pipelinerl.llm import FunctionCall, GenerateRequest, LLMCall, LLMOutput, Prompt, ToolCall, TrainableLLM
 from pipelinerl.rollouts import CallTokens, TrainingText
-from pipelinerl.tool_calls import read_plain, reader_of
 
 GENERATE_ROUTE = "/inference/v1/generate"
 MISSING_LOGPROB = -9999.0
@@ -80,39 +81,6 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     )
     text._attach(tokens)
     return text
-
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One completion to sample; requests with equal ``key`` may share an HTTP request with ``n`` > 1."""
-
-    token_ids: np.ndarray
-    """int32 [P]"""
-    body_key: bytes
-    """JSON of the sampling parameters."""
-    model: str
-    retries: int
-    base_delay_s: float
-
-    @property
-    def key(self) -> tuple[bytes, bytes]:
-        return self.token_ids.tobytes(), self.body_key
-
-    def body(self, n: int) -> bytes:
-        """The HTTP body for ``n`` samples."""
-        params = msgspec.json.decode(self.body_key)
-        if n > 1:
-            params["n"] = n
-        return msgspec.json.encode(
-            {"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params}
-        )
-
-
-class Transport(Protocol):
-    """How a request reaches a model."""
-
-    async def generate(
-        self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession
-    ) -> CallTokens: ...
 
 
 class DirectTransport:
@@ -291,7 +259,7 @@ def _to_call(
     spans = tokens.version_spans
     call = LLMCall(
         prompt=prompt,
-        output=output_of(sampled_text, said, f"call-{index}"),
+        output=_output_of(sampled_text, said, f"call-{index}"),
         prompt_length_tokens=len(tokens.prompt_ids),
         output_length_tokens=len(tokens.completion_ids),
         model_version=int(spans[:, 2].min()) if len(spans) else None,
@@ -305,6 +273,17 @@ def _to_call(
     call._attach(tokens)
     call._prompt_text, call._output_text = prompt_text, sampled_text + end_text
     return call
+
+
+def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
+    """The assistant's message for sampled text as it was read."""
+    if not said.calls:
+        return LLMOutput(content=text)
+    tool_calls = [
+        ToolCall(id=f"{call_prefix}-{i}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
+        for i, (name, arguments) in enumerate(said.calls)
+    ]
+    return LLMOutput(content=said.content or None, tool_calls=tool_calls)
 
 
 def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:

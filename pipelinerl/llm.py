@@ -8,16 +8,18 @@ import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import uuid4
 
+import msgspec
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from pipelinerl.chat import Turn, renderer_of
 from pipelinerl.rollouts import CallTokens, LazyModel
 
 if TYPE_CHECKING:
-    from pipelinerl.async_llm import Transport
-    from pipelinerl.chat import Turn
+    import aiohttp
 
 TOKEN_VARIABLE = "PIPELINERL_LLM_TOKEN"
 """Environment variable with the bearer token of the inference servers' OpenAI routes."""
@@ -124,6 +126,39 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One completion to sample; requests with equal ``key`` may share an HTTP request with ``n`` > 1."""
+
+    token_ids: np.ndarray
+    """int32 [P]"""
+    body_key: bytes
+    """JSON of the sampling parameters."""
+    model: str
+    retries: int
+    base_delay_s: float
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        return self.token_ids.tobytes(), self.body_key
+
+    def body(self, n: int) -> bytes:
+        """The HTTP body for ``n`` samples."""
+        params = msgspec.json.decode(self.body_key)
+        if n > 1:
+            params["n"] = n
+        return msgspec.json.encode(
+            {"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params}
+        )
+
+
+class Transport(Protocol):
+    """How a request reaches a model."""
+
+    async def generate(
+        self, llm: "TrainableLLM", request: GenerateRequest, session: "aiohttp.ClientSession"
+    ) -> CallTokens: ...
+
+
 class TrainableLLM(BaseModel):
     """An inference server and how to sample from it.
 
@@ -152,8 +187,8 @@ class TrainableLLM(BaseModel):
     base_delay: float = 0.5
     """Seconds before the first repetition; doubled for each further one."""
 
-    _transport: "Transport | None" = PrivateAttr(default=None)
-    _turns: "list[Turn] | None" = PrivateAttr(default=None)
+    _transport: Transport | None = PrivateAttr(default=None)
+    _turns: list[Turn] | None = PrivateAttr(default=None)
     _num_calls: int = PrivateAttr(default=0)
     _failure: BaseException | None = PrivateAttr(default=None)
 
@@ -164,8 +199,6 @@ class TrainableLLM(BaseModel):
 
     def count_tokens(self, messages: list[dict] | str) -> int:
         """Tokens of a text, or of messages rendered with the chat template."""
-        from pipelinerl.chat import renderer_of
-
         self.load_tokenizer()
         renderer = renderer_of(self.tokenizer)
         if isinstance(messages, str):

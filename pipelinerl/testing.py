@@ -16,8 +16,8 @@ import numpy as np
 from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.async_llm import GENERATE_ROUTE, GenerateRequest
-from pipelinerl.llm import TrainableLLM
+from pipelinerl.async_llm import GENERATE_ROUTE
+from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.rollouts import CallTokens, RolloutResult
 
 CHAT_TEMPLATE = (

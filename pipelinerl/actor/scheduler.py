@@ -22,10 +22,10 @@ from omegaconf import DictConfig
 from pipelinerl.actor import failures
 from pipelinerl.actor.messages import AttemptEnded, Failure, GroupFinished, StartGroup
 from pipelinerl.actor.sequences import to_rollout
-from pipelinerl.async_llm import GenerateRequest, backoff_s, is_retryable, post_generate
+from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
 from pipelinerl.config.rules import distortions
 from pipelinerl.errors import DomainError, TransportError
-from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.records import Rollout
 from pipelinerl.rollouts import CallTokens, RolloutResult
 

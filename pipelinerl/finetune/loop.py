@@ -22,6 +22,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import checkpoints
@@ -42,7 +43,6 @@ from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, Tra
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION, TRAINER, TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_writer
-from pipelinerl.variables import SECRET_VARIABLE
 
 log = logging.getLogger(__name__)
 

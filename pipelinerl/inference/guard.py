@@ -9,7 +9,7 @@ import hmac
 import os
 from typing import Any
 
-from pipelinerl.variables import SECRET_VARIABLE
+from pipelinerl.config.environment import SECRET_VARIABLE
 
 OPEN_PATHS = frozenset(
     {

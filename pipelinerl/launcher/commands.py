@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.variables import SECRET_VARIABLE
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, interface_of, visible_devices
 
 FOLDERS = {
@@ -19,7 +19,7 @@ FOLDERS = {
     "preprocessor": "pipelinerl.preprocess",
     "verifier": "pipelinerl.verifier",
     "finetune": "pipelinerl.finetune",
-    "redis": "pipelinerl.streams.redis_server",
+    "redis": "pipelinerl.redis_server",
 }
 NOT_INHERITED = (
     "PYTHONDONTWRITEBYTECODE",  # every start would compile everything again

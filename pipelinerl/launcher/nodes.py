@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
 from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
-from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)

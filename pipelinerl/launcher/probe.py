@@ -14,9 +14,8 @@ import aiohttp
 import numpy as np
 from omegaconf import DictConfig
 
-from pipelinerl.async_llm import GenerateRequest
 from pipelinerl.errors import TransportError, VerifierError
-from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.rollouts import CallTokens, RolloutResult
 
 Rollout = Callable[..., Awaitable[Any]]

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import guardian
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.variables import ROLE_VARIABLE, RUN_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)

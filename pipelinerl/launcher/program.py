@@ -19,8 +19,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.report import read_summary, summary_lines, write_report
 from pipelinerl.launcher import preflight, run_dir
 from pipelinerl.launcher.commands import (
     RoleCommand,
@@ -33,10 +35,8 @@ from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import Progress
 from pipelinerl.observability.logging import setup_launcher_logging
-from pipelinerl.observability.report import read_summary, summary_lines, write_report
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
-from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, build_world, check_local_devices
 from pipelinerl.world.cluster import read_node_environment
 

@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
-from pipelinerl.observability.report import read_summary
 from pipelinerl.world import WorldMap
 from pipelinerl.world.map import WORLD_FILE
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.observability.report import number
+from pipelinerl.inspect.report import number
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,

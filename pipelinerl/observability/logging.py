@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipelinerl.variables import SECRET_VARIABLES
+from pipelinerl.config.environment import SECRET_VARIABLES
 
 NEVER_LOGGED = (*SECRET_VARIABLES, "WANDB_API_KEY", "HF_TOKEN")
 CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock", "matplotlib", "fsspec")

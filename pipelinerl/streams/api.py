@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
 from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec, run_key
-from pipelinerl.variables import REDIS_PASSWORD_VARIABLE
 
 R = TypeVar("R")
 

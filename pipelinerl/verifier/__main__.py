@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import VerifierError
 from pipelinerl.observability.role import RoleContext, run_role
-from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.verifier.app import create_app
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import DomainError, VerifierError
-from pipelinerl.variables import SECRET_VARIABLE
 from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
 
 RETRIES = 9

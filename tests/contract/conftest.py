@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.streams.redis_server import redis_command, redis_config, start_redis, stop_redis
+from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 
 
 @pytest.fixture(scope="session")

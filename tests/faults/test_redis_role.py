@@ -19,13 +19,16 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose, to_container
 from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.inspect.outside import look_into, password_of_live_roles
 from pipelinerl.observability.status import StatusRecord, write_status
 from pipelinerl.records import TrainingDone
 from pipelinerl.records.messages import TrainerMessage
-from pipelinerl.streams import SingleStreamSpec, open_writer, redis_server
+from pipelinerl.redis_server import __main__ as redis_role
+from pipelinerl.redis_server import server as redis_server
+from pipelinerl.redis_server.__main__ import run_redis
+from pipelinerl.redis_server.server import redis_command
+from pipelinerl.streams import SingleStreamSpec, open_writer
 from pipelinerl.streams import __main__ as command
-from pipelinerl.streams.outside import look_into, password_of_live_roles
-from pipelinerl.streams.redis_server import redis_command, run_redis
 
 
 class Role:
@@ -50,7 +53,7 @@ class Role:
     def is_beating(self) -> bool:
         """Whether a heartbeat came within four pings' time-outs."""
         self.progress.clear()
-        return self.progress.wait(4 * redis_server._PING_TIMEOUT_S)
+        return self.progress.wait(4 * redis_server.PING_TIMEOUT_S)
 
     def server(self) -> psutil.Process:
         (process,) = [p for p in psutil.Process().children() if f":{self.port}" in " ".join(p.cmdline())]
@@ -64,8 +67,8 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Role]:
     except ConfigError as error:
         pytest.skip(str(error))
     monkeypatch.setenv("PIPELINERL_REDIS_PASSWORD", "secret")
-    monkeypatch.setattr(redis_server, "_PING_EVERY_S", 0.05)
-    monkeypatch.setattr(redis_server, "_PING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(redis_role, "_PING_EVERY_S", 0.05)
+    monkeypatch.setattr(redis_server, "PING_TIMEOUT_S", 0.2)
     monkeypatch.setattr(redis_server, "_STOP_S", 1.0)
     with ThreadPoolExecutor(1) as executor:
         role = Role(tmp_path, executor)

@@ -16,10 +16,10 @@ import pytest
 import redis
 
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
+from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec
 from pipelinerl.streams import redis as redis_streams
 from pipelinerl.streams.redis import RedisBackend
-from pipelinerl.streams.redis_server import redis_command, redis_config, start_redis, stop_redis
 
 PASSWORD = 'a "quoted" \\ password'
 

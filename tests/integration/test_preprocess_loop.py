@@ -16,7 +16,7 @@ import pytest
 from pipelinerl import state
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
-from pipelinerl.ledger import build
+from pipelinerl.inspect.ledger import build
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess import reference
 from pipelinerl.preprocess.loop import Preprocessor

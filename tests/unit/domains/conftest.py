@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.async_llm import GenerateRequest
 from pipelinerl.launcher.probe import END_TOKEN, ByteTokenizer
-from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.rollouts import CallTokens, RolloutResult
 
 Play = Callable[..., Awaitable[RolloutResult]]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.inspect import report
 from pipelinerl.launcher.terminal import evaluation_line, step_line
-from pipelinerl.observability import report
 from pipelinerl.records import (
     EvaluationDone,
     Rollout,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.inspect import streams as command
 from pipelinerl.records import RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
-from pipelinerl.streams import __main__ as command
 
 
 @pytest.fixture

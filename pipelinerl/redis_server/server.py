@@ -1,10 +1,8 @@
-"""The redis server of a run as a role: ``python -m pipelinerl.streams.redis_server --run-dir R --job redis_0``.
+"""Starts and stops a redis-server process.
 
-Starts redis-server with a configuration given on its standard input (so that the password is in no file and no command
-line), watches that it answers, and stops it. The server keeps every write in an append-only file in the job's folder:
-killed and started again, it has lost nothing that it acknowledged. It listens on loopback, unless the world has several
-nodes; then it must have a password. The role fails when the server ends; its heartbeat is the server's answers, so a
-frozen server is a frozen role. Either way the supervisor starts both anew.
+The server reads its configuration from standard input, so the password is in no file and on no command line. It keeps
+every write in an append-only file: killed and started again, it has lost nothing that it acknowledged. It listens on
+loopback, unless the world has several nodes; then it must have a password.
 """
 
 import contextlib
@@ -19,18 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.observability.role import die_with_parent
-from pipelinerl.variables import REDIS_PASSWORD_VARIABLE
 
 if TYPE_CHECKING:
     import redis
 
-    from pipelinerl.observability.role import RoleContext
-
 OLDEST_VERSION = 7
-_PING_EVERY_S = 1.0
-_PING_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 5.0
 _STOP_S = 6.0
 _START_POLL_S = 0.02
 
@@ -112,29 +107,6 @@ def stop_redis(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def run_redis(context: "RoleContext") -> None:
-    """Keeps the server running until the role is told to stop; raises ``StreamError`` when the server fails."""
-    cfg, job = context.cfg, context.job
-    assert job.port is not None, "the world gives redis a port"
-    data_dir = context.run_dir / job.name / "data"
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    password = os.environ.get(REDIS_PASSWORD_VARIABLE)
-    config = redis_config(
-        port=job.port,
-        data_dir=data_dir.resolve(),
-        password=password,
-        several_nodes=len(context.world.nodes) > 1,
-        fsync=cfg.streams.fsync,
-        max_record_mb=cfg.streams.max_record_mb,
-    )
-    with exclusively(data_dir):
-        process = start_redis(config)
-        try:
-            _watch(context, process, _client(job.port, password))
-        finally:
-            stop_redis(process)
-
-
 @contextlib.contextmanager
 def exclusively(data_dir: Path) -> Iterator[None]:
     """One server at a time on these data."""
@@ -153,7 +125,7 @@ def await_redis(process: "subprocess.Popen[bytes]", port: int, password: str, ti
     from redis.exceptions import RedisError
 
     deadline = time.monotonic() + timeout_s
-    with _client(port, password) as client:
+    with redis_client(port, password) as client:
         while True:
             try:
                 client.ping()
@@ -164,29 +136,7 @@ def await_redis(process: "subprocess.Popen[bytes]", port: int, password: str, ti
                 time.sleep(_START_POLL_S)
 
 
-def _watch(context: "RoleContext", process: "subprocess.Popen[bytes]", client: "redis.Redis") -> None:
-    """Waits for the request to stop; fails when the server ends. Every answer is a heartbeat."""
-    from redis.exceptions import RedisError, ResponseError
-
-    while not context.stop.wait(_PING_EVERY_S):
-        if process.poll() is not None:
-            raise StreamError(
-                f"redis-server ended with code {process.returncode}; its last words are above in this log"
-            )
-        try:
-            client.ping()
-            answered = True
-        except ResponseError as error:
-            raise StreamError(f"redis-server on port {context.job.port} refuses to answer: {error}") from error
-        except RedisError as error:
-            answered = "loading" in str(error).lower()
-        if answered:
-            context.status.progress()
-            context.status.beat_with_progress()
-    client.close()
-
-
-def _client(port: int, password: str | None) -> "redis.Redis":
+def redis_client(port: int, password: str | None) -> "redis.Redis":
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -194,8 +144,8 @@ def _client(port: int, password: str | None) -> "redis.Redis":
     return redis.Redis(
         port=port,
         password=password,
-        socket_timeout=_PING_TIMEOUT_S,
-        socket_connect_timeout=_PING_TIMEOUT_S,
+        socket_timeout=PING_TIMEOUT_S,
+        socket_connect_timeout=PING_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
     )
 
@@ -206,9 +156,3 @@ def _quoted(text: str) -> str:
     if any(ord(letter) < 32 for letter in text):
         raise ConfigError("a redis password or path must not contain control characters")
     return f'"{escaped}"'
-
-
-if __name__ == "__main__":
-    from pipelinerl.observability.role import run_role
-
-    run_role(run_redis)

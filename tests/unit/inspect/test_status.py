@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from pipelinerl import status as command
 from pipelinerl.config.load import compose, to_container
+from pipelinerl.inspect import status as command
 from pipelinerl.observability.status import RoleStatus, StatusRecord, Wait, read_statuses, write_status
 from pipelinerl.records import EvaluationDone, SamplesProcessed, TrainingDone, WeightUpdateSuccess
 from pipelinerl.records.messages import TrainerMessage

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipelinerl.chat.tool_calls import Reader, ReadText
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import FunctionCall, LLMOutput, ToolCall
-from pipelinerl.tool_calls import Reader, ReadText
 
 CACHED_PROMPTS = 4096
 
@@ -148,17 +147,6 @@ def _plain_tool_call(call: dict) -> dict:
         with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(arguments)
     return {**call, "function": function}
-
-
-def output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
-    """The assistant's message for sampled text as it was read."""
-    if not said.calls:
-        return LLMOutput(content=text)
-    tool_calls = [
-        ToolCall(id=f"{call_prefix}-{i}", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
-        for i, (name, arguments) in enumerate(said.calls)
-    ]
-    return LLMOutput(content=said.content or None, tool_calls=tool_calls)
 
 
 def extend(

@@ -6,10 +6,10 @@ import aiohttp
 import pytest
 
 from pipelinerl.async_llm import llm_async_generate
+from pipelinerl.chat.tool_calls import ReadText, read_hermes, reader_of
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt
 from pipelinerl.testing import FakeLLM, byte_tokenizer
-from pipelinerl.tool_calls import ReadText, read_hermes, reader_of
 
 TOOL = {
     "type": "function",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records.messages import (
@@ -20,9 +20,7 @@ from pipelinerl.records.messages import (
 )
 from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
 from pipelinerl.records.topics import ACTOR, EVALUATION, TRAINER
-
-if TYPE_CHECKING:
-    from pipelinerl.streams import SingleStreamSpec
+from pipelinerl.streams import SingleStreamSpec, open_reader
 
 SUMMARY_FILE = "summary.json"
 
@@ -58,8 +56,6 @@ class RunRecords:
 
 def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True) -> RunRecords:
     """Read the topics of a run from their beginning; the streams backend must be set."""
-    from pipelinerl.streams import SingleStreamSpec, open_reader
-
     records = RunRecords()
     with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None) as reader:
         records.trainer = [message for _, message in reader.read_all()]
@@ -71,10 +67,8 @@ def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True
     return records
 
 
-def read_rollouts(spec: "SingleStreamSpec", totals: RolloutTotals) -> None:
+def read_rollouts(spec: SingleStreamSpec, totals: RolloutTotals) -> None:
     """Add up a topic of groups, a batch at a time."""
-    from pipelinerl.streams import open_reader
-
     with open_reader(spec, ActorRecord, name=None) as reader:
         batch = reader.poll(0)
         totals.is_complete &= not batch or batch[0][0] == 0

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.streams import redis_server
-from pipelinerl.streams.redis_server import redis_command, redis_config
+from pipelinerl.redis_server import server as redis_server
+from pipelinerl.redis_server.server import redis_command, redis_config
 
 
 def lines(**changes: object) -> list[str]:

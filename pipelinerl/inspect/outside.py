@@ -13,19 +13,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
 from pipelinerl.config.load import RUN_CONFIG, load_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import StreamError
 from pipelinerl.observability.status import read_statuses
-from pipelinerl.streams.api import backend_from_config, redis_backend, set_streams_backend
-from pipelinerl.streams.redis_server import (
+from pipelinerl.redis_server.server import (
     await_redis,
     exclusively,
     redis_config,
     start_redis,
     stop_redis,
 )
-from pipelinerl.variables import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
+from pipelinerl.streams.api import backend_from_config, redis_backend, set_streams_backend
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from pipelinerl.ledger import LedgerEntry, build, merge
+from pipelinerl.inspect.ledger import LedgerEntry, build, merge
 from pipelinerl.records import GroupDropped, PreprocessorProgress, Rollout, RolloutGroup, TrainingSequence
 
 SEQUENCE = TrainingSequence(

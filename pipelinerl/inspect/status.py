@@ -1,0 +1,180 @@
+"""One screen about a run: `python -m pipelinerl.status results/x [--stacks]`.
+
+Reads the run folder only (status files, topics, hang reports), so it works from any shell on any node that sees the
+folder, and after the run as well. `--stacks` asks every live role of this machine for its Python stacks, too.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.environment import ROLE_VARIABLE
+from pipelinerl.config.load import load_run
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.inspect.outside import look_into, process_environment
+from pipelinerl.inspect.report import last_per_step, number, read_records
+from pipelinerl.observability.health import wait_chain
+from pipelinerl.observability.status import StatusRecord, read_statuses
+from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
+from pipelinerl.streams import get_streams_backend
+
+STACKS_GRACE_S = 0.7
+STALE_HEARTBEAT_S = 10.0
+
+
+def role_rows(statuses: Mapping[str, StatusRecord], now: float) -> list[tuple[str, ...]]:
+    """One row per role: state, last progress, what it waits for, newest fields."""
+    rows: list[tuple[str, ...]] = []
+    for name, status in sorted(statuses.items()):
+        state = describe_state(status, now)
+        rows.append((name, state, f"{ago(now - status.progress_at)} ago", describe_wait(status, now), fields(status)))
+    return rows
+
+
+def describe_state(status: StatusRecord, now: float) -> str:
+    if status.state != "running":
+        return status.state
+    silence = now - status.heartbeat
+    if silence > STALE_HEARTBEAT_S:
+        return f"silent for {ago(silence)}"
+    if not status.progress_count:
+        return "starting"
+    return "waiting" if status.waits else "working"
+
+
+def describe_wait(status: StatusRecord, now: float) -> str:
+    if status.state != "running" or not status.waits:
+        return ""
+    oldest = status.waits[0]
+    on = f" on {oldest.on}" if oldest.on else ""
+    return f"{oldest.what}{on}, {ago(now - oldest.since)}"
+
+
+def fields(status: StatusRecord) -> str:
+    return " ".join(f"{name}={value}" for name, value in status.fields.items())
+
+
+def chains(statuses: Mapping[str, StatusRecord]) -> list[str]:
+    """`actor_0 → finetune_0 → preprocessor_0` for every role that waits for another."""
+    running = {name: status for name, status in statuses.items() if status.state == "running"}
+    found = [wait_chain(name, running) for name in sorted(running)]
+    longest = [chain for chain in found if len(chain) > 1]
+    return [" → ".join(chain) for chain in longest if not any(chain == other[1:] for other in longest)]
+
+
+def ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def topic_lines(run_dir: Path, replicas: int) -> list[str]:
+    """Newest message of the control topics and the fill of the data topics."""
+    records = read_records(run_dir, replicas=replicas, with_rollouts=False)
+    return progress_lines(records)
+
+
+def progress_lines(records: Any) -> list[str]:
+    steps = last_per_step(records.trainer)
+    updates = [message for message in records.trainer if isinstance(message, WeightUpdateSuccess)]
+    lines = []
+    if steps:
+        metrics = steps[-1].metrics
+        lag = f"{number(metrics.get('lag_mean'), 1)} (max {number(metrics.get('lag_max'), 0)})"
+        lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} rollouts, lag {lag}")
+    if updates:
+        servers = ", ".join(updates[-1].servers) or "nobody"
+        lines.append(f"weights   version {updates[-1].version} on {servers}")
+    if records.evaluations:
+        newest = records.evaluations[-1]
+        lines.append(f"evaluated version {newest.version}: success {newest.success:.3f}, reward {newest.reward:.2f}")
+    if any(isinstance(message, TrainingDone) for message in records.trainer):
+        lines.append("training is done")
+    return lines
+
+
+def queue_lines(run_dir: Path) -> list[str]:
+    """Records written and still unread per stream."""
+    backend = get_streams_backend()
+    rows = []
+    for spec in backend.specs(run_dir):
+        stats = backend.stats(spec)
+        behind = {reader: stats.next_offset - position for reader, position in sorted(stats.positions.items())}
+        unread = ", ".join(f"{reader} {count} behind" for reader, count in behind.items())
+        rows.append((str(spec), str(stats.next_offset), unread))
+    return table(("stream", "records", "readers"), rows)
+
+
+def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str]:
+    """Ask every live role of this machine for its stacks and return what they wrote."""
+    asked = []
+    for name, status in sorted(statuses.items()):
+        if status.state == "running" and status.hostname == socket.gethostname() and is_role(status.pid, name, run_dir):
+            job, _, rank = name.partition(".")
+            path = run_dir / job / (f"stacks.{rank}.txt" if rank else "stacks.txt")
+            asked.append((name, path, path.stat().st_size if path.exists() else 0))
+            os.kill(status.pid, signal.SIGUSR1)
+    time.sleep(STACKS_GRACE_S)
+    lines = []
+    for name, path, before in asked:
+        text = path.read_text()[before:] if path.exists() else ""
+        lines += [f"── {name} ({path})", text.rstrip() or "no answer: the process is frozen or in foreign code"]
+    return lines
+
+
+def is_role(pid: int, name: str, run_dir: Path) -> bool:
+    """Whether this process is that role: to anybody else the signal would be the end."""
+    job = name.partition(".")[0]
+    if process_environment(pid).get(ROLE_VARIABLE, "").endswith(f"/{job}"):
+        return True
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return str(run_dir) in arguments and job in arguments
+
+
+def screen(run_dir: Path) -> list[str]:
+    """Everything but the stacks."""
+    cfg = load_run(run_dir)
+    statuses = read_statuses(run_dir)
+    lines = [f"run {run_dir}", *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time()))]
+    lines += [f"wait chain: {chain}" for chain in chains(statuses)]
+    try:
+        with look_into(run_dir):
+            lines += ["", *topic_lines(run_dir, cfg.world.replicas), "", *queue_lines(run_dir)]
+    except PipelineRLError as error:
+        lines += ["", f"the streams cannot be read: {error}"]
+    hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []
+    return lines + [f"hang report: {path}" for path in hangs]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    everything = [header, *rows]
+    widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in everything
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.status", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path, help="run folder (output_dir)")
+    parser.add_argument("--stacks", action="store_true", help="also print every live role's Python stacks")
+    arguments = parser.parse_args(argv)
+    try:
+        lines = screen(arguments.run_dir.resolve())
+        if arguments.stacks:
+            lines += ["", *dump_stacks(arguments.run_dir.resolve(), read_statuses(arguments.run_dir))]
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0

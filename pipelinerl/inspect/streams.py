@@ -1,0 +1,136 @@
+"""Looks into a run's streams from outside; leaves no trace in them.
+
+python -m pipelinerl.streams tail results/x actor            the last 10 records as JSON, one per line
+python -m pipelinerl.streams tail results/x actor --from 0 --follow
+python -m pipelinerl.streams stats results/x                 streams, lengths, positions, bytes
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.inspect.outside import look_into
+from pipelinerl.streams.api import TopicReader, get_streams_backend, open_reader
+from pipelinerl.streams.base import StreamStats
+from pipelinerl.streams.codec import jsonable
+from pipelinerl.streams.spec import SingleStreamSpec
+
+_FOLLOW_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        with look_into(args.run):
+            args.command(args)
+        sys.stdout.flush()
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has seen enough
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def tail(args: argparse.Namespace) -> None:
+    """Prints records; with ``--follow`` until interrupted."""
+    specs = _matching(args.run, args.topic)
+    if not specs and args.follow:
+        specs = [_parse_topic(args.run, args.topic) or SingleStreamSpec(args.run, args.topic)]
+    if not specs:
+        known = ", ".join(map(str, get_streams_backend().specs(args.run))) or "none"
+        raise StreamError(f"{args.run} has no stream {args.topic!r}; its streams: {known}")
+    readers = [_open_at(spec, args.first, args.last) for spec in specs]
+    try:
+        while _print_new(readers, _FOLLOW_S / len(readers) if args.follow else 0.0) or args.follow:
+            pass
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def stats(args: argparse.Namespace) -> None:
+    """Prints one row per stream."""
+    backend = get_streams_backend()
+    found = [backend.stats(spec) for spec in backend.specs(args.run)]
+    if args.json:
+        print(json.dumps([_as_dict(row) for row in found], indent=2))
+        return
+    rows = [("stream", "first", "next", "stored", "bytes", "readers: position (behind)"), *map(_as_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in range(1, 5)), row[5]]
+        print("  ".join(cells).rstrip())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl.streams", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="tail | stats")
+
+    def add(name: str, command: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(name, help=(command.__doc__ or "").rstrip("."))
+        subparser.add_argument("run", type=Path, help="the run folder")
+        subparser.set_defaults(command=command)
+        return subparser
+
+    tail_parser = add("tail", tail)
+    tail_parser.add_argument("topic", help="a topic (actor) or one stream of it (training_data/0/1)")
+    tail_parser.add_argument("--last", type=int, default=10, metavar="N", help="records to begin with (10)")
+    tail_parser.add_argument("--from", type=int, dest="first", metavar="OFFSET", help="begin at this record instead")
+    tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
+    add("stats", stats).add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _matching(run_dir: Path, topic: str) -> list[SingleStreamSpec]:
+    return [spec for spec in get_streams_backend().specs(run_dir) if topic in (spec.topic, str(spec))]
+
+
+def _parse_topic(run_dir: Path, text: str) -> SingleStreamSpec | None:
+    """`topic/instance/partition` as a stream; None when the text is something else."""
+    match text.split("/"):
+        case [topic, instance, partition] if instance.isdecimal() and partition.isdecimal():
+            return SingleStreamSpec(run_dir, topic, int(instance), int(partition))
+    return None
+
+
+def _open_at(spec: SingleStreamSpec, first: int | None, last: int) -> TopicReader[Any]:
+    stored = get_streams_backend().stats(spec)
+    wanted = stored.next_offset - max(last, 0) if first is None else first
+    return open_reader(spec, Any, name=None, start=max(stored.first_offset, wanted))
+
+
+def _print_new(readers: list[TopicReader[Any]], timeout_s: float) -> bool:
+    """Prints what each reader has; returns whether there was anything."""
+    printed = False
+    for reader in readers:
+        for offset, record in reader.poll(timeout_s):
+            print(json.dumps({"stream": str(reader.spec), "offset": offset, "record": jsonable(record)}))
+            printed = True
+    if printed:
+        sys.stdout.flush()
+    return printed
+
+
+def _as_dict(row: StreamStats) -> dict[str, Any]:
+    return {
+        "stream": str(row.spec),
+        "first_offset": row.first_offset,
+        "next_offset": row.next_offset,
+        "size_bytes": row.size_bytes,
+        "positions": row.positions,
+    }
+
+
+def _as_row(row: StreamStats) -> tuple[str, ...]:
+    readers = (f"{name}: {position} ({row.next_offset - position})" for name, position in row.positions.items())
+    numbers = (row.first_offset, row.next_offset, row.next_offset - row.first_offset, row.size_bytes)
+    return (str(row.spec), *(f"{number:,}" for number in numbers), ", ".join(readers))
