@@ -31,10 +31,12 @@ check: install
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
+	$(PY) -m pipelinerl.config.docs --check
 
 format: install
 	$(PY) -m ruff check --fix $(PACKAGES)
 	$(PY) -m ruff format $(PACKAGES)
+	$(PY) -m pipelinerl.config.docs
 
 # The tests of `streams=redis` talk to a real server.
 redis:

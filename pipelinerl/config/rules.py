@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from pipelinerl.config.keys import declared
 from pipelinerl.config.paths import CONF_DIR
-from pipelinerl.config.sections import Config
+from pipelinerl.config.sections import Config, RLSection
 from pipelinerl.errors import ConfigError
 
 Check = Callable[[Config], str | None]
@@ -240,10 +239,8 @@ def betas_are_rates(config: Config) -> str | None:
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """Default values of `finetune.rl`, as the YAML file has them."""
-    loaded = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "finetune" / "base.yaml"), resolve=False)
-    assert isinstance(loaded, dict)
-    return loaded["rl"]
+    """Default values of `finetune.rl`."""
+    return {key.last: key.default for key in declared(RLSection)}
 
 
 def _changed(config: Config, *names: str) -> str:

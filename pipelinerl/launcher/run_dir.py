@@ -19,6 +19,7 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.resume import differing_keys
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
@@ -39,50 +40,6 @@ OWNED = (
     "summary.json",
     "learning_curve.png",
 )
-MAY_CHANGE = (
-    "output_dir",
-    "force_restart",
-    "dry_run",
-    "launcher.*",
-    "wandb.*",
-    "weights.*",
-    "verifier.*",
-    "eval.*",
-    "eval_every_n_versions",
-    "test_llm.*",
-    "test_dataset_names",
-    "sandbox_endpoint",
-    "trust_remote_code",
-    "use_deepspeed",
-    "deepspeed_config",
-    "use_fsdp",
-    "world.*",
-    "streams.segment_mb",
-    "streams.fsync",
-    "streams.host",
-    "streams.port",
-    "streams.external",
-    "streams.max_record_mb",
-    "vllm_config.*",
-    "actor.llm_max_rollouts",
-    "actor.rollout_workers",
-    "actor.*_timeout_s",
-    "actor.max_*",
-    "actor.log_every_s",
-    "preprocess.reference_concurrency",
-    "preprocess.max_ready_steps",
-    "finetune.max_train_steps",
-    "finetune.save_checkpoint_steps",
-    "finetune.keep_checkpoints",
-    "finetune.head_chunk_tokens",
-    "finetune.gradient_checkpointing",
-    "finetune.attn_implementation",
-    "finetune.engine",
-    "finetune.seq_parallel",
-)
-"""Settings that say how the run is executed, not which experiment it is: a resumed run may change them."""
-BOUND_TO_STREAMS = ("world.replicas",)
-"""… except these: the streams in the folder are laid out for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,27 +131,6 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
             f"`output_dir` is {str(path)!r}: it holds another experiment ({shown}{more}); use the same settings to "
             "resume it, another folder, or force_restart=true to delete it and start over"
         )
-
-
-def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Settings present in both that differ and make it another experiment."""
-    before, after = dict(flatten(old)), dict(flatten(new))
-    absent = "absent"
-    keys = sorted(key for key in before.keys() | after.keys() if defines_experiment(key))
-    pairs = [(key, before.get(key, absent), after.get(key, absent)) for key in keys]
-    return [(key, was, now) for key, was, now in pairs if was != now]
-
-
-def defines_experiment(key: str) -> bool:
-    return key in BOUND_TO_STREAMS or not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-
-
-def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:

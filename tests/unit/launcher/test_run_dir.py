@@ -115,24 +115,6 @@ def test_claim_finished_means_all_steps_asked_for(container: dict, tmp_path: Pat
     assert claim.finished is finished
 
 
-@pytest.mark.parametrize(
-    ("key", "defines"),
-    [
-        ("seed", True),
-        ("finetune.learning_rate", True),
-        ("llm.parameters.temperature", True),
-        ("world.replicas", True),
-        ("streams.backend", True),
-        ("world.cpu_slots", False),
-        ("finetune.max_train_steps", False),
-        ("actor.rollout_timeout_s", False),
-        ("launcher.max_restarts", False),
-    ],
-)
-def test_defines_experiment_separates_what_from_how(key: str, defines: bool) -> None:
-    assert run_dir.defines_experiment(key) is defines
-
-
 def test_last_error_line_prefers_the_roles_own_last_word(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text(

@@ -1,0 +1,147 @@
+"""Writes what is said about keys elsewhere from their declarations: `python -m pipelinerl.config.docs [--check]`.
+
+Owned are the parts between the two marks in `conf/base.yaml`, `conf/finetune/base.yaml`, `conf/streams/files.yaml` and
+`docs/configuration.md`. What stands around the marks is written by hand. `--check` writes nothing and exits with 1
+where a file differs.
+"""
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipelinerl.config.keys import REQUIRED, Key, Section, declared, optional_subsection, sections, subsection
+from pipelinerl.config.sections import Config, FinetuneSection, StreamsSection
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN = "begin: written by `make format` from pipelinerl/config/sections"
+END = "end"
+FROM_GROUPS = ("finetune", "streams", "rewards")
+"""Keys that base.yaml takes from files of their own."""
+WIDTH = 120
+COMMENT_COLUMN = 34
+
+
+def pages() -> dict[str, str]:
+    """The generated part of every file."""
+    return {
+        "conf/base.yaml": yaml_of(Config, skip=FROM_GROUPS),
+        "conf/finetune/base.yaml": yaml_of(FinetuneSection),
+        "conf/streams/files.yaml": yaml_of(StreamsSection),
+        "docs/configuration.md": markdown(),
+    }
+
+
+def yaml_of(section: type[Section], skip: Iterable[str] = (), indent: int = 0) -> str:
+    """Every key with its default and, as comment, its meaning."""
+    keys = {key.name: key for key in declared(section)}
+    lines: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = subsection(field)
+        if name in skip:
+            continue
+        if inner:
+            lines += [f"{' ' * indent}{name}:", yaml_of(inner, indent=indent + 2)]
+        else:
+            lines.append(textwrap.indent(yaml_entry(keys[name], indent), " " * indent))
+    return "\n".join(lines)
+
+
+def yaml_entry(key: Key, indent: int) -> str:
+    """`name: default   # comment`; a long comment stands above, a long mapping has a line per key."""
+    width, column = WIDTH - indent, COMMENT_COLUMN - indent
+    entry = f"{key.last}: {flow(key.default)}"
+    if len(entry) > width:
+        inner = "\n".join(f"  {name}: {flow(value)}" for name, value in key.default.items())
+        return f"{key.last}:{'':<{column - len(key.last) - 1}}# {comment(key, width - column - 2)}\n{inner}"
+    start = max(column, len(entry) + 1)
+    text = comment(key, width - start - 2)
+    if text:
+        return f"{entry:<{start}}# {text}"
+    return "\n".join([*textwrap.wrap(f"# {sentences(key.meaning)[0]}", width, subsequent_indent="# "), entry])
+
+
+def comment(key: Key, width: int) -> str:
+    """The choices and as many sentences of the meaning as fit; empty if not even the first one does."""
+    parts = sentences(key.meaning)
+    texts = [". ".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    if key.choices:
+        texts = [f"{' | '.join(key.choices)}: {text}" for text in texts] + texts
+    return next((text for text in texts if len(text) <= width), "")
+
+
+def sentences(meaning: str) -> list[str]:
+    return re.split(r"(?<!e\.g)\. ", meaning)
+
+
+def flow(value: Any) -> str:
+    """A value as YAML on one line, interpolations unquoted where YAML allows it."""
+    if isinstance(value, str) and value.startswith("${"):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("...\n").strip()
+
+
+def markdown() -> str:
+    """One table per section; optional sections follow as tables of their own."""
+    parts = []
+    for name, section in sections(Config):
+        own = [key for key in declared(section, f"{name}.".lstrip(".")) if key.section is section]
+        parts.append(table(f"`{name}`" if name else "Experiment", section, own))
+        for field_name, field in section.model_fields.items():
+            inner = optional_subsection(field)
+            if inner:
+                parts.append(table(f"`{field_name}`", inner, list(declared(inner, f"{field_name}."))))
+    return "\n\n".join(parts)
+
+
+def table(title: str, section: type[Section], keys: Iterable[Key]) -> str:
+    head = "| key | type | default | resumed run | meaning |\n|---|---|---|---|---|"
+    rows = [
+        f"| `{key.name}` | {key.type} | {default_cell(key.default)} | "
+        f"{'may change' if key.may_change else 'fixed'} | {key.meaning.replace('|', chr(92) + '|')} |"
+        for key in keys
+    ]
+    intro = " ".join((section.__doc__ or "").split())
+    return "\n".join([f"## {title}", "", intro, "", head, *rows])
+
+
+def default_cell(default: Any) -> str:
+    return "required" if default == REQUIRED else f"`{flow(default)}`"
+
+
+def replace_between_marks(text: str, part: str) -> str:
+    """The file's text with the lines between its marks replaced."""
+    lines = text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if BEGIN in line)
+    end = next(i for i, line in enumerate(lines) if i > begin and line.strip("#<!-> ") == END)
+    return "\n".join([*lines[: begin + 1], part, *lines[end:]]) + "\n"
+
+
+def stale(root: Path = ROOT, generate: Callable[[], dict[str, str]] = pages) -> Iterator[tuple[Path, str]]:
+    """Files that differ from the declarations, with what they should be."""
+    for name, part in generate().items():
+        path = root / name
+        wanted = replace_between_marks(path.read_text(), part)
+        if wanted != path.read_text():
+            yield path, wanted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the YAML files and the page that describe every key.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
+    check = parser.parse_args().check
+    differing = list(stale())
+    for path, wanted in differing:
+        if not check:
+            path.write_text(wanted)
+        print(f"{path.relative_to(ROOT)}: {'differs: run make format' if check else 'written'}")
+    return 1 if check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

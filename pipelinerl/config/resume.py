@@ -1,0 +1,39 @@
+"""Whether a configuration continues the run in a folder: only keys declared with `may_change` may differ."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipelinerl.config.keys import optional_subsection, subsection
+from pipelinerl.config.sections import Config, Section
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Settings that differ and make it another experiment: key, old value, new value."""
+    before, after = dict(_flatten(old)), dict(_flatten(new))
+    absent = "absent"
+    keys = sorted(key for key in before.keys() | after.keys() if not may_change(key))
+    pairs = [(key, before.get(key, absent), after.get(key, absent)) for key in keys]
+    return [(key, was, now) for key, was, now in pairs if was != now]
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may change a dotted key. What lies within a mapping follows the mapping's key."""
+    section: type[Section] = Config
+    for part in key.split("."):
+        field = section.model_fields.get(part)
+        if field is None:
+            return False
+        inner = subsection(field) or optional_subsection(field)
+        if inner is None:
+            extra = field.json_schema_extra
+            return isinstance(extra, dict) and bool(extra["may_change"])
+        section = inner
+    return False
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,147 @@
+"""The whole configuration: the keys of the experiment, and every section."""
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from pipelinerl.config.keys import REQUIRED, Section, key
+from pipelinerl.config.sections.machines import (
+    LauncherSection,
+    StreamsSection,
+    VerifierSection,
+    WandbSection,
+    WorldSection,
+)
+from pipelinerl.config.sections.rollouts import (
+    ActorSection,
+    EvalSection,
+    EvaluationLLMSection,
+    LLMSection,
+    PreprocessSection,
+)
+from pipelinerl.config.sections.serving import VLLMSection, WeightsSection
+from pipelinerl.config.sections.training import FinetuneSection
+
+
+class TinyModelSection(Section):
+    """Recipe of a model that is built on the spot when `model_path` does not exist."""
+
+    recipe: str = key(
+        REQUIRED,
+        "name of a recipe of `pipelinerl.tiny_model`. Or of a function of yours that returns a `Recipe` "
+        "(`module.function`)",
+    )
+    seed: NonNegativeInt = key(REQUIRED, "seed of its weights")
+    params: dict[str, Any] = key(REQUIRED, "arguments of the recipe")
+
+
+class DomainSection(Section):
+    """One domain of a mixed run."""
+
+    name: str = key(REQUIRED, "name of the domain in metrics and messages")
+    weight: PositiveFloat = key(REQUIRED, "share of the trained samples, relative to the other domains")
+    rollout_policy: str = key(REQUIRED, "as `actor.rollout_policy`")
+    dataset_loader: str = key(REQUIRED, "as `dataset_loader`")
+    dataset_loader_params: dict[str, Any] = key(REQUIRED, "as `dataset_loader_params`")
+    train_dataset_names: list[str] = key(REQUIRED, "as `train_dataset_names`")
+    test_dataset_names: list[str] = key(REQUIRED, "as `test_dataset_names`")
+
+
+class Config(Section):
+    """The experiment."""
+
+    output_dir: str = key(
+        REQUIRED, "run folder: configuration, logs, streams, checkpoints, metrics, summary", may_change=True
+    )
+    model_path: str = key(
+        "Qwen/Qwen2.5-7B", "Hugging Face name or local folder of the policy. It is also the reference model"
+    )
+    tiny_model: TinyModelSection | None = key(
+        None,
+        "recipe of a model that is built when `model_path` does not exist. The quickstart uses one. Null = "
+        "`model_path` must exist",
+    )
+    seed: NonNegativeInt = key(42, "order of problems, sampling seeds of servers, initial values")
+    attempts: PositiveInt = key(8, "rollouts of one problem, the group over which the advantage is taken")
+    max_lag_steps: NonNegativeInt | None = key(
+        8,
+        "hard bound: a token sampled more optimizer steps ago is never trained. It is dropped and counted, and the "
+        "actor paces itself so that this is rare. 0 = synchronous, null = no bound",
+    )
+    schedule: Literal["pipeline", "conventional"] = key(
+        "pipeline",
+        "`pipeline` generates and trains side by side. `conventional` generates the data of `steps_per_phase` steps "
+        "with frozen weights, trains them, and pushes",
+    )
+    steps_per_phase: PositiveInt = key(1, "conventional only: optimizer steps per phase")
+    eval_every_n_versions: NonNegativeInt = key(
+        100,
+        "evaluate on the test problems every n weight versions. Each evaluation is on one known version. 0 = not in "
+        "between",
+        may_change=True,
+    )
+    force_restart: bool = key(
+        False,
+        "delete what the run folder holds and start over. Otherwise the same command resumes",
+        may_change=True,
+    )
+    dry_run: bool = key(
+        False, "print world, commands, memory plan and warnings. Start and write nothing", may_change=True
+    )
+    trust_remote_code: bool = key(
+        False, "let transformers and vLLM run code that comes with the model", may_change=True
+    )
+    fp32_lm_head: bool = key(True, "output head in float32 in trainer and server")
+    use_deepspeed: bool = key(True, "several trainer ranks: DeepSpeed ZeRO", may_change=True)
+    deepspeed_config: str = key(
+        "deepspeed_stage3_bf16",
+        "file of `conf/deepspeed` without `.json`. Or the absolute path of another",
+        may_change=True,
+    )
+    use_fsdp: bool = key(
+        False,
+        "several trainer ranks: FSDP2 (torch's `fully_shard`). Needs `use_deepspeed: false`",
+        may_change=True,
+    )
+    sandbox_endpoint: str | None = key(
+        None,
+        "URL of a SandboxFusion service for domains that run code. Null = `SANDBOX_ENDPOINT` from the environment, "
+        "else the embedded sandbox",
+        may_change=True,
+    )
+    environment: Any = key(None, "free for the domain")
+    domain: Any = key(None, "free for the domain")
+    dataset_loader: str = key(
+        REQUIRED, "the function `load_problems(dataset_names, **params)`, as a dotted name. It returns a list of dicts"
+    )
+    dataset_loader_params: dict[str, Any] = key({}, "further arguments of the loader")
+    train_dataset_names: list[str] = key(["train"], "what the loader gets for training")
+    test_dataset_names: list[str] = key(
+        ["test"], "what the loader gets for evaluation. Empty = no evaluation", may_change=True
+    )
+    domains: list[DomainSection] | None = key(
+        None, "several domains in one run, mixed by weight. Null = the one domain above"
+    )
+    rewards: dict[str, Any] = key(
+        {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0, "unparsable": 0.0, "unfinished": None},
+        "rewards by outcome, for domains that use them. Files in `conf/rewards` are chosen by e.g. "
+        "`rewards=success_and_format`",
+    )
+    llm: LLMSection
+    test_llm: EvaluationLLMSection
+    actor: ActorSection
+    eval: EvalSection
+    preprocess: PreprocessSection
+    vllm_config: VLLMSection
+    weights: WeightsSection
+    world: WorldSection
+    streams: StreamsSection
+    finetune: FinetuneSection
+    launcher: LauncherSection
+    verifier: VerifierSection
+    wandb: WandbSection
+
+    @property
+    def batch_size(self) -> int:
+        """Samples (rollouts) per optimizer step over all trainer ranks."""
+        return self.finetune.train_batch_size * self.finetune.gradient_accumulation_passes

@@ -1,0 +1,121 @@
+"""Sections of where and how the run executes: devices, streams, launcher, verifier, wandb."""
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from pipelinerl.config.keys import Section, key
+
+
+class WorldSection(Section):
+    """Devices and their division among the roles. [cluster.md](cluster.md) has the details."""
+
+    accelerator: Literal["auto", "cuda", "cpu"] = key(
+        "auto", "auto = cuda where NVML finds a GPU or `gpus_per_node` is set", may_change=True
+    )
+    cpu_slots: PositiveInt = key(
+        2, "on CPU: slots of a node, divided like GPUs. Each is a share of the cores", may_change=True
+    )
+    gpus_per_node: PositiveInt | list[int] | None = key(
+        None, "GPUs of every node, or a list with one count per node. Null = this node's, for all", may_change=True
+    )
+    hosts: list[str] | None = key(
+        None,
+        "names or addresses of the nodes in rank order. Null = from SLURM or `PIPELINERL_HOSTS`, or one node",
+        may_change=True,
+    )
+    replicas: PositiveInt = key(1, "actors and preprocessors. Each has its own servers and its share of the problems")
+    actor_fraction: NonNegativeInt = key(4, "share of the devices for policy servers", may_change=True)
+    preprocessor_fraction: NonNegativeInt = key(
+        0, "share for servers of the reference model, which a KL term needs", may_change=True
+    )
+    finetune_fraction: NonNegativeInt = key(
+        4, "share for the trainer, which also gets what the servers' sizes leave over", may_change=True
+    )
+    share_devices: bool = key(
+        False, "trainer and servers use the same GPUs. Lower `gpu-memory-utilization` accordingly", may_change=True
+    )
+    verifier_replicas: NonNegativeInt = key(0, "verifier services. 0 = none", may_change=True)
+    port_base: int | None = key(
+        None,
+        "first port of the run's block. Null = a free block (one node) or one derived from the run's identity "
+        "(several)",
+        may_change=True,
+        ge=1024,
+        le=65000,
+    )
+    run_id: str | None = key(
+        None,
+        "several nodes: a string that is the same on all and unique to this run. Null = SLURM's or torchrun's job id, "
+        "else the rendezvous address",
+        may_change=True,
+    )
+
+
+class StreamsSection(Section):
+    """Streams between the roles. Choose the backend by `streams=files` or `streams=redis`."""
+
+    backend: Literal["files", "redis"] = key(
+        "files", "`files` in the run folder, or `redis`. Several nodes without a shared folder need redis"
+    )
+    segment_mb: PositiveInt = key(
+        64, "files: size of a segment. What all readers have passed is deleted by segments", may_change=True
+    )
+    fsync: Literal["never", "segment", "always"] = key(
+        "segment",
+        "files: when to flush to the disk. Segment = when one is full. It matters for power failures, not for crashes "
+        "of processes",
+        may_change=True,
+    )
+    host: str | None = key(None, "redis: address of the server. Null = the leading node", may_change=True)
+    port: int | None = key(None, "redis: port of the server. Null = a free port", may_change=True, ge=1, le=65535)
+    external: bool = key(
+        False,
+        "redis: use the server at `host:port` instead of starting one. Its password is `PIPELINERL_REDIS_PASSWORD`",
+        may_change=True,
+    )
+    max_record_mb: PositiveInt = key(512, "a larger record is an error", may_change=True)
+
+
+class LauncherSection(Section):
+    """Deadlines and restarts."""
+
+    max_restarts: NonNegativeInt = key(
+        3, "restarts of roles over the whole run. After them the first failure ends it", may_change=True
+    )
+    restart_backoff_s: PositiveFloat = key(1, "pause before the first restart, which doubles", may_change=True)
+    startup_timeout_s: PositiveFloat = key(1800, "a role must be ready within this", may_change=True)
+    stop_timeout_s: PositiveFloat = key(8, "from SIGTERM to SIGKILL", may_change=True)
+    hang_timeout_s: PositiveFloat = key(
+        1800, "a live role without progress for this long counts as failed", may_change=True
+    )
+    heartbeat_timeout_s: PositiveFloat = key(
+        60,
+        "a process that is silent for this long is frozen and counts as failed. A server's engine and redis-server too",
+        may_change=True,
+    )
+    node_timeout_s: PositiveFloat = key(
+        60, "several nodes: a node that is silent for this long counts as lost", may_change=True
+    )
+
+
+class VerifierSection(Section):
+    """Verifier services."""
+
+    workers: PositiveInt = key(2, "processes per verifier service", may_change=True)
+    timeout_s: PositiveFloat = key(5, "longest time of one check", may_change=True)
+    memory_mb: PositiveInt = key(1024, "memory of one check", may_change=True)
+    max_body_kb: PositiveInt = key(1024, "largest request", may_change=True)
+
+
+class WandbSection(Section):
+    """Weights & Biases."""
+
+    mode: Literal["online", "offline", "disabled"] = key(
+        "online", "without an API key online becomes offline", may_change=True
+    )
+    wandb_project_name: str = key("pipeline-rl", "project", may_change=True)
+    wandb_entity_name: str | None = key(None, "entity. Null = your default", may_change=True)
+    wandb_group: str | None = key(None, "group. Null = the run folder's name", may_change=True)
+    wandb_name: str | None = key(None, "each role is a run `<name>_<role>`. Null = the group", may_change=True)
+    tags: list[str] = key([], "tags", may_change=True)

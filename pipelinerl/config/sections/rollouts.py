@@ -1,0 +1,107 @@
+"""Sections of what makes the data: sampling, the actor, evaluation, the preprocessor."""
+
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from pipelinerl.config.keys import REQUIRED, Section, key
+
+
+class LLMSection(Section):
+    """Sampling of training rollouts."""
+
+    parameters: dict[str, Any] = key(
+        {"max_tokens": 8192, "temperature": 1.0},
+        "sampling of training rollouts, named as in OpenAI's API. A parameter that distorts the sampled distribution "
+        "(top-p, penalties, a minimum length, …) is refused",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "arguments of the model's chat template, e.g. `{enable_thinking: false}`"
+    )
+    tool_parser: str | None = key(
+        None,
+        "format of the model's tool calls. Null = Hermes (Qwen), else the name of one of vLLM's parsers "
+        "(`--tool-call-parser`), e.g. `llama3_json`",
+    )
+
+
+class EvaluationLLMSection(LLMSection):
+    """Sampling of evaluation rollouts."""
+
+    parameters: dict[str, Any] = key(
+        {"max_tokens": 8192, "temperature": 1.0},
+        "sampling of evaluation rollouts. Every parameter is allowed",
+        may_change=True,
+    )
+    chat_template_kwargs: dict[str, Any] = key({}, "arguments of the model's chat template", may_change=True)
+    tool_parser: str | None = key("${llm.tool_parser}", "format of the model's tool calls", may_change=True)
+
+
+class ActorSection(Section):
+    """Rollouts: the domain's function, how many at a time, and what happens to those that fail."""
+
+    rollout_policy: str = key(
+        REQUIRED, "the domain's `async generate_rollout(cfg, llm, problem, session)`, as a dotted name"
+    )
+    system_prompt: str | None = key(
+        None,
+        "system message of the domains that ask one question. These are math, coding, counting, countdown and "
+        "instructions. Null = the domain's own",
+    )
+    task_template: str = key(
+        "{task}", "what these domains ask. `{task}` is the problem's question", pattern=r"\{task\}"
+    )
+    discount_factor: float = key(1.0, "factor on their reward per sampled token", gt=0, le=1)
+    llm_max_rollouts: PositiveInt = key(
+        64,
+        "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number",
+        may_change=True,
+    )
+    rollout_workers: PositiveInt = key(
+        1, "asyncio processes that run rollouts. More help when the domain computes", may_change=True
+    )
+    rollout_timeout_s: PositiveFloat = key(3600, "a rollout that takes longer counts as failed", may_change=True)
+    request_timeout_s: PositiveFloat = key(1800, "a request to a server that takes longer failed", may_change=True)
+    max_request_retries: NonNegativeInt = key(
+        8,
+        "repetitions of a request after a transport error. They back off, and use another server where there is one",
+        may_change=True,
+    )
+    max_failed_rollouts_per_group: NonNegativeInt = key(
+        0, "members that a group may lose to failures and still be trained", may_change=True
+    )
+    max_group_reissues: NonNegativeInt = key(
+        2, "times that a problem with too many failures is tried again before it is dropped", may_change=True
+    )
+    max_domain_errors: NonNegativeInt = key(
+        100, "exceptions of the domain's own code before the run stops", may_change=True
+    )
+    log_every_s: PositiveFloat = key(10, "interval of the actor's metrics", may_change=True)
+
+
+class EvalSection(Section):
+    """Evaluation on the test problems."""
+
+    at_start: bool = key(True, "evaluate the weights that the run begins with", may_change=True)
+    at_end: bool = key(True, "evaluate the last weights", may_change=True)
+    attempts: PositiveInt = key(1, "rollouts per test problem", may_change=True)
+    timeout_s: PositiveFloat = key(3600, "longest time that new weights wait for a running evaluation", may_change=True)
+    max_problems: PositiveInt | None = key(
+        None, "use only the first so many test problems. Null = all", may_change=True
+    )
+
+
+class PreprocessSection(Section):
+    """Filters, reference log-probabilities and packing."""
+
+    filter_zero_advantage_groups: bool = key(
+        False, "leave out groups whose rollouts all got the same reward. See [§5](algorithms.md)"
+    )
+    overlong_filtering: bool = key(False, "weight 0 for rollouts that the server cut for their length")
+    overlong_buffer_tokens: NonNegativeInt = key(0, "length of the soft penalty before `max_tokens`. 0 = none")
+    reference_concurrency: PositiveInt = key(64, "requests at a time per reference server", may_change=True)
+    max_ready_steps: PositiveInt = key(
+        2,
+        "optimizer batches packed ahead of the trainer. With `schedule=conventional` at least a phase",
+        may_change=True,
+    )

@@ -1,0 +1,56 @@
+"""Sections of the inference servers and of their weight updates."""
+
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from pipelinerl.config.keys import Section, key
+
+
+class VLLMSection(Section):
+    """Inference servers."""
+
+    vllm_kwargs: dict[str, Any] = key(
+        {
+            "dtype": "bfloat16",
+            "gpu-memory-utilization": 0.9,
+            "max-num-seqs": "${actor.llm_max_rollouts}",
+            "max-num-batched-tokens": 8192,
+            "tensor-parallel-size": 1,
+            "pipeline-parallel-size": 1,
+            "generation-config": "vllm",
+            "max_model_len": 10000,
+        },
+        "vLLM's own options without the leading dashes. `\"\"` or `true` = a flag, `null` = vLLM's default. "
+        "Tensor × pipeline parallel size is the number of GPUs of a server",
+        may_change=True,
+    )
+    env: dict[str, str] = key({}, "environment variables of the servers", may_change=True)
+
+
+class WeightsSection(Section):
+    """Weight updates from the trainer to the servers."""
+
+    backend: Literal["auto", "nccl", "ipc", "gloo"] = key(
+        "auto",
+        "transport of the weights. `nccl` between GPUs, `ipc` in a world of one shared GPU, `gloo` (through host "
+        "memory) on CPU and on several shared GPUs",
+        may_change=True,
+    )
+    bucket_mb: PositiveInt = key(
+        256, "size of the buffers in which parameters travel, and are gathered where sharded", may_change=True
+    )
+    delta: bool = key(
+        False, "bf16: send only the elements that changed, bit-identical. Dense where that is smaller", may_change=True
+    )
+    timeout_s: PositiveFloat = key(
+        120,
+        "a server that takes longer for an update leaves service. It returns when it answers and is updated",
+        may_change=True,
+    )
+    probe: bool = key(
+        True, "compare log-probabilities of a fixed text between server and trainer after updates", may_change=True
+    )
+    probe_tolerance: PositiveFloat = key(
+        0.05, "largest difference in nats. Beyond it the server leaves service and the run says so", may_change=True
+    )

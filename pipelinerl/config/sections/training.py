@@ -1,0 +1,102 @@
+"""Sections of the trainer: batches, optimizer, engine, adapters, objective."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from pipelinerl.config.keys import Section, key
+
+
+class RLSection(Section):
+    """The objective. [algorithms.md](algorithms.md) has the formulas, the § of which the rows name.
+    Files in `conf/finetune` combine them, e.g. `finetune=grpo`."""
+
+    policy_loss: Literal["reinforce", "ppo", "gspo", "decoupled_ppo"] = key("reinforce", "§2")
+    advantage: Literal["loo", "group_mean", "group_std", "batch_std", "value"] = key("loo", "§1")
+    aggregation: Literal["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"] = key("sum_over_batch", "§4")
+    ratio_clamp: PositiveFloat = key(5.0, "c of `reinforce`")
+    epsilon_low: PositiveFloat = key(0.2, "lower clip of `ppo`, `gspo`, `decoupled_ppo`")
+    epsilon_high: PositiveFloat = key(0.2, "upper clip")
+    token_tis: PositiveFloat | None = key(None, "correction, weight min(ρ, C). Null = off")
+    sequence_tis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
+    token_mis: PositiveFloat | None = key(None, "correction, weight ρ and 0 beyond C. Null = off")
+    sequence_mis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
+    veto: float | None = key(None, "drop a sequence with any ρ below this (1e-4). Null = off", gt=0, lt=1)
+    kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference model (§3)")
+    final_kl_coef: NonNegativeFloat = key("${finetune.rl.kl_coef}", "its value in the last step")
+    kl_clamp: PositiveFloat = key(5.0, "bound on the log-ratio inside the KL term")
+    entropy_bonus: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
+    final_entropy_bonus: NonNegativeFloat = key("${finetune.rl.entropy_bonus}", "its value in the last step")
+    value_loss_coef: NonNegativeFloat = key(0.0, "weight of the value loss. Only with `advantage: value`")
+    no_positive_resampling: float | None = key(
+        None, "success rate at which a problem leaves the pool (0.9). Null = never", gt=0, le=1
+    )
+    temperature: PositiveFloat = key("${llm.parameters.temperature}", "must be the sampling temperature")
+
+
+class LoraSection(Section):
+    """Low-rank adapters."""
+
+    enabled: bool = key(False, "train low-rank adapters. The servers get merged weights")
+    r: PositiveInt = key(16, "rank")
+    alpha: PositiveInt = key(16, "scale: alpha / r")
+    dropout: float = key(0.0, "on the adapters' input. Leave it 0, or trainer and server differ", ge=0, lt=1)
+    target_modules: list[str] | str = key("all-linear", "peft's choice or a list of module names")
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    betas: tuple[float, float] = key([0.9, 0.999], "decay rates of the moments, both in [0, 1)")
+    eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
+    weight_decay: NonNegativeFloat = key(0.0, "decay of matrices")
+
+
+class FinetuneSection(Section):
+    """The trainer."""
+
+    seq_length: PositiveInt = key(
+        12000, "tokens of a packed micro-batch, and the longest sequence that can be trained. At least `max_model_len`"
+    )
+    seq_packing: bool = key(
+        True, "pack sequences without padding. False = `train_batch_size` padded sequences per micro-batch"
+    )
+    seq_parallel: PositiveInt = key(
+        1, "ranks that share each packed micro-batch by ring attention. Groups never cross nodes", may_change=True
+    )
+    train_batch_size: PositiveInt = key(
+        1, "with packing, a factor of the optimizer batch. Without packing, sequences per micro-batch"
+    )
+    gradient_accumulation_passes: PositiveInt = key(
+        256, "optimizer batch = this × `train_batch_size` rollouts over all ranks"
+    )
+    learning_rate: PositiveFloat = key(1.0e-6, "peak learning rate of AdamW")
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(
+        "cosine", "over `max_train_steps`"
+    )
+    num_warmup_steps: NonNegativeInt = key(20, "optimizer steps of linear warm-up")
+    optimizer: OptimizerSection
+    gradient_clipping_threshold: PositiveFloat | None = key(1.0, "largest norm of the gradient. Null = no clipping")
+    max_train_steps: PositiveInt = key(
+        1000, "optimizer steps of the run. Raising it lets a finished run go on", may_change=True
+    )
+    weight_update_interval: PositiveInt = key(1, "optimizer steps per weight update")
+    save_checkpoint_steps: PositiveInt = key(100, "optimizer steps per checkpoint", may_change=True)
+    keep_checkpoints: PositiveInt = key(2, "checkpoints kept. The newest is never deleted", may_change=True)
+    dtype: Literal["float32", "bfloat16"] = key(
+        "bfloat16", "data type of the computation. Master weights and optimizer are float32"
+    )
+    fp32_lm_head: bool = key("${fp32_lm_head}", "must agree with the servers")
+    head_chunk_tokens: PositiveInt = key(256, "tokens whose logits exist at one time", may_change=True)
+    gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
+        "auto",
+        "attention of the trainer. Auto = flash-attn where it is installed, else sdpa. The start verifies that packed "
+        "sequences stay separate",
+        may_change=True,
+    )
+    engine: Literal["auto", "ddp", "deepspeed", "fsdp2"] = key(
+        "auto", "auto = by `use_deepspeed` and `use_fsdp`, and `ddp` for one rank", may_change=True
+    )
+    lora: LoraSection
+    rl: RLSection
