@@ -19,9 +19,9 @@ from typing import Any
 import aiohttp
 import uvicorn
 
+from pipelinerl.domains.verifier_client import VerifierClient
 from pipelinerl.sandbox import Sandbox
 from pipelinerl.verifier.app import create_app
-from pipelinerl.verifier.client import VerifierClient
 
 KINDS = {
     "integers": lambda i: (f"so \\boxed{{{i % 100}}}", str(i % 50)),

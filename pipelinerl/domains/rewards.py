@@ -6,8 +6,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from pipelinerl.errors import DomainError
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics
-from pipelinerl.verifier.protocol import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.domains.verifier_client import judged
 from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.verifier.client import judged
-from pipelinerl.verifier.protocol import Verdict
 
 Judge = Callable[[str], Verdict | Awaitable[Verdict]]
 """The model's whole output → the verdict on it."""

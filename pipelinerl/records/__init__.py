@@ -2,7 +2,8 @@
 
 A record is a frozen, keyword-only ``msgspec.Struct``; array fields are numpy arrays and travel as raw bytes.
 ``rollouts`` is what the actor publishes, ``batches`` what the preprocessor publishes, ``messages`` what roles tell
-each other, ``topics`` the names of the topics, and ``check`` the one place that refuses a bad record.
+each other, ``verdicts`` what verifiers are asked and answer, ``topics`` the names of the topics, and ``check`` the one
+place that refuses a bad record.
 """
 
 from pipelinerl.records.batches import MicroBatch

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdict
 from pipelinerl.verifier.judges import JUDGES
 from pipelinerl.verifier.pool import WorkerPool
-from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
 
 MAX_BATCH = 4096
 
 _ENCODER = msgspec.json.Encoder()
 _CHECK = msgspec.json.Decoder(Check)
-_BATCH = msgspec.json.Decoder(Batch)
+_BATCH = msgspec.json.Decoder(CheckBatch)
 
 
 class BoundedBody:

@@ -9,7 +9,7 @@ from typing import Any
 import pipelinerl.domains.countdown.judge as countdown
 import pipelinerl.domains.instructions.judge as instructions
 import pipelinerl.domains.math.judge as math
-from pipelinerl.verifier.protocol import Verdict
+from pipelinerl.records.verdicts import Verdict
 
 Judge = Callable[[str, Any, dict[str, Any]], Verdict]
 

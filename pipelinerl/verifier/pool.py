@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from pipelinerl.errors import VerifierError
-from pipelinerl.verifier.protocol import Check, Verdict, error, unparsable
+from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 from pipelinerl.verifier.worker import HEADER
 
 STARTUP_TIMEOUT_S = 120.0

@@ -16,8 +16,8 @@ from types import FrameType
 
 import msgspec
 
+from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 from pipelinerl.verifier.judges import JUDGES, warm_up
-from pipelinerl.verifier.protocol import Check, Verdict, error, unparsable
 
 HEADER = struct.Struct("!I")
 PR_SET_PDEATHSIG = 1

@@ -15,9 +15,9 @@ from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.config.load import compose, parse
 from pipelinerl.domains.math import RewardTable, get_reward, length_penalty, verify_answer_rpc
 from pipelinerl.launcher.preflight import check_domain
+from pipelinerl.records.verdicts import Check
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import run_rollout
-from pipelinerl.verifier.protocol import Check
 from pipelinerl.verifier.worker import judge_limited
 from pipelinerl.world import Job, WorldMap
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipelinerl.errors import DomainError
+from pipelinerl.records.verdicts import Verdict, correct, no_answer
 from pipelinerl.sandbox import Outcome
-from pipelinerl.verifier.protocol import Verdict, correct, no_answer
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
 LANGUAGES = ("", "python", "python3", "py")

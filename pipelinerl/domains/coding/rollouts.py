@@ -12,9 +12,9 @@ from pipelinerl.domains.coding.fusion import SandboxFusion
 from pipelinerl.domains.coding.judge import Runner, TestSuite, judge
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox import Sandbox
-from pipelinerl.verifier.protocol import Verdict
 
 required_problem_keys = ("task", "tests")
 

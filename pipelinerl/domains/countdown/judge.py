@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
-from pipelinerl.verifier.protocol import Verdict, correct, no_answer, unparsable, wrong
+from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 

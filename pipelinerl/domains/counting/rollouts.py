@@ -8,8 +8,8 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.records.verdicts import Verdict, correct, no_answer, wrong
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.verifier.protocol import Verdict, correct, no_answer, wrong
 
 required_problem_keys = ("word", "letter", "count")
 ANSWER = re.compile(r"<answer>\s*([0-9]{1,9})\s*</answer>")

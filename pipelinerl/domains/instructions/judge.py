@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pipelinerl.verifier.protocol import Verdict, correct, error, no_answer
+from pipelinerl.records.verdicts import Verdict, correct, error, no_answer
 
 MAX_JSON_CHARS = 100_000
 WORD = re.compile(r"\b\w+\b")

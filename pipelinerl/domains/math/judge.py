@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from pipelinerl.domains.math.single_value import number_objection, objection
-from pipelinerl.verifier.protocol import Verdict, correct, error, no_answer, unparsable, wrong
+from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unparsable, wrong
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -1,6 +1,6 @@
 """What domains written for PipelineRL import from its math domain: a reward by outcome and completion, and a verdict.
 
-The domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.verifier.client``.
+The domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.domains.verifier_client``.
 """
 
 import functools
@@ -8,7 +8,7 @@ import functools
 import aiohttp
 from pydantic import BaseModel
 
-from pipelinerl.verifier.client import VerifierClient
+from pipelinerl.domains.verifier_client import VerifierClient
 
 
 class RewardTable(BaseModel):

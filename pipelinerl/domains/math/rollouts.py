@@ -9,10 +9,10 @@ from pipelinerl.domains.math.outcomes import RewardTable as RewardTable
 from pipelinerl.domains.math.outcomes import get_reward as get_reward
 from pipelinerl.domains.math.outcomes import length_penalty as length_penalty
 from pipelinerl.domains.single_turn import ask_and_judge
+from pipelinerl.domains.verifier_client import client_of
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.verifier.client import client_of
-from pipelinerl.verifier.protocol import Verdict
 
 required_problem_keys = ("task", "answer")
 

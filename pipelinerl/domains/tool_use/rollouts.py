@@ -13,8 +13,8 @@ from pipelinerl.domains.coding.rollouts import runner_of
 from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.domains.tool_use.tools import TOOLS, call_tool
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
+from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.verifier.protocol import Verdict, correct, no_answer, unparsable, wrong
 
 required_problem_keys = ("task", "answer")
 

@@ -4,18 +4,14 @@ Every micro-batch adds to running sums on the device; they are reduced over rank
 so that diagnostics cost no synchronisation of their own.
 """
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from pipelinerl.finetune.rl.losses import LossSettings, clipped_tokens, kl_k3, segment_sum
-
-if TYPE_CHECKING:
-    from pipelinerl.finetune.data import Batch
-    from pipelinerl.finetune.model import PolicyOutput
+from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.model import PolicyOutput
+from pipelinerl.finetune.rl.losses import LagInputs, LossSettings, clipped_tokens, kl_k3, segment_sum
 
 SUMS = (
     "loss",
@@ -46,16 +42,6 @@ LAG_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 LAG_COUNTS = tuple(f"lag_histogram/{part}/{name}" for part in LAG_PARTS for name in LAG_BINS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LagInputs:
-    """Lag of the trained tokens of a micro-batch: optimizer steps between sampling and training."""
-
-    lag_K: Tensor
-    """int64"""
-    in_flight_K: Tensor
-    """int64: the part of it that passed while the sequence was still being sampled."""
-
-
 class StepDiagnostics:
     """Running sums and maxima of one optimizer step on one rank."""
 
@@ -67,7 +53,7 @@ class StepDiagnostics:
         self._sequence_log_ratios = [torch.full((1,), -torch.inf, dtype=torch.float64, device=device)]
 
     @torch.no_grad()
-    def add(self, output: "PolicyOutput", batch: "Batch", settings: LossSettings) -> None:
+    def add(self, output: PolicyOutput, batch: Batch, settings: LossSettings) -> None:
         """Add one micro-batch."""
         inputs, lags = replace(batch.inputs, advantages_K=output.advantages_K), batch.lags
         logprobs_K, entropy_K = output.logprobs_K, output.entropy_K

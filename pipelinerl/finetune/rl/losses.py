@@ -113,6 +113,16 @@ class TokenInputs:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LagInputs:
+    """Lag of the trained tokens of a micro-batch: optimizer steps between sampling and training."""
+
+    lag_K: Tensor
+    """int64"""
+    in_flight_K: Tensor
+    """int64: the part of it that passed while the sequence was still being sampled."""
+
+
 def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
     """[S] sums over the trained tokens of each segment. Collective within the inputs' group."""
     sums_S = values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)

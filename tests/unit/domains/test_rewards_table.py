@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from pipelinerl.config.load import CONF_DIR
 from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.errors import DomainError
-from pipelinerl.verifier.protocol import Verdict
+from pipelinerl.records.verdicts import Verdict
 
 TABLE = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "unfinished": None}
 

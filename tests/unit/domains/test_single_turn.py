@@ -5,9 +5,9 @@ from omegaconf import OmegaConf
 
 from pipelinerl.domains.single_turn import ask_and_judge, conversation
 from pipelinerl.errors import VerifierError
+from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import run_rollout
-from pipelinerl.verifier.protocol import Verdict
 
 REWARDS = {"correct": 1.0, "wrong": -0.5, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
 ASKED = {"role": "user", "content": "2 + 2?"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.finetune.rl.diagnostics import LagInputs, StepDiagnostics, step_metrics
-from pipelinerl.finetune.rl.losses import LossSettings, TokenInputs
+from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
+from pipelinerl.finetune.rl.losses import LagInputs, LossSettings, TokenInputs
 
 RATIOS = [1.0, 2.0, 10.0, 0.5]
 SEGMENTS = [0, 0, 2, 2]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import DomainError, VerifierError
-from pipelinerl.verifier.protocol import Batch, BatchVerdicts, Check, Verdict
+from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdict
 
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
@@ -62,7 +62,7 @@ class VerifierClient:
         """Verdicts in the order of the checks, ``error`` ones included: the caller decides what they cost."""
         if not checks:
             return []
-        answer = await self._post(session, "/batch", _ENCODER.encode(Batch(checks=list(checks))))
+        answer = await self._post(session, "/batch", _ENCODER.encode(CheckBatch(checks=list(checks))))
         return _VERDICTS.decode(answer).verdicts
 
     async def _post(self, session: aiohttp.ClientSession, route: str, body: bytes) -> bytes:

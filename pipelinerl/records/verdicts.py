@@ -28,7 +28,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why, for people: never parsed."""
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checks: list[Check]
 
 
