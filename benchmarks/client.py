@@ -26,7 +26,7 @@ from aiohttp import web
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from pipelinerl.actor.messages import FromWorker, StartGroup
+from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
 from pipelinerl.actor.scheduler import Scheduler, Settings
 from pipelinerl.async_llm import GENERATE_ROUTE, llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -111,7 +111,8 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
             while time.perf_counter() < until:
                 finished = await scheduler.run_group(group(count))
                 assert not finished.failures, finished.failures[0].detail
-                encode(finished)
+                for done in finished.rollouts:
+                    encode(RolloutDone(ticket=finished.ticket, rollout=done))
                 count += len(finished.rollouts)
 
         await groups(time.perf_counter() + 0.3)

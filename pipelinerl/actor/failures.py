@@ -22,6 +22,8 @@ REASONS = (TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS)
 WORTH_REPEATING = frozenset({TRANSPORT, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself: the missing attempts are tried again."""
 
+MAX_ERROR_CHARS = 2000
+
 _TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_len", "longer than the maximum")
 
 
@@ -49,8 +51,11 @@ def describe(error: BaseException, function: str, problem: dict) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         if frames:
             place = f" at {frames[-1].filename}:{frames[-1].lineno}"
-    return f"{function} raised {type(error).__name__}: {error}{place}; problem: {shorten(repr(problem), 300)}"
+    said = shorten(str(error), MAX_ERROR_CHARS)
+    return f"{function} raised {type(error).__name__}: {said}{place}; problem: {shorten(repr(problem), 300)}"
 
 
 def shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """The beginning of the text, in characters that UTF-8 knows."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "backslashreplace").decode()

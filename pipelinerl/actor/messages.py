@@ -1,5 +1,9 @@
-"""What the actor and its workers tell each other, as msgpack over a pipe. Frozen; no pickle."""
+"""What the actor and its workers tell each other, as msgpack over a ``connection``. Frozen; no pickle.
 
+A rollout travels as soon as it has ended, by itself: no message is larger than one rollout.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -53,18 +57,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
 
 
-class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """One attempt of the work has ended while others go on: its place is free."""
+class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
+    """One attempt of the work has ended with a rollout: its place is free."""
 
     ticket: int
+    rollout: Rollout
 
 
-class GroupFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """Every attempt of a ``StartGroup`` has come to an end."""
+class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """One attempt of the work has ended without a rollout: its place is free."""
 
     ticket: int
-    rollouts: tuple[Rollout, ...]
-    failures: tuple[Failure, ...]
+    failure: Failure
+
+
+class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Every attempt of a ``StartGroup`` has been reported."""
+
+    ticket: int
     aborted_requests: int = 0
     """Requests that ended without a completion, repeated or not."""
 
@@ -73,14 +83,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The worker has imported the domain and takes work."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
-    """The worker's process runs, whatever its rollouts do."""
-
-
 class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The worker cannot go on."""
 
     error: str
 
 
-FromWorker = AttemptEnded | Beat | GroupFinished | Ready | WorkerFailed
+FromWorker = RolloutDone | RolloutFailed | GroupEnded | Ready | WorkerFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFinished:
+    """All that came of a ``StartGroup``."""
+
+    ticket: int
+    rollouts: tuple[Rollout, ...]
+    failures: tuple[Failure, ...]
+    aborted_requests: int = 0

@@ -11,12 +11,12 @@ from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
-from pipelinerl.actor.setup import domains_of, load_problems
+from pipelinerl.actor.setup import domains_of, load_problems, make_settings
 from pipelinerl.actor.workers import WorkerPool
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.observability.metrics import MetricsLogger
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.observability.role import RoleContext, raise_open_files
 from pipelinerl.records import ActorRecord, GroupDropped, PreprocessorProgress, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
@@ -39,6 +39,7 @@ def run(context: RoleContext) -> None:
     drops = DropListener(run_dir, replica)
     kind = "actor" if replica == 0 else f"actor_{replica}"
     metrics = MetricsLogger(cfg, run_dir, kind)
+    warn_of_open_files(cfg, len(context.world.servers_of(context.job)))
     workers = WorkerPool(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
     try:
         with (
@@ -75,6 +76,20 @@ def run(context: RoleContext) -> None:
         trainer.stop()
         drops.stop()
         metrics.close()
+
+
+def warn_of_open_files(cfg: Config, num_servers: int) -> None:
+    """Says when the system's limit on open files lets fewer requests run at once than the configuration asks for."""
+    limit = raise_open_files()
+    wanted = -(-num_servers * cfg.actor.llm_max_rollouts // cfg.actor.rollout_workers)
+    possible = make_settings(cfg).max_requests
+    if possible < wanted:
+        log.warning(
+            "open files are limited to %d: a worker has %d requests under way at once, not %d "
+            "(%d servers x actor.llm_max_rollouts=%d / actor.rollout_workers=%d); "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker --ulimit nofile) or actor.rollout_workers",
+            *(limit, possible, wanted, num_servers, cfg.actor.llm_max_rollouts, cfg.actor.rollout_workers),
+        )
 
 
 def train_domains(cfg: Config) -> list[TrainDomain]:

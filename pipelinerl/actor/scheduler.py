@@ -1,13 +1,12 @@
 """Runs rollouts in a worker: attempts of a group side by side, each request on a server in service.
 
-Consumes ``StartGroup``; produces ``GroupFinished`` when every attempt has ended, one way or the other. An attempt has
+Consumes ``StartGroup``; produces each attempt's rollout or failure as it ends, then ``GroupEnded``. An attempt has
 a deadline, a request has one too; what fails in transport is repeated on the least loaded server, and a failure is
 typed and never becomes a reward, even if the domain swallows it. Requests of a group that ask the same thing at the
 same time travel as one request with ``n`` completions.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -20,7 +19,15 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
-from pipelinerl.actor.messages import AttemptEnded, Failure, GroupFinished, StartGroup
+from pipelinerl.actor.messages import (
+    Failure,
+    FromWorker,
+    GroupEnded,
+    GroupFinished,
+    RolloutDone,
+    RolloutFailed,
+    StartGroup,
+)
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
 from pipelinerl.config.rules import distortions
@@ -41,6 +48,7 @@ COOL_DOWN_S = 2.0
 """A server that failed is chosen only after all others for this long."""
 
 RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
+Report = Callable[[Rollout | Failure], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,13 @@ class Settings:
     max_completions_per_request: int
     seq_length: int
     api_token: str = ""
+    max_connections: int = 768
+    """Connections that the worker may have open at once, of the policy's requests and the domains' own."""
+
+    @property
+    def max_requests(self) -> int:
+        """Requests to the policy at once: a quarter of the connections is left to verifiers and tools."""
+        return max(1, self.max_connections - self.max_connections // 4)
 
 
 @dataclass(eq=False)
@@ -136,13 +151,18 @@ class GroupTransport:
         settings: Settings,
         attempts: int,
         policy: JoinPolicy,
+        places: asyncio.Semaphore,
         trained_temperature: float | None = None,
     ):
-        """``trained_temperature``: what is sampled will be trained at this one; None = it will not be trained."""
+        """``places`` are for requests at once, of all groups together.
+
+        ``trained_temperature``: what is sampled will be trained at this one; None = it will not be trained.
+        """
         self._pool = pool
         self._trained_temperature = trained_temperature
         self._checked = b""
         self._policy = policy
+        self._places = places
         self._lengths: dict[tuple[bytes, bytes], list[int]] = {}
         self._session = session
         self._settings = settings
@@ -238,9 +258,10 @@ class GroupTransport:
         """Repeats until an answer, a refusal, or the end of the retries. Waiting for a server costs no retry."""
         repetition = 0
         while True:
-            server = await self.settle()
             try:
-                return await self._post(server, request, n)
+                async with self._places:
+                    server = await self.settle()
+                    return await self._post(server, request, n)
             except TransportError as error:
                 self.aborted_requests += 1
                 if server.in_service:
@@ -291,29 +312,47 @@ class Scheduler:
         self._session = session
         self._settings = settings
         self._policy = JoinPolicy()
+        self._places = asyncio.Semaphore(settings.max_requests)
         self.pool = ServerPool()
 
-    async def run_group(self, start: StartGroup, ended: Callable[[], None] = lambda: None) -> GroupFinished:
-        """Every attempt at the problem, side by side; ends when all have ended. ``ended`` is called for each."""
+    async def run_group(self, start: StartGroup) -> GroupFinished:
+        """Every attempt at the problem, side by side; ends when all have ended."""
+        outcomes: list[Rollout | Failure] = []
+
+        async def collect(outcome: Rollout | Failure) -> None:
+            outcomes.append(outcome)
+
+        aborted_requests = await self.stream_group(start, collect)
+        rollouts = (outcome for outcome in outcomes if isinstance(outcome, Rollout))
+        return GroupFinished(
+            ticket=start.ticket,
+            rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.attempt)),
+            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+            aborted_requests=aborted_requests,
+        )
+
+    async def stream_group(self, start: StartGroup, report: Report) -> int:
+        """Reports every attempt as it ends; returns how many requests ended without a completion.
+
+        An attempt lasts until its report is taken: who reads slowly slows down the rollouts and fills no memory.
+        """
         temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
         transport = GroupTransport(
-            self.pool, self._session, self._settings, len(start.attempts), self._policy, temperature
+            *(self.pool, self._session, self._settings, len(start.attempts)),
+            *(self._policy, self._places, temperature),
         )
+
+        async def run(attempt: int) -> None:
+            await report(await self._run_attempt(start, attempt, transport))
+
         try:
             await transport.settle()
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._run_attempt(start, attempt, transport)) for attempt in start.attempts]
-                for task in tasks:
-                    task.add_done_callback(lambda _: ended())
+                for attempt in start.attempts:
+                    group.create_task(run(attempt))
         finally:
             transport.close()
-        results = [task.result() for task in tasks]
-        return GroupFinished(
-            ticket=start.ticket,
-            rollouts=tuple(result for result in results if isinstance(result, Rollout)),
-            failures=tuple(result for result in results if isinstance(result, Failure)),
-            aborted_requests=transport.aborted_requests,
-        )
+        return transport.aborted_requests
 
     async def _run_attempt(self, start: StartGroup, attempt: int, transport: GroupTransport) -> Rollout | Failure:
         llm = self._llm(start.evaluation, transport)
@@ -386,36 +425,33 @@ def function_name(function: Callable) -> str:
 
 
 class WorkSet:
-    """The groups under way in a worker, by ticket."""
+    """The groups under way in a worker, by ticket. What goes wrong outside a domain's function ends ``tasks``."""
 
-    def __init__(self, scheduler: Scheduler, report: Callable[[AttemptEnded | GroupFinished], None]):
-        self._scheduler = scheduler
-        self._report = report
-        self._tasks: dict[int, asyncio.Task] = {}
+    def __init__(self, scheduler: Scheduler, send: Callable[[FromWorker], Awaitable[None]], tasks: asyncio.TaskGroup):
+        self._scheduler, self._send, self._tasks = scheduler, send, tasks
+        self._groups: dict[int, asyncio.Task] = {}
 
     def start(self, start: StartGroup) -> None:
-        self._tasks[start.ticket] = asyncio.get_running_loop().create_task(self._run(start))
+        self._groups[start.ticket] = self._tasks.create_task(self._run(start))
 
     def cancel(self, ticket: int) -> None:
-        task = self._tasks.pop(ticket, None)
-        if task is not None:
-            task.cancel()
+        group = self._groups.pop(ticket, None)
+        if group is not None:
+            group.cancel()
 
-    async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    def close(self) -> None:
+        for ticket in list(self._groups):
+            self.cancel(ticket)
 
     async def _run(self, start: StartGroup) -> None:
-        remaining = len(start.attempts)
+        ticket = start.ticket
 
-        def ended() -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining and start.ticket in self._tasks:
-                self._report(AttemptEnded(ticket=start.ticket))
+        async def report(outcome: Rollout | Failure) -> None:
+            if isinstance(outcome, Rollout):
+                await self._send(RolloutDone(ticket=ticket, rollout=outcome))
+            else:
+                await self._send(RolloutFailed(ticket=ticket, failure=outcome))
 
-        finished = await self._scheduler.run_group(start, ended)
-        if self._tasks.pop(start.ticket, None) is not None:
-            self._report(finished)
+        aborted_requests = await self._scheduler.stream_group(start, report)
+        await self._send(GroupEnded(ticket=ticket, aborted_requests=aborted_requests))
+        self._groups.pop(ticket, None)

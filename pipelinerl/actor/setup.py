@@ -15,12 +15,16 @@ from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_functi
 from pipelinerl.config.sections import Config, DomainSection, LLMSection
 from pipelinerl.errors import DomainError, PipelineRLError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.observability.role import raise_open_files
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 32000
 POLICY_NAME = "policy"
+RESERVED_FILES = 256
+"""Open files of a worker beside its connections: logs, libraries, data sets, what a domain opens."""
+MIN_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,13 @@ def make_settings(cfg: Config) -> Settings:
         max_request_retries=cfg.actor.max_request_retries,
         max_completions_per_request=cfg.actor.llm_max_rollouts,
         seq_length=cfg.finetune.seq_length,
+        max_connections=connections_of(raise_open_files()),
     )
+
+
+def connections_of(open_files: int) -> int:
+    """How many connections a worker with this limit on open files may have."""
+    return max(MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2)  # as many may stay open between two requests
 
 
 def load_rollout_side(run_dir: Path) -> RolloutSide:

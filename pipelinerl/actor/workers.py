@@ -1,8 +1,9 @@
-"""Worker processes: each runs rollouts in its own asyncio loop and talks to the actor over a pipe.
+"""Worker processes: each runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
 
 A worker loads the domain and the tokenizer itself, from the run folder; problems and results travel as msgpack. A
 worker that dies (a domain can take its process down) is noticed, replaced, and the work it had is named to the caller,
-who decides what is tried again. One whose heartbeat ends is killed. Workers die with the actor.
+who decides what is tried again. A thread of the worker writes its heartbeat to shared memory, which no message delays;
+one whose heartbeat ends is killed. Workers die with the actor.
 """
 
 import asyncio
@@ -11,22 +12,26 @@ import inspect
 import logging
 import multiprocessing
 import os
+import selectors
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.actor.connection import ActorConnection, WorkerConnection
 from pipelinerl.actor.messages import (
-    AttemptEnded,
-    Beat,
     Cancel,
+    Failure,
     FromWorker,
+    GroupEnded,
     GroupFinished,
     Ready,
+    RolloutDone,
+    RolloutFailed,
     Servers,
     StartGroup,
     Stop,
@@ -34,6 +39,7 @@ from pipelinerl.actor.messages import (
     WorkerFailed,
 )
 from pipelinerl.errors import DomainError, StreamError
+from pipelinerl.records import Rollout
 from pipelinerl.streams.codec import Codec
 
 log = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ _from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
 BEAT_S = 2.0
 PAUSE_S = 5.0
-"""After a longer pause between two polls a worker's silence proves nothing: nobody listened."""
+"""After a longer pause between two polls a heartbeat may be old because everything stood still: it gets time anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,36 +61,48 @@ class Lost:
 
 
 @dataclass(eq=False)
+class _Group:
+    """What has come of a piece of work so far."""
+
+    missing: int
+    """Attempts still under way."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class _Worker:
     process: multiprocessing.process.BaseProcess
-    connection: Connection
+    connection: ActorConnection
     index: int
-    heard: float
-    """Time of the newest message, on the monotonic clock."""
+    heartbeat: Any
+    """Shared double: time of the newest heartbeat, on the monotonic clock."""
     ready: bool = False
-    load: dict[int, int] = field(default_factory=dict)
-    """Ticket → rollouts still under way."""
+    groups: dict[int, _Group] = field(default_factory=dict)
+    """By ticket."""
 
     @property
     def rollouts(self) -> int:
-        return sum(self.load.values())
+        return sum(group.missing for group in self.groups.values())
 
 
 class WorkerPool:
     """The actor's workers. Used by one thread.
 
-    Consumes results of the pipes in ``poll``, produces ``GroupFinished`` and ``Lost``; raises ``DomainError`` when a
-    worker reports that it cannot work at all. ``close`` ends the processes.
+    Consumes results of the connections in ``poll``, produces ``GroupFinished`` and ``Lost``; raises ``DomainError``
+    when a worker reports that it cannot work at all. Never blocks longer than ``poll`` is asked to. ``close`` ends the
+    processes.
 
     Args:
-        silence_s: a worker that is silent for this long is frozen and gets killed.
+        silence_s: a worker without a heartbeat for this long is frozen and gets killed.
     """
 
     def __init__(self, run_dir: Path, job_name: str, num_workers: int, silence_s: float):
         self._context = multiprocessing.get_context("spawn")
         self._run_dir, self._job_name, self._silence_s = run_dir, job_name, silence_s
-        self._polled = time.monotonic()
+        self._polled = self._resumed = time.monotonic()
         self._servers = Servers(version=0, urls={})
+        self._selector = selectors.DefaultSelector()
         self._workers = [self._spawn(index) for index in range(num_workers)]
 
     @property
@@ -102,36 +120,43 @@ class WorkerPool:
         """Gives the work to the least loaded worker."""
         payload = encode_start(start)
         worker = min(self._workers, key=lambda worker: worker.rollouts)
-        worker.load[start.ticket] = len(start.attempts)
+        worker.groups[start.ticket] = _Group(missing=len(start.attempts))
         self._send_bytes(worker, payload)
 
     def cancel(self, ticket: int) -> None:
         for worker in self._workers:
-            if worker.load.pop(ticket, None) is not None:
+            if worker.groups.pop(ticket, None) is not None:
                 self._send(worker, Cancel(ticket=ticket))
 
     def poll(self, timeout_s: float) -> list[GroupFinished | Lost]:
-        """What came to an end; waits up to ``timeout_s`` for the first."""
-        ready = wait([worker.connection for worker in self._workers], timeout_s)
+        """What came to an end; waits up to ``timeout_s`` for news."""
         results: list[GroupFinished | Lost] = []
-        for worker in [worker for worker in self._workers if worker.connection in ready]:
-            results += self._drain(worker)
+        dead = {worker for worker in self._workers if not worker.process.is_alive()}
+        for key, events in self._selector.select(0 if dead else timeout_s):
+            worker = key.data
+            if events & selectors.EVENT_WRITE:
+                self._flush(worker)
+            if events & selectors.EVENT_READ:
+                results += self._drain(worker)
+                dead.discard(worker)
+        results += [self._replace(worker) for worker in dead]  # its children keep the connection open
         self._kill_silent()
         return results
 
     def _kill_silent(self) -> None:
         """The end of a killed worker is noticed by the next poll."""
         now = time.monotonic()
-        paused, self._polled = now - self._polled > PAUSE_S, now
+        if now - self._polled > PAUSE_S:
+            self._resumed = now
+        self._polled = now
         for worker in self._workers:
-            if paused:
-                worker.heard = now
-            elif now - worker.heard > self._silence_s:
+            silent_s = now - max(worker.heartbeat.value, self._resumed)
+            if silent_s > self._silence_s:
                 log.error(
                     "worker frozen index=%d silent_s=%.0f (launcher.heartbeat_timeout_s=%g): it is killed",
-                    *(worker.index, now - worker.heard, self._silence_s),
+                    *(worker.index, silent_s, self._silence_s),
                 )
-                worker.heard = now
+                worker.heartbeat.value = now
                 worker.process.kill()
 
     def close(self) -> None:
@@ -140,53 +165,65 @@ class WorkerPool:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.connection.close()
+            self._end(worker)
+        self._selector.close()
 
     def _spawn(self, index: int) -> _Worker:
-        ours, theirs = self._context.Pipe()
+        ours, theirs = socket.socketpair()
+        heartbeat = self._context.RawValue("d", time.monotonic())
         process = self._context.Process(
             target=worker_main,
-            args=(str(self._run_dir), self._job_name, theirs, index),
+            args=(str(self._run_dir), self._job_name, index, theirs, heartbeat),
             name=f"{self._job_name}-worker-{index}",
             daemon=True,
         )
         process.start()
         theirs.close()
-        worker = _Worker(process=process, connection=ours, index=index, heard=time.monotonic())
+        worker = _Worker(process=process, connection=ActorConnection(ours), index=index, heartbeat=heartbeat)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
         self._send(worker, self._servers)
         return worker
 
     def _drain(self, worker: _Worker) -> list[GroupFinished | Lost]:
-        results: list[GroupFinished | Lost] = []
         try:
-            while worker.connection.poll():
-                message = _from_worker.decode(worker.connection.recv_bytes())
-                worker.heard = time.monotonic()
-                match message:
-                    case Ready():
-                        worker.ready = True
-                    case WorkerFailed():
-                        raise DomainError(message.error)
-                    case AttemptEnded():
-                        if message.ticket in worker.load:
-                            worker.load[message.ticket] -= 1
-                    case GroupFinished():
-                        if worker.load.pop(message.ticket, None) is not None:
-                            results.append(message)
+            payloads = worker.connection.receive()
         except (EOFError, OSError):
-            results.append(self._replace(worker))
-        return results
+            return [self._replace(worker)]
+        results = [self._take(worker, _from_worker.decode(payload)) for payload in payloads]
+        return [result for result in results if result is not None]
+
+    def _take(self, worker: _Worker, message: FromWorker) -> GroupFinished | None:
+        """Counts the message; returns the group that it completes."""
+        match message:
+            case Ready():
+                worker.ready = True
+                return None
+            case WorkerFailed():
+                raise DomainError(message.error)
+        group = worker.groups.get(message.ticket)
+        if group is None:  # cancelled in the meantime
+            return None
+        match message:
+            case RolloutDone():
+                group.missing -= 1
+                group.rollouts.append(message.rollout)
+            case RolloutFailed():
+                group.missing -= 1
+                group.failures.append(message.failure)
+            case GroupEnded():
+                del worker.groups[message.ticket]
+                return GroupFinished(
+                    ticket=message.ticket,
+                    rollouts=tuple(group.rollouts),
+                    failures=tuple(group.failures),
+                    aborted_requests=message.aborted_requests,
+                )
+        return None
 
     def _replace(self, worker: _Worker) -> Lost:
         worker.process.join(STOP_TIMEOUT_S)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
-        worker.connection.close()
-        lost = Lost(tickets=tuple(worker.load), exit_code=worker.process.exitcode)
+        self._end(worker)
+        lost = Lost(tickets=tuple(worker.groups), exit_code=worker.process.exitcode)
         log.error("worker died index=%d exit_code=%s groups=%d", worker.index, lost.exit_code, len(lost.tickets))
         if not worker.ready:
             raise DomainError(
@@ -195,12 +232,31 @@ class WorkerPool:
         self._workers[self._workers.index(worker)] = self._spawn(worker.index)
         return lost
 
+    def _end(self, worker: _Worker) -> None:
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        self._selector.unregister(worker.connection)
+        worker.connection.close()
+
     def _send(self, worker: _Worker, message: ToWorker) -> None:
         self._send_bytes(worker, _to_worker.encode(message))
 
     def _send_bytes(self, worker: _Worker, payload: bytes) -> None:
         with contextlib.suppress(OSError):  # a dead worker is noticed in poll
-            worker.connection.send_bytes(payload)
+            worker.connection.send(payload)
+        self._listen(worker)
+
+    def _flush(self, worker: _Worker) -> None:
+        with contextlib.suppress(OSError):
+            worker.connection.flush()
+        self._listen(worker)
+
+    def _listen(self, worker: _Worker) -> None:
+        """Waits for room in the socket only while there is something to send."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.connection.has_outgoing else 0)
+        if self._selector.get_key(worker.connection).events != events:
+            self._selector.modify(worker.connection, events, worker)
 
 
 def encode_start(start: StartGroup) -> bytes:
@@ -215,86 +271,78 @@ def encode_start(start: StartGroup) -> bytes:
         ) from error
 
 
-def worker_main(run_dir: str, job_name: str, connection: Connection, index: int) -> None:
-    """Entry of the process. Ends on ``Stop``, when the pipe closes, or with ``WorkerFailed``."""
+def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:
+    """Entry of the process. Ends on ``Stop``, when the connection closes, or with ``WorkerFailed``."""
     from pipelinerl.observability.logging import setup_role_logging
-    from pipelinerl.observability.role import die_with_parent
+    from pipelinerl.observability.role import die_with_parent, raise_open_files
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
+    raise_open_files()
     setup_role_logging(f"{job_name}.worker{index}")
-    lock = threading.Lock()
+    threading.Thread(target=_beat, args=(heartbeat,), name="heartbeat", daemon=True).start()
+    import uvloop
 
-    def report(message: FromWorker) -> None:
-        with lock:
-            connection.send_bytes(_from_worker.encode(message))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_work(Path(run_dir), sock))
+    os._exit(code)
 
-    threading.Thread(target=_beat, args=(report,), name="beat", daemon=True).start()
+
+def _beat(heartbeat: Any) -> None:
+    """A thread's sign of life, for a domain may keep the loop busy. Ends with the process."""
+    while True:
+        heartbeat.value = time.monotonic()
+        time.sleep(BEAT_S)
+
+
+async def _work(run_dir: Path, sock: socket.socket) -> int:
+    """The worker's life; returns its exit code."""
+    connection = await WorkerConnection.open(sock)
+
+    async def send(message: FromWorker) -> None:
+        await connection.send(_from_worker.encode(message))
+
     try:
-        import uvloop
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(Path(run_dir), connection, report))
+        await _serve(run_dir, connection, send)
     except Exception as error:  # the process boundary
         log.exception("worker failed")
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         with contextlib.suppress(OSError):
-            report(WorkerFailed(error=f"{type(error).__name__}: {error}"))
-        os._exit(1)
-    os._exit(0)
+            await send(WorkerFailed(error=f"{type(error).__name__}: {error}"))
+            await connection.close()
+        return 1
+    return 0
 
 
-def _beat(report: Callable[[FromWorker], None]) -> None:
-    """A thread's sign of life, for a domain may keep the loop busy. Ends with the pipe."""
-    with contextlib.suppress(OSError):
-        while True:
-            report(Beat())
-            time.sleep(BEAT_S)
-
-
-async def _serve(run_dir: Path, connection: Connection, report: Callable[[FromWorker], None]) -> None:
-    """Consumes messages of the actor, starts groups, reports what finished."""
+async def _serve(
+    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
+) -> None:
+    """Consumes messages of the actor, starts groups, sends what comes of them."""
     import aiohttp
 
     from pipelinerl.actor.scheduler import Scheduler, WorkSet
     from pipelinerl.actor.setup import load_rollout_side
 
     side = load_rollout_side(run_dir)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    connector = aiohttp.TCPConnector(limit=side.settings.max_connections, keepalive_timeout=30)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
         scheduler = Scheduler(side.cfg, side.functions, side.llms, session, side.settings)
-        work = WorkSet(scheduler, report)
-        report(Ready())
-        async for message in _messages(connection):
-            match message:
-                case Servers():
-                    scheduler.pool.update(message.urls)
-                case StartGroup():
-                    work.start(message)
-                case Cancel():
-                    work.cancel(message.ticket)
+        work = WorkSet(scheduler, send, tasks)
+        await send(Ready())
+        async for payload in connection.messages():
+            match _to_worker.decode(payload):
+                case Servers() as servers:
+                    scheduler.pool.update(servers.urls)
+                case StartGroup() as start:
+                    work.start(start)
+                case Cancel() as cancel:
+                    work.cancel(cancel.ticket)
                 case Stop():
                     break
-        await work.close()
-
-
-async def _messages(connection: Connection) -> Any:
-    """The actor's messages, until the pipe closes."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(connection.fileno(), readable.set)
-    try:
-        while True:
-            await readable.wait()
-            readable.clear()
-            try:
-                while connection.poll():
-                    yield _to_worker.decode(connection.recv_bytes())
-            except (EOFError, OSError):
-                return
-    finally:
-        loop.remove_reader(connection.fileno())
+        work.close()
 
 
 def require_coroutines(functions: Iterable[Callable]) -> None:

@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+MAX_OPEN_FILES = 2**20
+"""More than any role needs. Programs that close every possible descriptor at their start take seconds beyond it."""
 UNMENDABLE = (ConfigError, DomainError, WorldError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 
@@ -58,6 +61,7 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     die_with_parent()
+    raise_open_files()
     setup_role_logging(status_name(args.job))
     leave(_run(main, args.run_dir, args.job, stop))
 
@@ -111,3 +115,13 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def raise_open_files() -> int:
+    """Raise this process's soft limit on open files to the hard one; return the limit that holds now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft

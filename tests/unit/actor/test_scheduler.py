@@ -8,12 +8,13 @@ import aiohttp
 import pytest
 from omegaconf import OmegaConf
 
-from pipelinerl.actor.messages import GroupFinished, StartGroup
+from pipelinerl.actor.messages import FromWorker, GroupFinished, RolloutFailed, StartGroup
 from pipelinerl.actor.scheduler import JoinPolicy, Scheduler, Settings
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import ServerError, TransportError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.streams.codec import Codec
 from pipelinerl.testing import FakeServer, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -136,9 +137,7 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
                 evaluation=False,
                 version=0,
             )
-            ended: list[int] = []
-            await scheduler.run_group(start, lambda: ended.append(1))  # noqa: B023
-            assert len(ended) == 4
+            assert len((await scheduler.run_group(start)).rollouts) == 4
     sizes = [request["sampling_params"].get("n", 1) for request in server.requests]
     assert (sizes[0], sizes[-1]) == (4, 1)
 
@@ -205,6 +204,7 @@ async def test_domain_may_handle_a_refused_prompt(run: Run, server: FakeServer) 
         (TimeoutError("my own"), "timeout"),
         (asyncio.CancelledError(), "domain_error"),
         (SystemExit(1), "domain_error"),
+        (ValueError("\ud800 and a long text: " + "x" * 10**6), "domain_error"),
     ],
 )
 async def test_exception_of_the_domain_is_typed_and_costs_one_rollout(
@@ -223,6 +223,7 @@ async def test_exception_of_the_domain_is_typed_and_costs_one_rollout(
     assert failure.reason == reason
     assert f"failing raised {type(error).__name__}" in failure.detail
     assert "{'p': 1}" in failure.detail
+    assert len(Codec(FromWorker).encode(RolloutFailed(ticket=1, failure=failure))) < 4000
 
 
 async def test_rollout_deadline_ends_it_as_timeout(run: Run, server: FakeServer) -> None:
