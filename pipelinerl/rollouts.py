@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
+from pipelinerl.records import RewardMode as RewardMode
+
 MASKED_TOKEN_ID = -100
 """Label of a token that is not trained."""
 
@@ -140,3 +142,5 @@ class RolloutResult(BaseModel):
     model_version: int | None = None
     dataset_name: str | None = None
     group_id: str | None = None
+    rewards: RewardMode | None = None
+    """None = `actor.rewards` of the configuration."""

@@ -34,7 +34,7 @@ from pipelinerl.config.rules import distortions
 from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import CallTokens, RolloutResult
+from pipelinerl.rollouts import CallTokens, RewardMode, RolloutResult
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Settings:
     max_request_retries: int
     max_completions_per_request: int
     seq_length: int
+    rewards: RewardMode = "rollout"
     api_token: str = ""
     max_connections: int = 768
     """Connections that the worker may have open at once, of the policy's requests and the domains' own."""
@@ -400,6 +401,7 @@ class Scheduler:
             num_llm_calls=llm._num_calls,
             fallback_version=start.version,
             seq_length=self._settings.seq_length,
+            rewards=self._settings.rewards,
         )
         if not rollout.sequences and not start.evaluation:
             detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"

@@ -1,8 +1,8 @@
 """A domain's ``RolloutResult`` becomes a ``Rollout`` record: exact tokens, spans, log-probabilities. Pure.
 
-Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Texts with rewards
-that differ are steps, each with an advantage of its own, and stay apart. Lists that the domain replaced or edited
-(labels masked with -100, rewards per text) win over what the server sent; what contradicts itself is refused with the
+Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Where every text
+has a reward, and so an advantage, of its own (modes `texts` and `steps`), texts stay apart. Lists that the domain
+replaced or edited (labels masked with -100) win over what the server sent; what contradicts itself is refused with the
 place it came from. Shapes: T tokens, K trained tokens, R spans.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from pipelinerl.errors import RecordError
 from pipelinerl.records import Rollout, TrainingSequence
-from pipelinerl.rollouts import MASKED_TOKEN_ID, RolloutResult, TrainingText
+from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, TrainingText
 
 
 class SequenceTooLong(RecordError):
@@ -32,7 +32,6 @@ class _Piece:
     versions: np.ndarray
     """int32 [K]"""
     finish_reason: str
-    reward: float
     turn: int
 
 
@@ -44,6 +43,7 @@ def to_rollout(
     num_llm_calls: int,
     fallback_version: int,
     seq_length: int,
+    rewards: RewardMode = "rollout",
 ) -> Rollout:
     """The record of one attempt.
 
@@ -51,25 +51,20 @@ def to_rollout(
         result: what the domain's function returned.
         fallback_version: version of tokens that carry none (texts a domain built by itself): the oldest possible.
         seq_length: ``finetune.seq_length``.
+        rewards: mode of a result that does not say its own (``actor.rewards``).
 
     Raises:
-        RecordError: a text contradicts itself or a reward is not finite.
+        RecordError: a text contradicts itself, or its reward the mode, or a reward is not finite.
         SequenceTooLong: a sequence cannot be trained.
     """
     metrics = numeric_metrics(result)
-    rewards = [
-        text.reward if "reward" in text.model_fields_set else metrics["reward"] for text in result.training_texts
-    ]
-    for i, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise RecordError(f"training_texts[{i}].reward is {reward}: rewards must be finite numbers")
+    mode = result.rewards or rewards
+    text_rewards = _text_rewards(result.training_texts, mode, metrics["reward"])
     pieces = [
-        _to_piece(text, turn=i, reward=float(reward), fallback_version=fallback_version)
-        for i, (text, reward) in enumerate(zip(result.training_texts, rewards, strict=True))
+        _to_piece(text, turn=i, fallback_version=fallback_version) for i, text in enumerate(result.training_texts)
     ]
     trained = [piece for piece in pieces if len(piece.positions)]
-    uniform = len({piece.reward for piece in trained}) <= 1
-    merged = _merge(trained) if uniform else trained
+    merged = _merge(trained) if mode == "rollout" else trained
     for piece in merged:
         if len(piece.token_ids) > seq_length:
             raise SequenceTooLong(
@@ -78,13 +73,36 @@ def to_rollout(
             )
     return Rollout(
         attempt=attempt,
-        reward=merged[0].reward if merged and uniform else metrics["reward"],
-        sequences=tuple(_to_sequence(piece, None if uniform else piece.reward) for piece in merged),
+        reward=text_rewards[0] if mode == "rollout" and text_rewards else metrics["reward"],
+        sequences=tuple(_to_sequence(piece) for piece in merged),
         metrics=metrics,
         latency_s=latency_s,
         num_llm_calls=num_llm_calls,
         num_unmerged_turns=max(0, len(merged) - 1),
+        rewards=mode,
+        text_rewards=() if mode == "rollout" else text_rewards,
     )
+
+
+def _text_rewards(texts: list[TrainingText], mode: RewardMode, whole: float) -> tuple[float, ...]:
+    """Reward of every text; one that was left unset is the rollout's, ``whole``, in mode `rollout` only."""
+    said = ["reward" in text.model_fields_set for text in texts]
+    if mode != "rollout" and not all(said):
+        raise RecordError(
+            f"training_texts[{said.index(False)}].reward is not set: with rewards={mode!r} every text has its own; "
+            "set 0.0 for one that earns nothing"
+        )
+    rewards = tuple(float(text.reward) if own else whole for text, own in zip(texts, said, strict=True))
+    for i, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise RecordError(f"training_texts[{i}].reward is {reward}: rewards must be finite numbers")
+        if mode == "rollout" and reward != rewards[0]:
+            raise RecordError(
+                f"training_texts[{i}].reward is {reward} and training_texts[0].reward is {rewards[0]}: with "
+                "rewards='rollout' all texts of a rollout have its one reward. Say what they are in RolloutResult or "
+                "actor.rewards: 'texts', each its own, compared at the same step, or 'steps', increments of a return"
+            )
+    return rewards
 
 
 def numeric_metrics(result: RolloutResult) -> dict[str, float]:
@@ -98,7 +116,7 @@ def numeric_metrics(result: RolloutResult) -> dict[str, float]:
     return metrics
 
 
-def _to_piece(text: TrainingText, *, turn: int, reward: float, fallback_version: int) -> _Piece:
+def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece:
     tokens = text._tokens
     if tokens is not None and text._is_lazy("input_ids") and text._is_lazy("labels") and text._is_lazy("logprobs"):
         count = len(tokens.completion_ids)
@@ -115,7 +133,6 @@ def _to_piece(text: TrainingText, *, turn: int, reward: float, fallback_version:
         logprobs=logprobs,
         versions=_versions(text, positions, fallback_version),
         finish_reason=_finish_reason(text),
-        reward=reward,
         turn=turn,
     )
 
@@ -192,19 +209,17 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         logprobs=np.concatenate((earlier.logprobs, piece.logprobs)),
         versions=np.concatenate((earlier.versions, piece.versions)),
         finish_reason="length" if earlier.finish_reason == "length" else piece.finish_reason,
-        reward=earlier.reward,
         turn=earlier.turn,
     )
 
 
-def _to_sequence(piece: _Piece, reward: float | None) -> TrainingSequence:
+def _to_sequence(piece: _Piece) -> TrainingSequence:
     return TrainingSequence(
         token_ids=piece.token_ids,
         logprobs=piece.logprobs,
         spans=spans_of(piece.positions, piece.versions),
         finish_reason=piece.finish_reason,
         turn=piece.turn,
-        reward=reward,
     )
 
 

@@ -111,6 +111,7 @@ def make_settings(cfg: Config) -> Settings:
         max_completions_per_request=cfg.actor.llm_max_rollouts,
         seq_length=cfg.finetune.seq_length,
         max_connections=connections_of(raise_open_files()),
+        rewards=cfg.actor.rewards,
     )
 
 

@@ -107,7 +107,9 @@ class RecordedAgent:
             text.reward = reward
         metrics = BaseMetrics(reward=reward, success=success, no_error=True, no_answer=no_answer)
         latency = time.monotonic() - self._started
-        return RolloutResult(training_texts=texts, metrics=metrics, latency=latency, dataset_name=dataset_name)
+        return RolloutResult(
+            training_texts=texts, metrics=metrics, latency=latency, dataset_name=dataset_name, rewards="rollout"
+        )
 
     async def complete(self, body: dict[str, Any]) -> LLMCall:
         """Sample one completion for an OpenAI request body, and record it."""

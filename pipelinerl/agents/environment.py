@@ -55,5 +55,9 @@ async def play_text_environment(
     success = bool(info.get("success", total > 0))
     metrics = BaseMetrics(reward=total, success=success, no_error=True, no_answer=False)
     return RolloutResult(
-        training_texts=texts, metrics=metrics, latency=time.monotonic() - started, dataset_name=dataset_name
+        training_texts=texts,
+        metrics=metrics,
+        latency=time.monotonic() - started,
+        dataset_name=dataset_name,
+        rewards="rollout",
     )

@@ -1,18 +1,19 @@
 """Advantages of the members of one group (docs/algorithms.md §1). Pure functions, float64.
 
-A rollout is ONE member of its group, however many turns and sequences it has: a baseline is the mean over members and
-never over those that happened to reach a turn. Where a domain gives per-step rewards, a sequence that begins with turn
-t carries the advantage of the member's *return from t on*, against all members' returns from t on; a member that had
-ended before t collects nothing more, so its return from t on is 0.
+The reward mode is said by the domain and is the same for all members of a group; nothing is inferred from the numbers.
+With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps` the baseline
+at step t is taken over the returns from t on of ALL members; a member that had ended before t collects nothing more, so
+its return is 0. With `texts` (PipelineRL's) it is taken over the texts at step t, that is, over the members that got
+there.
 
-Worked example, `loo`, step rewards of three members a = (1, 2), b = (0, 1, 3), c = (2,):
+Worked example, `loo`, `steps`, rewards of three members a = (1, 2), b = (0, 1, 3), c = (2,):
 
-    return from turn   0    1    2        advantage at turn   0               1               2
+    return from step   0    1    2        advantage at step   0               1               2
     a                  3    2    0        a                   3 − 3 = 0       2 − 2 = 0       –
     b                  4    4    3        b                   4 − 2.5 = 1.5   4 − 1 = 3       3 − 0 = 3
     c                  2    0    0        c                   2 − 3.5 = −1.5  –               –
 
-Shapes: n members of a group, K points in time at which a sequence begins.
+Shapes: n members of a group, K steps.
 """
 
 from collections.abc import Sequence
@@ -61,21 +62,22 @@ def batch_std_scale(advantages: np.ndarray) -> float:
     return 1.0 / std if std > MIN_STD else 1.0
 
 
-def returns_from_turn(
-    turns: Sequence[Sequence[int]], rewards: Sequence[Sequence[float]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns-to-go of the members of a group at every turn with which some sequence begins.
+def step_returns(rewards: Sequence[np.ndarray], discount: float = 1.0) -> np.ndarray:
+    """float64 [n, K]: Σ_{k ≥ t} discount^(k − t) · r_k for every member at every step t; 0 after its end."""
+    returns_nK = np.zeros((len(rewards), max((len(member) for member in rewards), default=0)))
+    for i, member in enumerate(rewards):
+        returns_nK[i, : len(member)] = member
+    for t in range(returns_nK.shape[1] - 2, -1, -1):
+        returns_nK[:, t] += discount * returns_nK[:, t + 1]
+    return returns_nK
 
-    Args:
-        turns: for every member the first turn of each of its sequences.
-        rewards: for every member the step reward of each of its sequences.
 
-    Returns:
-        ``points_K`` int64, ascending distinct turns, and ``returns_nK`` float64: for each member the sum of the rewards
-        of its sequences that begin with this turn or later (0 after its end).
-    """
-    points_K = np.unique(np.concatenate([np.asarray(member, dtype=np.int64) for member in turns]))
-    returns_nK = np.zeros((len(turns), len(points_K)))
-    for i, (member_turns, member_rewards) in enumerate(zip(turns, rewards, strict=True)):
-        np.add.at(returns_nK[i], np.searchsorted(points_K, member_turns), member_rewards)
-    return points_K, np.cumsum(returns_nK[:, ::-1], axis=1)[:, ::-1]
+def text_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
+    """Advantage of every text among the texts of the same step: those of the members that reached it."""
+    advantages = [np.zeros(len(member)) for member in rewards]
+    for t in range(max((len(member) for member in rewards), default=0)):
+        reached = [i for i, member in enumerate(rewards) if len(member) > t]
+        found = group_advantages(np.array([rewards[i][t] for i in reached], np.float64), kind)
+        for i, advantage in zip(reached, found, strict=True):
+            advantages[i][t] = advantage
+    return advantages

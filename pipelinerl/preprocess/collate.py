@@ -70,7 +70,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
     )
     scale = 1.0
     if collation.advantage == "batch_std":
-        scale = batch_std_scale(_advantages_of_batch(samples))
+        scale = batch_std_scale(np.array([advantage for sample in samples for advantage in sample.members]))
     return [
         _Segment(
             sequence=sequence,
@@ -83,17 +83,6 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
         for sample, weight in zip(samples, weights_N.tolist(), strict=True)
         for i, ((index, sequence), advantage) in enumerate(zip(sample.sequences, sample.advantages, strict=True))
     ]
-
-
-def _advantages_of_batch(samples: Sequence[Sample]) -> np.ndarray:
-    """One advantage per rollout; per sequence only where the steps of a rollout differ."""
-    return np.array(
-        [
-            a
-            for sample in samples
-            for a in (sample.advantages if len(set(sample.advantages)) > 1 else sample.advantages[:1])
-        ]
-    )
 
 
 def _micro_batch(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipelinerl.errors import RecordError
-from pipelinerl.preprocess.advantages import AdvantageKind, group_advantages, returns_from_turn
+from pipelinerl.preprocess.advantages import AdvantageKind, group_advantages, step_returns, text_advantages
 from pipelinerl.preprocess.shaping import (
     all_advantages_zero,
     is_overlong,
@@ -45,6 +45,8 @@ class Sample:
     """(index in the rollout, sequence) of every sequence that trains something."""
     advantages: tuple[float, ...] = ()
     """One per entry of ``sequences``."""
+    members: tuple[float, ...] = ()
+    """The advantages as members of their group: one of a rollout, or one per text where each has its own reward."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [K] per entry of ``sequences``; None without a KL term."""
     weighted: bool = True
@@ -70,6 +72,8 @@ class Shaping:
     filter_zero_advantage_groups: bool = False
     overlong_filtering: bool = False
     overlong_buffer_tokens: int = 0
+    step_discount: float = 1.0
+    """Of returns, per step (`finetune.rl.step_discount`)."""
     max_tokens: int = field(default=0)
     """`llm.parameters.max_tokens`; used with ``overlong_buffer_tokens`` only."""
 
@@ -107,36 +111,34 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
 
 
 def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
-    """For every rollout the advantage of each of its sequences, from shaped rewards.
-
-    Per-step rewards are used where any sequence of the group has one; a rollout without any then collects its reward
-    with its last sequence.
-    """
-    penalties = [_penalty(rollout, shaping) for rollout in rollouts]
-    if all(sequence.reward is None for rollout in rollouts for sequence in rollout.sequences):
-        rewards_n = np.array([r.reward + penalty for r, penalty in zip(rollouts, penalties, strict=True)], np.float64)
-        advantages_n = group_advantages(rewards_n, shaping.advantage)
+    """For every rollout of a group the advantage of each of its sequences, from shaped rewards."""
+    kind = shaping.advantage
+    if rollouts[0].rewards == "rollout":
+        rewards_n = np.array([r.reward + _penalty(r.sequences, shaping) for r in rollouts], np.float64)
+        advantages_n = group_advantages(rewards_n, kind)
         return [np.full(len(r.sequences), a) for r, a in zip(rollouts, advantages_n, strict=True)]
-    turns = [[sequence.turn for sequence in rollout.sequences] for rollout in rollouts]
-    rewards = [_step_rewards(rollout, penalty) for rollout, penalty in zip(rollouts, penalties, strict=True)]
-    points_K, returns_nK = returns_from_turn(turns, rewards)
-    advantages_nK = group_advantages(returns_nK, shaping.advantage)
-    return [advantages_nK[i][np.searchsorted(points_K, member)] for i, member in enumerate(turns)]
+    rewards = [_shaped_text_rewards(rollout, shaping) for rollout in rollouts]
+    if rollouts[0].rewards == "steps":
+        advantages = list(group_advantages(step_returns(rewards, shaping.step_discount), kind))
+    else:
+        advantages = text_advantages(rewards, kind)
+    return [
+        a[[s.turn for s in r.sequences]] if r.sequences else a[:0] for r, a in zip(rollouts, advantages, strict=True)
+    ]
 
 
-def _penalty(rollout: Rollout, shaping: Shaping) -> float:
+def _penalty(sequences: Sequence[TrainingSequence], shaping: Shaping) -> float:
     if not shaping.overlong_buffer_tokens:
         return 0.0
-    return soft_overlong_penalty(longest_completion(rollout), shaping.max_tokens, shaping.overlong_buffer_tokens)
+    return soft_overlong_penalty(longest_completion(sequences), shaping.max_tokens, shaping.overlong_buffer_tokens)
 
 
-def _step_rewards(rollout: Rollout, penalty: float) -> list[float]:
-    """Rewards of the steps; what belongs to the whole rollout (a reward, the overlong penalty) comes with the last."""
-    rewards = [sequence.reward for sequence in rollout.sequences]
-    steps = [reward or 0.0 for reward in rewards]
-    if steps:
-        steps[-1] += penalty + (rollout.reward if all(reward is None for reward in rewards) else 0.0)
-    return steps
+def _shaped_text_rewards(rollout: Rollout, shaping: Shaping) -> np.ndarray:
+    """Reward of every text; the penalty of a completion falls on its own text."""
+    rewards = np.array(rollout.text_rewards, np.float64)
+    for sequence in rollout.sequences:
+        rewards[sequence.turn] += _penalty([sequence], shaping)
+    return rewards
 
 
 def _check_numbers(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:
@@ -176,7 +178,8 @@ def _prepare_rollout(
         source=source,
         reward=rollout.reward,
         sequences=tuple(trained),
-        advantages=tuple(float(advantages[i]) for i, _ in trained),
+        advantages=(own := tuple(float(advantages[i]) for i, _ in trained)),
+        members=own[:1] if rollout.rewards == "rollout" else own,
         weighted=not (shaping.overlong_filtering and is_overlong(rollout)),
         num_tokens=sum(lengths),
         num_trained=sum(len(sequence.logprobs) for _, sequence in trained),

@@ -1,8 +1,10 @@
 """Filters and shaping of rewards (docs/algorithms.md §5). Pure functions on one rollout or one group."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from pipelinerl.records import Rollout
+from pipelinerl.records import Rollout, TrainingSequence
 
 ZERO_ADVANTAGE = 1e-6
 
@@ -18,9 +20,9 @@ def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) 
     return float(np.clip((max_tokens - num_tokens) / buffer_tokens - 1.0, -1.0, 0.0))
 
 
-def longest_completion(rollout: Rollout) -> int:
-    """Tokens of the rollout's longest completion: a run of adjacent spans, whatever weight versions sampled it."""
-    return max((_longest_run(sequence.spans) for sequence in rollout.sequences), default=0)
+def longest_completion(sequences: Sequence[TrainingSequence]) -> int:
+    """Tokens of the longest completion: a run of adjacent spans, whatever weight versions sampled it."""
+    return max((_longest_run(sequence.spans) for sequence in sequences), default=0)
 
 
 def _longest_run(spans_R3: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from pipelinerl.records.messages import (
     TrainingDone,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.rollouts import ActorRecord, GroupDropped, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.rollouts import ActorRecord, GroupDropped, RewardMode, Rollout, RolloutGroup, TrainingSequence
 
 __all__ = [
     "ActorRecord",
@@ -25,6 +25,7 @@ __all__ = [
     "GroupDropped",
     "MicroBatch",
     "PreprocessorProgress",
+    "RewardMode",
     "Rollout",
     "RolloutGroup",
     "SamplesProcessed",

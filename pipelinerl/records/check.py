@@ -43,6 +43,7 @@ def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
             raise RecordError(f"{where}: attempt {rollout.attempt} is outside 0 to {attempts - 1}")
         seen.add(rollout.attempt)
         _check_rollout(rollout, f"{where}, attempt {rollout.attempt}", vocab_size)
+    _check_one_mode(group, where)
 
 
 def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
@@ -74,8 +75,27 @@ def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
     for name, value in rollout.metrics.items():
         if not isinstance(value, numbers.Real):
             raise RecordError(f"{where}: metric {name!r} is {value!r}, not a number")
+    for turn, reward in enumerate(rollout.text_rewards):
+        _check_finite_number(reward, f"reward of text {turn}", where)
     for index, sequence in enumerate(rollout.sequences):
         _check_sequence(sequence, f"{where}, sequence {index}", vocab_size)
+        if rollout.rewards != "rollout" and not 0 <= sequence.turn < len(rollout.text_rewards):
+            raise RecordError(
+                f"{where}, sequence {index}: begins with text {sequence.turn}, but rewards={rollout.rewards!r} has "
+                f"{len(rollout.text_rewards)} text rewards"
+            )
+
+
+def _check_one_mode(group: RolloutGroup, where: str) -> None:
+    """A baseline over members whose rewards mean different things would be none."""
+    first = group.rollouts[0]
+    for other in group.rollouts[1:]:
+        if other.rewards != first.rewards:
+            raise RecordError(
+                f"{where}: attempt {first.attempt} has rewards={first.rewards!r} and attempt {other.attempt} "
+                f"{other.rewards!r}: the rollouts of a problem must have one reward mode; set `rewards` of every "
+                "RolloutResult alike, or actor.rewards"
+            )
 
 
 def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> None:
@@ -94,8 +114,6 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> 
     if not np.isfinite(sequence.logprobs).all():
         bad = _first(~np.isfinite(sequence.logprobs))
         raise RecordError(f"{where}: the log-prob of trained token {bad} is {sequence.logprobs[bad]}")
-    if sequence.reward is not None:
-        _check_finite_number(sequence.reward, "reward of the step", where)
 
 
 def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:

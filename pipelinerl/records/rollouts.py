@@ -3,10 +3,14 @@
 Shapes: T tokens of a sequence, K ≤ T of them trained (sampled by the policy), R spans.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
+
+RewardMode = Literal["rollout", "texts", "steps"]
+"""What the rewards of a rollout's texts are (docs/algorithms.md §1): `rollout`, the same one for all; `texts`, each
+text's own, compared at the same step; `steps`, increments, whose sum from a step on is compared."""
 
 
 class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +29,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     """The server's word for the last completion: "stop", "length", "tool_calls", …"""
     turn: int = 0
-    """Index of the first LLM call of the rollout that this sequence contains."""
-    reward: float | None = None
-    """Reward of this sequence's step where a domain gives per-step rewards; None = the rollout's reward."""
+    """Index of the first text of the rollout that this sequence contains."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     """0 … attempts − 1 within the group."""
     reward: float
+    """Reward of the whole rollout; with rewards of its own per text, the domain's metric of that name."""
     sequences: tuple[TrainingSequence, ...]
     metrics: dict[str, float]
     """Numeric fields of the domain's metrics: reward, success, no_error, no_answer and its own."""
@@ -43,6 +46,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     num_llm_calls: int
     num_unmerged_turns: int = 0
     """Turns whose tokens did not extend the previous turn's and therefore started another sequence."""
+    rewards: RewardMode = "rollout"
+    """Reward mode (docs/algorithms.md §1); the same for all members of a group."""
+    text_rewards: tuple[float, ...] = ()
+    """`texts`, `steps`: reward of every text, trained or not, indexed by ``turn``; empty for `rollout`."""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group"):

@@ -22,7 +22,7 @@ FIELDS = {
         "text", "n_predicted", "reward", "logprobs", "ref_logprobs", "input_ids", "labels", "group_id", "finished",
         "prompt_tokens", "output_tokens", "visual_features", "metadata",
     },
-    RolloutResult: {"training_texts", "metrics", "latency", "model_version", "dataset_name", "group_id"},
+    RolloutResult: {"training_texts", "metrics", "latency", "model_version", "dataset_name", "group_id", "rewards"},
     BaseMetrics: {"reward", "success", "no_error", "no_answer"},
     Prompt: {"id", "tools", "messages", "token_ids"},
     TokenLogprob: {"logprob", "token_id"},

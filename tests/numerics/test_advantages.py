@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import RecordError
-from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages, returns_from_turn
+from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages
 from pipelinerl.preprocess.aggregation import rollout_weights
 from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages
 from pipelinerl.preprocess.shaping import soft_overlong_penalty
@@ -18,16 +18,13 @@ from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 KINDS = ("loo", "group_mean", "group_std", "batch_std", "value")
 
 
-def sequence(
-    turn: int = 0, reward: float | None = None, completion: int = 3, finish_reason: str = "stop"
-) -> TrainingSequence:
+def sequence(turn: int = 0, completion: int = 3, finish_reason: str = "stop") -> TrainingSequence:
     return TrainingSequence(
         token_ids=np.arange(completion + 2, dtype=np.int32),
         logprobs=np.full(completion, -0.5, np.float32),
         spans=np.array([[2, 2 + completion, 0]], np.int32),
         finish_reason=finish_reason,
         turn=turn,
-        reward=reward,
     )
 
 
@@ -131,49 +128,6 @@ def test_multi_turn_survivors_of_a_turn_are_no_baseline():
     assert per_sequence(a, b) == [[-1.0], [1.0, 1.0]]
 
 
-def test_per_step_rewards_compare_returns_from_each_turn_on_over_all_members():
-    """The worked example of `advantages`: (1, 2), (0, 1, 3) and (2,)."""
-    a = rollout(0, 9.0, sequence(0, 1.0), sequence(1, 2.0))
-    b = rollout(1, 9.0, sequence(0, 0.0), sequence(1, 1.0), sequence(2, 3.0))
-    c = rollout(2, 9.0, sequence(0, 2.0))
-    points, returns = returns_from_turn([[0, 1], [0, 1, 2], [0]], [[1, 2], [0, 1, 3], [2]])
-    assert points.tolist() == [0, 1, 2]
-    assert returns.tolist() == [[3, 2, 0], [4, 4, 3], [2, 0, 0]]
-    assert per_sequence(a, b, c) == [[0.0, 0.0], [1.5, 3.0, 3.0], [-1.5]]
-
-
-def test_per_step_rewards_merged_turns_count_from_their_first_turn():
-    """a: turns 0–1 merged (reward 1) and turn 2 (reward 5); b: turn 0 (2) and turns 1–2 merged (4).
-
-    Returns from turn 0: 6, 6; from turn 1: a 5 (only turn 2 begins there or later), b 4; from turn 2: a 5, b 0.
-    """
-    a = rollout(0, 0.0, sequence(0, 1.0), sequence(2, 5.0))
-    b = rollout(1, 0.0, sequence(0, 2.0), sequence(1, 4.0))
-    assert per_sequence(a, b) == [[0.0, 5.0], [0.0, -1.0]]
-
-
-def test_per_step_rewards_group_std_uses_the_deviation_of_the_same_turn():
-    a = rollout(0, 0.0, sequence(0, 1.0), sequence(1, 3.0))
-    b = rollout(1, 0.0, sequence(0, 1.0))
-    deviation_0, deviation_1 = math.sqrt(4.5), math.sqrt(4.5)
-    assert per_sequence(a, b, kind="group_std")[0] == pytest.approx(
-        [1.5 / (deviation_0 + 1e-4), 1.5 / (deviation_1 + 1e-4)], rel=1e-12
-    )
-
-
-def test_sequence_without_step_reward_counts_with_its_rollouts_reward():
-    a = rollout(0, 2.0, sequence(0))
-    b = rollout(1, 7.0, sequence(0, 1.0), sequence(1, 4.0))
-    assert per_sequence(a, b) == [[2.0 - 5.0], [5.0 - 2.0, 4.0 - 0.0]]
-
-
-def test_rollout_without_step_rewards_collects_its_reward_once_however_many_sequences_it_has():
-    """Returns from turn 0: 2 and 5; from turn 1: 2 (its reward comes with its last sequence) and 4."""
-    a = rollout(0, 2.0, sequence(0), sequence(1))
-    b = rollout(1, 7.0, sequence(0, 1.0), sequence(1, 4.0))
-    assert per_sequence(a, b) == [[2.0 - 5.0, 2.0 - 4.0], [5.0 - 2.0, 4.0 - 2.0]]
-
-
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(10, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (120, -1.0)]
 )
@@ -184,7 +138,7 @@ def test_soft_overlong_penalty_falls_linearly_over_the_buffer(tokens, expected):
 def test_soft_overlong_penalty_enters_the_baseline_by_the_longest_completion():
     """Rewards 1 and 1; the second has completions of 3 and 9 of at most 10 tokens, buffer 4: penalty (10−9)/4 − 1."""
     shaping = Shaping(seq_length=100, overlong_buffer_tokens=4, max_tokens=10)
-    a, b = rollout(0, 1.0), rollout(1, 1.0, sequence(0, None, 3), sequence(1, None, 9))
+    a, b = rollout(0, 1.0), rollout(1, 1.0, sequence(0, 3), sequence(1, 9))
     first, second = sequence_advantages([a, b], shaping)
     np.testing.assert_allclose(first, [0.75], rtol=1e-12)
     np.testing.assert_allclose(second, [-0.75, -0.75], rtol=1e-12)

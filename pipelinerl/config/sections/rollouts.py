@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipelinerl.config.keys import REQUIRED, Section, key
+from pipelinerl.records import RewardMode
 
 
 class LLMSection(Section):
@@ -52,6 +53,11 @@ class ActorSection(Section):
         "{task}", "what these domains ask. `{task}` is the problem's question", pattern=r"\{task\}"
     )
     discount_factor: float = key(1.0, "factor on their reward per sampled token", gt=0, le=1)
+    rewards: RewardMode = key(
+        "rollout",
+        "what the rewards of a rollout's texts are, where its `RolloutResult` does not say. One for all, or each its own, "
+        "compared at the same step, or increments of a return. See [§1](algorithms.md)",
+    )
     llm_max_rollouts: PositiveInt = key(
         64,
         "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number",

@@ -13,6 +13,7 @@ class RLSection(Section):
 
     policy_loss: Literal["reinforce", "ppo", "gspo", "decoupled_ppo"] = key("reinforce", "§2")
     advantage: Literal["loo", "group_mean", "group_std", "batch_std", "value"] = key("loo", "§1")
+    step_discount: float = key(1.0, "factor per step in returns of rollouts with `rewards=steps` (§1)", gt=0, le=1)
     aggregation: Literal["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"] = key("sum_over_batch", "§4")
     ratio_clamp: PositiveFloat = key(5.0, "c of `reinforce`")
     epsilon_low: PositiveFloat = key(0.2, "lower clip of `ppo`, `gspo`, `decoupled_ppo`")

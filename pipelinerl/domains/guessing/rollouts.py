@@ -61,4 +61,5 @@ async def generate_rollout(
         ),
         latency=time.monotonic() - started,
         dataset_name=problem.get("dataset"),
+        rewards="rollout",
     )

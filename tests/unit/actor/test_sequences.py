@@ -6,7 +6,7 @@ import pytest
 from pipelinerl.actor.sequences import SequenceTooLong, spans_of, to_rollout
 from pipelinerl.errors import RecordError
 from pipelinerl.records import Rollout
-from pipelinerl.rollouts import BaseMetrics, CallTokens, RolloutResult, TrainingText
+from pipelinerl.rollouts import BaseMetrics, CallTokens, RewardMode, RolloutResult, TrainingText
 
 
 def text(prompt: list[int], sampled: list[int], *, versions: list[int] | None = None, reward: float | None = None,
@@ -30,7 +30,13 @@ def text(prompt: list[int], sampled: list[int], *, versions: list[int] | None = 
     return made
 
 
-def rollout(*texts: TrainingText, reward: float = 1.0, seq_length: int = 100, **metrics: float) -> Rollout:
+def rollout(
+    *texts: TrainingText,
+    reward: float = 1.0,
+    seq_length: int = 100,
+    mode: RewardMode | None = None,
+    **metrics: float,
+) -> Rollout:
     class Metrics(BaseMetrics):
         extra: float = 2.5
         label: str = "ignored"
@@ -39,6 +45,7 @@ def rollout(*texts: TrainingText, reward: float = 1.0, seq_length: int = 100, **
         training_texts=list(texts),
         metrics=Metrics(reward=reward, success=True, no_error=True, no_answer=False, **metrics),
         latency=0.5,
+        rewards=mode,
     )
     return to_rollout(
         result, attempt=4, latency_s=1.5, num_llm_calls=len(texts), fallback_version=2, seq_length=seq_length
@@ -51,7 +58,7 @@ def test_one_turn_trains_exactly_the_sampled_tokens() -> None:
     assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert sequence.spans.tolist() == [[2, 4, 7], [4, 5, 8]]
     assert sequence.logprobs.tolist() == pytest.approx([-0.3, -0.4, -0.5])
-    assert (made.reward, sequence.reward, made.attempt, made.num_unmerged_turns) == (0.5, None, 4, 0)
+    assert (made.reward, made.text_rewards, made.attempt, made.num_unmerged_turns) == (0.5, (), 4, 0)
     assert made.metrics == {"reward": 1.0, "success": 1.0, "no_error": 1.0, "no_answer": 0.0, "extra": 2.5}
     assert (sequence.token_ids.dtype, sequence.logprobs.dtype, sequence.spans.dtype) == (np.int32, np.float32, np.int32)
 
@@ -82,16 +89,12 @@ def test_text_given_twice_is_not_merged_into_itself() -> None:
     assert [sequence.spans.tolist() for sequence in made.sequences] == [[[1, 3, 3]], [[1, 3, 3]]]
 
 
-def test_texts_with_different_rewards_stay_apart_and_keep_them() -> None:
-    made = rollout(text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=0.0), reward=0.25)
-    assert [sequence.reward for sequence in made.sequences] == [1.0, 0.0]
-    assert made.reward == 0.25
-
-
-def test_steps_with_equal_rewards_beside_another_stay_apart_so_that_their_sum_is_kept() -> None:
+def test_texts_with_rewards_of_their_own_stay_apart_and_keep_them() -> None:
     """Step rewards 1, 1 and 3 are a return of 5: merging the first two would count one of them."""
-    made = rollout(text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=1.0), text([1, 2, 3, 4, 5], [6], reward=3.0))
-    assert [(sequence.turn, sequence.reward) for sequence in made.sequences] == [(0, 1.0), (1, 1.0), (2, 3.0)]
+    texts = text([1], [2], reward=1.0), text([1, 2, 3], [4], reward=1.0), text([1, 2, 3, 4, 5], [6], reward=3.0)
+    made = rollout(*texts, reward=0.25, mode="steps")
+    assert [sequence.turn for sequence in made.sequences] == [0, 1, 2]
+    assert (made.text_rewards, made.reward) == ((1.0, 1.0, 3.0), 0.25)
 
 
 def test_turn_that_the_server_cut_marks_the_sequence_that_it_was_merged_into() -> None:

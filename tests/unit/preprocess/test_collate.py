@@ -36,6 +36,7 @@ A = by_hand(
     reward=2.0,
     sequences=((0, sequence(10, [[1, 3, 5], [4, 5, 6]], 5)), (1, sequence(20, [[2, 3, 6]], 3))),
     advantages=(0.5, -0.5),
+    members=(0.5, -0.5),
     ref_logprobs=(np.array([-7.0, -8.0, -9.0], np.float32), np.array([-3.0], np.float32)),
     num_trained=4,
 )
@@ -45,6 +46,7 @@ B = by_hand(
     source=(0, 1),
     sequences=((0, sequence(30, [[1, 2, 4]], 2)),),
     advantages=(3.0,),
+    members=(3.0,),
     ref_logprobs=(np.array([-5.0], np.float32),),
     num_trained=1,
 )

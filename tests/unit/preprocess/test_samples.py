@@ -1,6 +1,5 @@
 """One group becomes samples: filters, shaping, identity, and what each sample knows of itself."""
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -117,5 +116,5 @@ def test_longest_completion_joins_spans_of_one_completion_over_weight_versions()
     """Completions 2–9 (three versions) and 12–15 in one sequence, 1–6 in another."""
     merged = sequence(tokens=15, spans=((2, 5, 0), (5, 6, 1), (6, 9, 2), (12, 15, 2)))
     member = group((0.0, (merged, sequence(spans=((1, 6, 0),))))).rollouts[0]
-    assert longest_completion(member) == 7
-    assert longest_completion(msgspec.structs.replace(member, sequences=())) == 0
+    assert longest_completion(member.sequences) == 7
+    assert longest_completion(()) == 0

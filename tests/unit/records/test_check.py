@@ -70,7 +70,6 @@ def group_with(**fields: Any) -> RolloutGroup:
 
 def test_check_valid_group_and_micro_batch_pass():
     check_group(GROUP, vocab_size=16, attempts=2)
-    check_group(group_with(reward=0.5), vocab_size=16, attempts=2)
     check_group(msgspec.structs.replace(GROUP, rollouts=ROLLOUTS[1:]), vocab_size=16, attempts=2)
     check_micro_batch(BATCH, vocab_size=6)
     check_micro_batch(msgspec.structs.replace(BATCH, ref_logprobs=BATCH.logprobs), vocab_size=6)
@@ -97,6 +96,14 @@ def test_check_group_rollout_that_trains_nothing_is_no_reason_to_refuse_its_grou
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], attempt=2),)}, "attempt 2 is outside 0 to 1"),
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("nan")),)}, "attempt 0: reward is nan"),
         ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("inf")),)}, "attempt 0: reward is inf"),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps", text_rewards=(1.0, float("nan"))),)},
+            "attempt 0: reward of text 1 is nan",
+        ),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps"),)},
+            "begins with text 0, but rewards='steps' has 0 text rewards",
+        ),
         (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], metrics={"note": "high"}),)},
             "attempt 0: metric 'note' is 'high', not a number",
@@ -132,7 +139,6 @@ def test_check_group_with_a_bad_member_is_refused_with_its_identity(fields: dict
         ({"spans": np.array([[2, 2, 3]], np.int32)}, r"span \(2, 2"),
         ({"spans": np.array([[2, 5, -3]], np.int32)}, "version -3"),
         ({"spans": np.array([2, 5, 3], np.int32)}, r"spans is int32 \(3,\)"),
-        ({"reward": float("nan")}, "reward of the step is nan"),
     ],
 )
 def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: dict[str, Any], message: str):
