@@ -55,8 +55,8 @@ class ActorSection(Section):
     discount_factor: float = key(1.0, "factor on their reward per sampled token", gt=0, le=1)
     rewards: RewardMode = key(
         "rollout",
-        "what the rewards of a rollout's texts are, where its `RolloutResult` does not say. One for all, or each its own, "
-        "compared at the same step, or increments of a return. See [§1](algorithms.md)",
+        "what the rewards of a rollout's texts are, where its `RolloutResult` does not say. One for all, or each its "
+        "own, compared at the same step, or increments of a return. See [§1](algorithms.md)",
     )
     llm_max_rollouts: PositiveInt = key(
         64,
