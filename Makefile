@@ -32,11 +32,13 @@ check: install
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
 	$(PY) -m pipelinerl.config.docs --check
+	$(PY) -m pipelinerl.observability.catalogue --check
 
 format: install
 	$(PY) -m ruff check --fix $(PACKAGES)
 	$(PY) -m ruff format $(PACKAGES)
 	$(PY) -m pipelinerl.config.docs
+	$(PY) -m pipelinerl.observability.catalogue
 
 # The tests of `streams=redis` talk to a real server.
 redis:

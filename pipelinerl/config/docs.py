@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipelinerl.config.keys import REQUIRED, Key, Section, declared, optional_su
 from pipelinerl.config.sections import Config, FinetuneSection, StreamsSection
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN = "begin: written by `make format` from pipelinerl/config/sections"
+BEGIN = "begin: written by `make format`"
 END = "end"
 FROM_GROUPS = ("finetune", "streams", "rewards")
 """Keys that base.yaml takes from files of their own."""
@@ -122,20 +122,21 @@ def replace_between_marks(text: str, part: str) -> str:
     return "\n".join([*lines[: begin + 1], part, *lines[end:]]) + "\n"
 
 
-def stale(root: Path = ROOT, generate: Callable[[], dict[str, str]] = pages) -> Iterator[tuple[Path, str]]:
-    """Files that differ from the declarations, with what they should be."""
-    for name, part in generate().items():
+def stale(pages: Mapping[str, str], root: Path = ROOT) -> Iterator[tuple[Path, str]]:
+    """Files whose part between the marks is another one, with what they should be."""
+    for name, part in pages.items():
         path = root / name
         wanted = replace_between_marks(path.read_text(), part)
         if wanted != path.read_text():
             yield path, wanted
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the YAML files and the page that describe every key.")
+def write_pages(description: str, pages: Callable[[], Mapping[str, str]]) -> int:
+    """The command line of a generator; returns the exit code."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
     check = parser.parse_args().check
-    differing = list(stale())
+    differing = list(stale(pages()))
     for path, wanted in differing:
         if not check:
             path.write_text(wanted)
@@ -144,4 +145,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_pages("Write the YAML files and the page that describe every key.", pages))

@@ -18,6 +18,7 @@ from typing import Any
 
 from pipelinerl.config.sections import Config, WandbSection
 from pipelinerl.observability import wandb as wandb_run
+from pipelinerl.observability.catalogue import warn_undeclared
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,15 @@ class MetricsLogger:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._file = open(os.open(path, flags, 0o600), "w", buffering=1)  # noqa: SIM115
+        self._kind = kind
+        self._known: set[str] = set()
         self._lock = threading.Lock()
         self._wandb = _WandbThread(cfg.wandb, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append one point. NaN and infinities are written as null."""
+        """Append one point. NaN and infinities are written as null; names that are not declared are warned of."""
+        warn_undeclared(self._kind, values.keys() - self._known)
+        self._known |= values.keys()
         point = {name: _number(value) for name, value in values.items()}
         line = json.dumps({"step": step, "time": time.time(), **point})
         with self._lock:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.config import docs
@@ -14,7 +13,7 @@ PAGE = CONF_DIR.parent / "docs" / "configuration.md"
 
 
 def test_files_are_those_that_the_declarations_make():
-    assert [str(path) for path, _ in docs.stale()] == [], "run `make format`"
+    assert [str(path) for path, _ in docs.stale(docs.pages())] == [], "run `make format`"
 
 
 def test_composed_base_has_the_declared_defaults():
@@ -30,8 +29,9 @@ def test_composed_base_has_the_declared_defaults():
     assert wrong == {}
 
 
-@pytest.mark.parametrize("key", [*declared(Config)], ids=lambda key: key.name)
-def test_key_is_explained(key):
-    assert len(key.meaning) > 3 or key.name == "wandb.tags" or key.meaning.startswith("§")
-    assert not key.meaning.endswith(".")
-    assert f"| `{key.name}` | {key.type} |" in PAGE.read_text()
+def test_every_key_is_explained():
+    page = PAGE.read_text()
+    for key in declared(Config):
+        assert len(key.meaning) > 1, key.name
+        assert not key.meaning.endswith("."), key.name
+        assert f"| `{key.name}` | {key.type} |" in page

@@ -27,6 +27,7 @@ from pipelinerl.domains.single_turn import conversation
 from pipelinerl.inspect.ledger import read as read_ledger
 from pipelinerl.launcher.preflight import check_domain
 from pipelinerl.launcher.program import launch
+from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader
@@ -195,6 +196,8 @@ def test_domain_is_trained_and_evaluated_on_cpu(case: Case, tmp_path: Path):
     domains = {domain["name"] for domain in compose(case.config, overrides).get("domains") or []}
     assert not domains or {group.domain for group in groups} == domains
     measured = {name for point in read_metrics(run_dir, "actor") for name in point}
+    own = {name for group in groups for rollout in group.rollouts for name in rollout.metrics}
+    assert undeclared("actor", measured - {"step", "time"}, domain_metrics=own) == []
     assert {f"{name}/success" for name in domains} <= measured
     assert len([name for name in measured if re.fullmatch(r"eval/.*/success", name)]) == max(1, len(domains))
 

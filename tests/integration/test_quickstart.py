@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
@@ -43,6 +44,13 @@ def groups(finished_run: Path) -> list[RolloutGroup]:
     assert ledger.violations == ()
     with open_reader(SingleStreamSpec(finished_run, "actor"), ActorRecord, name=None) as reader:
         return [record for _, record in reader.read_all() if isinstance(record, RolloutGroup)]
+
+
+@pytest.mark.parametrize("role", ["actor", "preprocessor", "finetune"])
+def test_quickstart_emits_only_declared_metrics(finished_run, role):
+    names = {name for point in read_metrics(finished_run, role) for name in point} - {"step", "time"}
+    assert len(names) > 10
+    assert undeclared(role, names, domain_metrics=("reward", "success", "no_error", "no_answer")) == []
 
 
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)

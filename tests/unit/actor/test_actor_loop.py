@@ -16,6 +16,7 @@ from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import Progress
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
+from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.records import EvaluationDone, GroupDropped, Rollout, RolloutGroup, TrainingSequence
 
 ATTEMPTS = 2
@@ -111,6 +112,12 @@ class QuietStatus:
         return contextlib.nullcontext()
 
 
+def declared(values: dict[str, float]) -> dict[str, float]:
+    """The values, all of them declared metrics of the actor."""
+    assert undeclared("actor", values, domain_metrics=("reward", "success")) == []
+    return values
+
+
 class Stage:
     """A loop with everything around it scripted; ``until`` runs it to a condition."""
 
@@ -161,7 +168,7 @@ class Stage:
             publish=lambda record: self.records.append(record) or len(self.records),  # type: ignore[func-returns-value]
             publish_test=lambda record: 0,
             announce=lambda message: self.news.append(message) or 0,  # type: ignore[func-returns-value]
-            log_metrics=lambda values, step: self.metrics.append(values),
+            log_metrics=lambda values, step: self.metrics.append(declared(values)),
             status=QuietStatus(),
             should_stop=lambda: self.stop(),
             progress=Progress({d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains}),

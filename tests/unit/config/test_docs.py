@@ -51,11 +51,11 @@ def test_table_has_a_row_per_key():
 def test_stale_names_a_file_that_differs_and_keeps_what_is_written_by_hand(tmp_path, marks):
     page = tmp_path / "page"
     page.write_text(f"head\n{marks.format(docs.BEGIN)}\nold\n{marks.format('end')}\ntail\n")
-    [(path, wanted)] = docs.stale(tmp_path, lambda: {"page": "new\nlines"})
+    [(path, wanted)] = docs.stale({"page": "new\nlines"}, tmp_path)
     assert path == page
     assert wanted == f"head\n{marks.format(docs.BEGIN)}\nnew\nlines\n{marks.format('end')}\ntail\n"
     page.write_text(wanted)
-    assert list(docs.stale(tmp_path, lambda: {"page": "new\nlines"})) == []
+    assert list(docs.stale({"page": "new\nlines"}, tmp_path)) == []
 
 
 def test_command_checks_the_checkout():

@@ -9,6 +9,7 @@ import torch
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.losses import LagInputs, LossSettings, TokenInputs
+from pipelinerl.observability.catalogue import undeclared
 
 RATIOS = [1.0, 2.0, 10.0, 0.5]
 SEGMENTS = [0, 0, 2, 2]
@@ -51,6 +52,10 @@ def one_step(
 @pytest.fixture
 def metrics() -> dict[str, float]:
     return one_step(RATIOS, SEGMENTS, LAGS, IN_FLIGHT, entropy=[1.0, 2.0, 3.0, 2.0])
+
+
+def test_every_metric_is_declared(metrics: dict[str, float]) -> None:
+    assert undeclared("finetune", metrics) == []
 
 
 def test_ess_per_token_and_per_sequence(metrics: dict[str, float]) -> None:
