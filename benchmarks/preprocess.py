@@ -15,10 +15,11 @@ import statistics
 import time
 from pathlib import Path
 
+from synthetic_groups import make_groups
+
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Shaping, prepare_group
-from pipelinerl.preprocess.synthetic import make_groups
 from pipelinerl.records import ActorRecord, MicroBatch, RolloutGroup
 from pipelinerl.records.check import check_group
 from pipelinerl.streams.codec import Codec

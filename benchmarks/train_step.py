@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from synthetic_batches import make_samples, pack
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.finetune.accumulate import BatchRules, prepare
@@ -26,7 +27,6 @@ from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.losses import LossSettings
-from pipelinerl.finetune.synthetic import make_samples, pack
 from pipelinerl.records import MicroBatch
 
 SETTINGS = LossSettings(policy_loss="reinforce", kl_coef=0.01, entropy_bonus=0.01)

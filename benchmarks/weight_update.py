@@ -33,8 +33,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
 from pipelinerl.weights.group import host_store, join
-from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.names import export_plan, specs_of, tied_names
+from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import GroupSpec, WeightUpdateRequest
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.world import Job, WorldMap
@@ -161,12 +160,12 @@ def decode_step_ms(job: Job, tokens: int = 100) -> float:
 
 
 def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
-    plan = export_plan(model.named_parameters(), tied=tied_names(model))
+    specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
     sender = WeightSender([job], backend="gloo", bucket_mb=256, timeout_s=TIMEOUT_S, secret=secret)
     reports = []
     try:
         for version in range(updates + 1):
-            reports.append(sender.send(version, model.named_parameters(), specs_of(plan)))
+            reports.append(sender.send(version, model.named_parameters(), specs))
             assert not reports[-1].errors, reports[-1].errors
             time.sleep(0.2)
     finally:
@@ -181,8 +180,8 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[
 
 
 def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
-    plan = export_plan(model.named_parameters(), tied=tied_names(model))
-    layout = Layout(specs_of(plan))
+    specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
+    layout = Layout(specs)
     store = host_store("127.0.0.1", 0, TIMEOUT_S)
     spec = GroupSpec(
         backend="gloo", host="127.0.0.1", port=store.port, name=uuid.uuid4().hex, world_size=2, is_new=True

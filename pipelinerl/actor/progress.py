@@ -5,7 +5,6 @@ offset of topic ``actor``; the rest is read from the topic, which keeps it until
 dispatched and has no record is simply not settled: its problems come first again.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
+from pipelinerl.disk import replace_file
 from pipelinerl.errors import StreamError
 from pipelinerl.records import ActorRecord, RolloutGroup
 
@@ -155,14 +155,9 @@ class Progress:
 def save_snapshot(folder: Path, snapshot: Snapshot) -> None:
     """Replaces the snapshot in one step; raises ``StreamError`` when it cannot be written."""
     path = folder / SNAPSHOT_FILE
-    temporary = path.with_suffix(".tmp")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
-            stream.write(msgspec.msgpack.encode(snapshot))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        replace_file(path, msgspec.msgpack.encode(snapshot), mode=0o600, sync=True)
     except OSError as error:
         raise StreamError(f"{path} cannot be written: {error}") from error
 

@@ -335,6 +335,13 @@ def address_without_redis(config: Config) -> str | None:
     return None
 
 
+def options_without_own_backend(config: Config) -> str | None:
+    streams = config.streams
+    if streams.options and streams.backend in ("files", "redis"):
+        return f"streams.options has no effect: streams.backend is {streams.backend}, which has keys of its own"
+    return None
+
+
 def interval_without_pipeline(config: Config) -> str | None:
     interval = config.finetune.weight_update_interval
     if config.schedule == "conventional" and interval != 1:
@@ -372,6 +379,7 @@ def prefix_cache_mixes_versions(config: Config) -> str | None:
 HINTS: tuple[Check, ...] = (
     reference_without_kl,
     address_without_redis,
+    options_without_own_backend,
     interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,

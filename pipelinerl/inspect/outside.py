@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
 from pipelinerl.config.load import RUN_CONFIG, load_run
@@ -25,7 +26,7 @@ from pipelinerl.redis_server.server import (
     start_redis,
     stop_redis,
 )
-from pipelinerl.streams.api import backend_from_config, redis_backend, set_streams_backend
+from pipelinerl.streams import backend_from_config, set_streams_backend
 
 
 @contextlib.contextmanager
@@ -47,7 +48,7 @@ def look_into(run_dir: Path) -> Iterator[None]:
         backend_from_config(cfg, run_dir)
         yield
     elif password := password_of_live_roles(run_dir):
-        redis_backend(cfg, run_dir, password=password)
+        _set_redis(cfg, run_dir, password=password)
         yield
     elif data_dir.is_dir():
         with revived_redis(cfg, run_dir, data_dir):
@@ -92,7 +93,13 @@ def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
         process = start_redis(config, log.fileno())
         try:
             await_redis(process, port, password)
-            redis_backend(cfg, run_dir, host="127.0.0.1", port=port, password=password)
+            _set_redis(cfg, run_dir, host="127.0.0.1", port=port, password=password)
             yield
         finally:
             stop_redis(process)
+
+
+def _set_redis(cfg: Config, run_dir: Path, **address: Any) -> None:
+    from pipelinerl.streams.redis import RedisBackend  # the client is an optional dependency
+
+    set_streams_backend(RedisBackend.from_config(cfg, run_dir, **address))

@@ -8,7 +8,6 @@ modes 0700 and 0600 (the launcher's umask, which the roles inherit).
 import contextlib
 import fcntl
 import fnmatch
-import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping
@@ -20,11 +19,11 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.config.resume import differing_keys
+from pipelinerl.disk import replace_file
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.world import WorldMap
-from pipelinerl.world.map import WORLD_FILE
 
 LOCK_FILE = "launcher.lock"
 LOG_FILE = "launcher.log"
@@ -136,9 +135,8 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
 def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
     """Publish configuration, world map and one folder per role."""
     (path / RUN_CONFIG).parent.mkdir(mode=0o700, exist_ok=True)
-    write_text(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))))
+    replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600)
     world.save(path)
-    os.chmod(path / WORLD_FILE, 0o600)
     write_roles(path, commands)
 
 
@@ -147,7 +145,7 @@ def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
     for command in commands:
         folder = path / command.name
         folder.mkdir(mode=0o700, exist_ok=True)
-        write_text(folder / "start.sh", start_script(command, Path.cwd()), mode=0o700)
+        replace_file(folder / "start.sh", start_script(command, Path.cwd()), mode=0o700)
 
 
 def mark_folder(path: Path) -> Path:
@@ -155,15 +153,6 @@ def mark_folder(path: Path) -> Path:
     marker = path / f".launch-{secrets.token_hex(8)}"
     marker.touch(mode=0o600)
     return marker
-
-
-def write_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write whole and at once; the file is never readable half-written or by others."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as stream:
-        stream.write(text)
-    os.chmod(temporary, mode)
-    os.replace(temporary, path)
 
 
 def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:

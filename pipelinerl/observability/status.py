@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.disk import replace_file
+
 HEARTBEAT_S = 2.0
 MIN_WRITE_INTERVAL_S = 0.5
 STATUS_DIR = "status"
@@ -152,10 +154,7 @@ class RoleStatus:
 
 def write_status(path: Path, record: StatusRecord) -> None:
     document = vars(record) | {"waits": [vars(wait) for wait in record.waits]}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-        json.dump(document, stream, default=str)
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(document, default=str), mode=0o600)
 
 
 def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:

@@ -1,4 +1,4 @@
-"""Topics: append-only streams of records between roles, on files, on redis, or in memory.
+"""Topics: append-only streams of records between roles, on files, on redis, or on a backend of your own.
 
 A record is framed and checksummed (``frames``), msgpack with raw arrays inside (``codec``), stored by a backend
 (``base`` says what every backend guarantees) and read by named readers whose positions are durable.

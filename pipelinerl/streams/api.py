@@ -4,23 +4,25 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 ``set_streams_backend``, ``write_to_streams`` and ``read_stream``, whose records are plain data.
 """
 
-import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
+from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
-from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec, run_key
+from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
 
 R = TypeVar("R")
 
-REDIS_RESTART_S = 60.0
-"""A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
+BACKENDS = {
+    "files": "pipelinerl.streams.files.FilesBackend",
+    "redis": "pipelinerl.streams.redis.RedisBackend",
+}
+"""Backends by name; a class is imported when it is chosen."""
 _BLOCK_S = 1.0
 _backend: Backend | None = None
 
@@ -153,19 +155,33 @@ class StreamReader(_Closing):
         self._reader.close()
 
 
-def set_streams_backend(backend: Literal["files", "redis", "memory"], **options: Any) -> None:
+def set_streams_backend(backend: str | Backend, **options: Any) -> None:
     """Chooses where this process's streams are; replaces an earlier choice for streams opened from now on.
 
     Args:
-        backend: ``files`` (in the run folder), ``redis`` (a server), ``memory`` (this process only).
-        options: ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password, run_id,
-            max_record_mb, outage_timeout_s.
+        backend: ``files`` (in the run folder), ``redis`` (a server), the dotted path of another ``Backend`` class, or
+            a backend.
+        options: arguments of the class. ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password,
+            run_id, max_record_mb, outage_timeout_s.
     """
     global _backend
+    if isinstance(backend, Backend):
+        _backend = backend
+        return
     try:
-        _backend = _make_backend(backend, options)
+        _backend = backend_class(backend)(**options)
     except TypeError as error:
         raise ConfigError(f"streams backend {backend!r} does not take these options: {error}") from error
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class of a backend: one of ``BACKENDS``, or any other by its dotted path."""
+    if name not in BACKENDS and "." not in name:
+        raise ConfigError(f"streams backend is {name!r}: use {', '.join(BACKENDS)} or the dotted path of a class")
+    found = resolve_function(BACKENDS.get(name, name))
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise ConfigError(f"streams backend is {name!r}: it is not a class derived from {Backend.__module__}.Backend")
+    return found
 
 
 def get_streams_backend() -> Backend:
@@ -176,33 +192,8 @@ def get_streams_backend() -> Backend:
 
 
 def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
-    """Sets the backend that the run's configuration asks for; the redis address is the world's unless configured."""
-    streams = cfg.streams
-    if streams.backend == "files":
-        set_streams_backend(
-            "files", segment_mb=streams.segment_mb, fsync=streams.fsync, max_record_mb=streams.max_record_mb
-        )
-        return
-    redis_backend(cfg, run_dir, password=os.environ.get(REDIS_PASSWORD_VARIABLE))
-
-
-def redis_backend(
-    cfg: Config, run_dir: str | Path, *, password: str | None, host: str | None = None, port: int | None = None
-) -> None:
-    """Sets the redis backend of the run, by default at the configured address or else the world's."""
-    host, port = host or cfg.streams.host, port or cfg.streams.port
-    if host is None or port is None:
-        found = _redis_address(Path(run_dir))
-        host, port = host or found[0], port or found[1]
-    set_streams_backend(
-        "redis",
-        host=host,
-        port=port,
-        password=password,
-        run_id=run_key(run_dir, cfg.world.run_id),
-        max_record_mb=cfg.streams.max_record_mb,
-        outage_timeout_s=cfg.launcher.heartbeat_timeout_s + REDIS_RESTART_S,
-    )
+    """Sets the backend that the run's configuration asks for."""
+    set_streams_backend(backend_class(cfg.streams.backend).from_config(cfg, Path(run_dir)))
 
 
 def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
@@ -260,29 +251,3 @@ def read_stream(stream: SingleStreamSpec) -> StreamReader:
     if not isinstance(stream, SingleStreamSpec):
         raise ConfigError(f"{stream!r} cannot be read: give a SingleStreamSpec")
     return StreamReader(open_reader(stream, Any, name=None))
-
-
-def _make_backend(backend: str, options: dict[str, Any]) -> Backend:
-    match backend:
-        case "files":
-            from pipelinerl.streams.files import FilesBackend
-
-            return FilesBackend(**options)
-        case "redis":
-            from pipelinerl.streams.redis import RedisBackend
-
-            return RedisBackend(**options)
-        case "memory":
-            from pipelinerl.streams.memory import MemoryBackend
-
-            return MemoryBackend(**options)
-    raise ConfigError(f"streams backend is {backend!r}: use files, redis or memory")
-
-
-def _redis_address(run_dir: Path) -> tuple[str, int]:
-    from pipelinerl.world import WorldMap
-
-    jobs = WorldMap.load(run_dir).get("redis")
-    if not jobs or jobs[0].port is None:
-        raise ConfigError("streams.backend is redis, but the world has no redis job: set streams.host and streams.port")
-    return jobs[0].hostname, jobs[0].port

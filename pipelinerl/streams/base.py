@@ -11,7 +11,9 @@ Invariants every backend keeps, and the contract tests hold it to:
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+from pipelinerl.config.sections import Config
 from pipelinerl.streams.frames import MAX_PAYLOAD_BYTES, Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 
@@ -75,6 +77,11 @@ class Backend(ABC):
 
     max_record_bytes: int = MAX_PAYLOAD_BYTES
     """Larger records are refused, when written and when read."""
+
+    @classmethod
+    def from_config(cls, cfg: Config, run_dir: Path) -> Self:
+        """The backend of a run, as its configuration wants it."""
+        return cls(**cfg.streams.options)
 
     @abstractmethod
     def open_appender(self, spec: SingleStreamSpec) -> Appender:

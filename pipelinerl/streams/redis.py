@@ -10,27 +10,33 @@ it once. So after a lost connection the command is sent again, with backoff, unt
 """
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis as redis_client
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 
-from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender, Backend, Cursor, StreamStats
 from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.spec import SingleStreamSpec, run_key
+from pipelinerl.world import WorldMap
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _RECORDS_PER_READ = 64
+_RESTART_S = 60.0
+"""A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
 _BLOCK_S = 1.0
 _SOCKET_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S = 0.05
@@ -96,6 +102,30 @@ class RedisBackend(Backend):
         self._run_id = run_id
         self.max_record_bytes = max_record_mb << 20
         self._outage_timeout_s = outage_timeout_s
+
+    @classmethod
+    def from_config(
+        cls,
+        cfg: Config,
+        run_dir: Path,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        password: str | None = None,
+    ) -> Self:
+        """The redis of a run. What is not given comes from the configuration, the world map and the environment."""
+        host, port = host or cfg.streams.host, port or cfg.streams.port
+        if host is None or port is None:
+            found = _address_in_world(run_dir)
+            host, port = host or found[0], port or found[1]
+        return cls(
+            host=host,
+            port=port,
+            password=password or os.environ.get(REDIS_PASSWORD_VARIABLE),
+            run_id=run_key(run_dir, cfg.world.run_id),
+            max_record_mb=cfg.streams.max_record_mb,
+            outage_timeout_s=cfg.launcher.heartbeat_timeout_s + _RESTART_S,
+        )
 
     def open_appender(self, spec: SingleStreamSpec) -> Appender:
         return RedisAppender(spec, self._key(spec), self._connect())
@@ -335,3 +365,10 @@ def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, ma
     if frame is None:
         raise CorruptStreamError(f"{spec}: record {offset} is incomplete")
     return frame.payload
+
+
+def _address_in_world(run_dir: Path) -> tuple[str, int]:
+    jobs = WorldMap.load(run_dir).get("redis")
+    if not jobs or jobs[0].port is None:
+        raise ConfigError("streams.backend is redis, but the world has no redis job: set streams.host and streams.port")
+    return jobs[0].hostname, jobs[0].port

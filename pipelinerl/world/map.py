@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.config.sections import Config
+from pipelinerl.disk import replace_file
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import LOOPBACK, Cluster, Node, count_visible_gpus, read_cluster
 from pipelinerl.world.placement import Placement, idle_devices, place, request_from_config
@@ -148,9 +149,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
     def save(self, run_dir: str | Path) -> Path:
         path = Path(run_dir) / WORLD_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
-        temporary.replace(path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(self), indent=2), mode=0o600)
         return path
 
     @classmethod

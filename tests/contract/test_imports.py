@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pipelinerl"
 
 LAYERS = (
-    ("errors", "records", "config", "rollouts", "chat"),
+    ("errors", "disk", "records", "config", "rollouts", "chat"),
     ("streams", "world", "llm", "async_llm", "state", "observability", "agents", "testing"),
     ("redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
@@ -146,6 +146,38 @@ def test_imports_between_roles_do_not_exist() -> None:
         for other in others
         if unit_of(name) in ROLES and unit_of(other) in ROLES and unit_of(other) != unit_of(name)
     ]
+    assert wrong == []
+
+
+@cache
+def names_of(path: Path) -> set[str]:
+    """Every name that a module binds anywhere, its folder's modules included."""
+    found = {other.stem for other in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+    return found
+
+
+def test_tests_and_benchmarks_import_what_exists() -> None:
+    """Those that `make check` does not run, too: tests marked slow or gpu, and benchmarks."""
+    wrong = []
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(("pipelinerl", "benchmarks")):
+                continue
+            place = ROOT / str(node.module).replace(".", "/")
+            target = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            known = names_of(target) if target.exists() else {other.stem for other in place.glob("*.py")}
+            wrong += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+                for alias in node.names
+                if alias.name not in known
+            ]
     assert wrong == []
 
 

@@ -16,6 +16,7 @@ import pytest
 import pipelinerl.streams as streams
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.streams import SingleStreamSpec, StreamRangeSpec, open_reader, open_writer, set_streams_backend
+from tests.memory_streams import MemoryBackend
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
@@ -30,7 +31,7 @@ class Other(msgspec.Struct, frozen=True, kw_only=True, tag="other"):
 @pytest.fixture(params=["files", "memory", "redis"])
 def backend(request: pytest.FixtureRequest, redis_options: dict[str, Any] | None) -> str:
     if request.param != "redis":
-        set_streams_backend(request.param)
+        set_streams_backend(MemoryBackend() if request.param == "memory" else request.param)
     elif redis_options is None:
         pytest.skip("redis-server 7 or newer is not installed")
     else:
@@ -200,7 +201,7 @@ def test_more_records_than_one_poll_gives_arrive_in_order(backend: str, spec: Si
 
 
 def test_second_writer_in_the_same_process_is_refused(spec: SingleStreamSpec):
-    for backend in ("files", "memory"):
+    for backend in ("files", MemoryBackend()):
         set_streams_backend(backend)
         with open_writer(spec, Note), pytest.raises(StreamError, match="being written by"):
             open_writer(spec, Note)
@@ -254,8 +255,10 @@ def test_specs_refuse_what_is_not_a_name():
 
 
 def test_unknown_backend_and_option_are_refused():
-    with pytest.raises(ConfigError, match="files, redis or memory"):
-        set_streams_backend("kafka")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="files, redis or the dotted path"):
+        set_streams_backend("kafka")
+    with pytest.raises(ConfigError, match="not a class derived from"):
+        set_streams_backend("pipelinerl.streams.files.FilesCursor")
     with pytest.raises(ConfigError, match="segments"):
         set_streams_backend("files", segments=3)
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import CorruptStreamError, StreamError
-from pipelinerl.streams import SingleStreamSpec, files
-from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor
+from pipelinerl.streams import SingleStreamSpec
+from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor, cursor
+from pipelinerl.streams.files.folder import segment_bases
 
 PAYLOADS = [b"first", b"", b"third record", b"4"]
 MAX = 1 << 20
@@ -88,7 +89,7 @@ def test_torn_tail_that_is_cut_off_is_logged(spec: SingleStreamSpec, written: by
 def test_every_flipped_bit_ends_reading_and_writing_with_an_error(
     spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(files, "_REREAD_PAUSE_S", 0)
+    monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
     for position in range(len(written)):
         for bit in range(8):
             flipped = bytearray(written)
@@ -106,7 +107,7 @@ def test_every_flipped_bit_ends_reading_and_writing_with_an_error(
 def test_random_damage_never_delivers_a_wrong_record(
     spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(files, "_REREAD_PAUSE_S", 0)
+    monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
     rng = random.Random(3)
     for _ in range(1000):
         damaged = bytearray(written)
@@ -149,19 +150,19 @@ def test_segments_follow_each_other_and_are_deleted_behind_every_reader(spec: Si
     payloads = [b"%03d" % number + bytes(57) for number in range(8)]  # two per segment
     for payload in payloads[:5]:
         appender.append(payload)
-    assert files._bases(spec.path) == [0, 2, 4]
+    assert segment_bases(spec.path) == [0, 2, 4]
     assert [bytes(p) for _ in range(3) for _, p in fast.read(0)] == payloads[:5]
     fast.commit(5)
     slow.commit(3)
     for payload in payloads[5:]:
         appender.append(payload)
-    assert files._bases(spec.path) == [2, 4, 6], "records 2 and 3 share a segment, and slow has not passed 3"
+    assert segment_bases(spec.path) == [2, 4, 6], "records 2 and 3 share a segment, and slow has not passed 3"
     with pytest.raises(StreamError, match="record 1 is no longer there, the oldest is 2"):
         FilesCursor(spec, "late", 1, max_bytes=MAX)
     fast.commit(8)
     slow.commit(8)
     appender.append(b"last")
-    assert files._bases(spec.path) == [8], "the newest record stays though everybody has passed it"
+    assert segment_bases(spec.path) == [8], "the newest record stays though everybody has passed it"
     appender.close()
     fast.close()
     slow.close()
@@ -243,7 +244,7 @@ def test_killed_writers_lose_and_double_nothing_that_a_live_reader_sees(spec: Si
         reader.join()
         cursor.close()
     assert seen == list(range(appender.next_offset))
-    assert len(files._bases(spec.path)) < len(seen) * 10_000 / 200_000, "passed segments are deleted"
+    assert len(segment_bases(spec.path)) < len(seen) * 10_000 / 200_000, "passed segments are deleted"
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:

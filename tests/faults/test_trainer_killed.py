@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
+from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.models import save_qwen2

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.model import Policy, PolicyOutput, packing_error
 from pipelinerl.finetune.ring import EXACT, FLASH
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
-from pipelinerl.finetune.synthetic import make_samples, pack
 from tests.models import make_qwen2
 
 pytestmark = pytest.mark.gpu

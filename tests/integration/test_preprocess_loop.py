@@ -37,6 +37,7 @@ from pipelinerl.records import (
 from pipelinerl.records.check import check_micro_batch
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer, set_streams_backend
 from pipelinerl.world import Job, WorldMap
+from tests.memory_streams import MemoryBackend
 
 VOCAB = 50
 DEADLINE_S = 20.0
@@ -44,7 +45,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture(params=["memory", "files"])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    set_streams_backend(request.param)
+    set_streams_backend(MemoryBackend() if request.param == "memory" else request.param)
     monkeypatch.setattr(state, "_POLL_S", 0.02)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {VOCAB}}}')

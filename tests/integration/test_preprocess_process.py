@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.synthetic_groups import make_groups
 from pipelinerl.config.load import compose
-from pipelinerl.preprocess.synthetic import make_groups
 from pipelinerl.records import ActorRecord, MicroBatch, PreprocessorProgress, topics
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from pipelinerl.world import Job, WorldMap

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pipelinerl.errors import ServerError
-from pipelinerl.weights.names import export_plan, specs_of, tied_names
+from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.probe import Probe, probe_tokens
 from pipelinerl.weights.score_client import score_tokens
 from pipelinerl.weights.sender import UpdateReport, WeightSender
@@ -46,8 +46,8 @@ class Trainer:
         self.versions[version] = copy.deepcopy(self.model.state_dict())
 
     def send(self, sender: WeightSender, version: int, **settings: Any) -> UpdateReport:
-        plan = export_plan(self.model.named_parameters(), tied=tied_names(self.model))
-        return sender.send(version, self.model.named_parameters(), specs_of(plan), **settings)
+        specs = tuple(spec_of(name, weight) for name, weight in self.model.named_parameters())
+        return sender.send(version, self.model.named_parameters(), specs, **settings)
 
     @torch.no_grad()
     def replay(self, prompt: list[int], tokens: list[int], spans: list[dict[str, Any]]) -> torch.Tensor:
@@ -171,7 +171,7 @@ import sys, time
 import torch
 from transformers import AutoModelForCausalLM
 import pipelinerl.weights.group as group
-from pipelinerl.weights.names import export_plan, specs_of
+from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.world import Job
 original, count = group.GlooGroup.broadcast, 0
@@ -187,7 +187,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 sender = WeightSender([job], backend="gloo", bucket_mb=1, timeout_s=6, secret=sys.argv[3])
 zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-sender.send(99, zeros.items(), specs_of(export_plan(zeros.items())))
+sender.send(99, zeros.items(), tuple(spec_of(*item) for item in zeros.items()))
 """
 
 

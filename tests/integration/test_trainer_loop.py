@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
-from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune import model
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.engines import build_engine
 from pipelinerl.finetune.rl.losses import LossSettings
-from pipelinerl.finetune.synthetic import make_samples, pack
 from tests.models import make_qwen2
 
 CPU = torch.device("cpu")

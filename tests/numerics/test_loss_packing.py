@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, packing_error
 from pipelinerl.finetune.rl.losses import LossSettings
-from pipelinerl.finetune.synthetic import make_samples, pack
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Shaping, prepare_group

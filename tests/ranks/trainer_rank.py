@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.checkpoints import Counters
@@ -23,7 +24,6 @@ from pipelinerl.finetune.loop import make_engine, make_rules
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.rl.losses import settings_at
 from pipelinerl.finetune.saving import resume, save
-from pipelinerl.finetune.synthetic import make_samples, pack, split_evenly
 from pipelinerl.observability.role import leave
 from pipelinerl.records import MicroBatch
 

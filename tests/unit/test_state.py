@@ -9,11 +9,12 @@ from pipelinerl.errors import DeadlineError, StreamError
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_writer, set_streams_backend
+from tests.memory_streams import MemoryBackend
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[TopicWriter[TrainerMessage]]:
-    set_streams_backend("memory")
+    set_streams_backend(MemoryBackend())
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         yield writer
 
@@ -57,7 +58,7 @@ def test_waiting_without_a_listener_is_a_programming_error(state: TrainerState):
 
 
 def test_listener_that_reads_a_foreign_record_hands_the_cause_to_the_caller(tmp_path: Path):
-    set_streams_backend("memory")
+    set_streams_backend(MemoryBackend())
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), dict) as writer:
         writer.write({"version": 3})
     state = TrainerState(tmp_path)

@@ -1,6 +1,6 @@
 """Sections of where and how the run executes: devices, streams, launcher, verifier, wandb."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -55,9 +55,13 @@ class WorldSection(Section):
 class StreamsSection(Section):
     """Streams between the roles. Choose the backend by `streams=files` or `streams=redis`."""
 
-    backend: Literal["files", "redis"] = key(
-        "files", "`files` in the run folder, or `redis`. Several nodes without a shared folder need redis"
+    backend: str = key(
+        "files",
+        "`files` in the run folder, `redis`, or a class. Several nodes without a shared folder need redis. A class is "
+        "named by its dotted path and derived from `pipelinerl.streams.base.Backend`",
+        pattern=r"^(files|redis|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$",
     )
+    options: dict[str, Any] = key({}, "arguments of a backend of your own")
     segment_mb: PositiveInt = key(
         64, "files: size of a segment. What all readers have passed is deleted by segments", may_change=True
     )

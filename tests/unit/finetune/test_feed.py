@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.feed import Feed
-from pipelinerl.finetune.synthetic import make_samples, pack
 from pipelinerl.finetune.updates import last_needed
 from pipelinerl.records import MicroBatch
 

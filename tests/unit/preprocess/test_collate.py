@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.synthetic_groups import make_groups
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Sample, Shaping, prepare_group
-from pipelinerl.preprocess.synthetic import make_groups
 from pipelinerl.records import TrainingSequence
 from pipelinerl.records.check import check_micro_batch
 

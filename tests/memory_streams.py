@@ -1,4 +1,4 @@
-"""Streams inside one process, for tests of a user's domain or role: the same contract and the same bytes, no files."""
+"""Streams inside one process, the same contract and the same bytes as on disk, no files."""
 
 import threading
 import time

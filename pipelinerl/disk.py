@@ -1,0 +1,31 @@
+"""Files and folders on disk: a file is replaced whole or not at all."""
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: bool = False) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part.
+
+    Args:
+        path: its folder must exist.
+        content: text is written as UTF-8.
+        mode: permission bits, less those of the umask.
+        sync: the content is on the disk before the name is: a power cut leaves no empty file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the folder's entries (names, renames, deletions) are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""The writer of a stream in files: appends frames, begins segments, deletes those that every reader has passed."""
+
+import logging
+import os
+from itertools import pairwise
+from typing import Literal
+
+from pipelinerl.disk import sync_folder
+from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.streams import frames
+from pipelinerl.streams.base import Appender
+from pipelinerl.streams.files.folder import clear_errors, reader_positions, segment_bases, segment_path
+from pipelinerl.streams.files.lock import WriterLock
+from pipelinerl.streams.files.segment import MAGIC, Place, Segment, scan
+from pipelinerl.streams.spec import SingleStreamSpec
+
+log = logging.getLogger(__name__)
+
+Fsync = Literal["never", "segment", "always"]
+
+
+class FilesAppender(Appender):
+    def __init__(self, spec: SingleStreamSpec, segment_bytes: int, fsync: Fsync, max_bytes: int):
+        self._path = spec.path
+        self._segment_bytes = segment_bytes
+        self._fsync = fsync
+        self._max_bytes = max_bytes
+        self._fd: int | None = None
+        self._size = 0
+        self._last: Place | None = None
+        self._damaged = False
+        with clear_errors("write", self._path):
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(self._path)
+            try:
+                self._recover()
+            except BaseException:
+                self._lock.release()
+                raise
+
+    def append(self, payload: bytes) -> int:
+        if self._damaged:
+            raise StreamError(f"{self._path}: closed, or a failed write could not be undone; open the stream again")
+        offset = self.next_offset
+        with clear_errors(f"append record {offset} ({len(payload)} bytes) to", self._path):
+            new_segment = self._fd is None or self._size >= self._segment_bytes
+            if new_segment:
+                self._begin_segment()
+            self._write(frames.header(offset, payload), payload)
+            self._last = Place(self._base, self._size, offset)
+            self._size += frames.HEADER_BYTES + len(payload)
+            self.next_offset = offset + 1
+            if new_segment:
+                self._collect()
+        return offset
+
+    def last(self) -> bytes | None:
+        if self._last is None:
+            return None
+        base, start, offset = self._last
+        with clear_errors("read", self._path):
+            segment = Segment(self._path, base, self._max_bytes, offset=offset, start=start)
+            try:
+                records = segment.read(1)
+            finally:
+                segment.close()
+        if not records:
+            raise CorruptStreamError(f"{self._path}: record {offset}, the newest one, is no longer there")
+        return bytes(records[0][1])
+
+    def close(self) -> None:
+        self._damaged = True
+        with clear_errors("close", self._path):
+            try:
+                self._end_segment()
+            finally:
+                self._lock.release()
+
+    def _recover(self) -> None:
+        """Finds the end of the log; cuts off what a killed writer left incomplete."""
+        bases = segment_bases(self._path)
+        self.next_offset = 0
+        if not bases:
+            return
+        end = scan(self._path, bases[-1], self._max_bytes)
+        path = segment_path(self._path, bases[-1])
+        self._base, self._size, self._last, self.next_offset = bases[-1], end.size, end.last, end.next_offset
+        if end.last is None and len(bases) > 1:
+            before = scan(self._path, bases[-2], self._max_bytes)
+            if before.next_offset != bases[-1]:
+                raise CorruptStreamError(
+                    f"{segment_path(self._path, bases[-2])} ends before record {before.next_offset}, but the next "
+                    f"segment begins with record {bases[-1]}: records are missing"
+                )
+            self._last = before.last
+        if end.last is None:
+            return  # the next append writes this segment from its beginning
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        surplus = os.fstat(self._fd).st_size - end.size
+        if surplus:
+            log.warning(
+                "event=torn_tail stream=%s bytes=%d next_offset=%d note=cut off", self._path, surplus, self.next_offset
+            )
+            os.ftruncate(self._fd, end.size)
+
+    def _begin_segment(self) -> None:
+        self._end_segment()
+        path = segment_path(self._path, self.next_offset)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.write(fd, MAGIC)
+            if self._fsync != "never":
+                sync_folder(self._path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd, self._base, self._size = fd, self.next_offset, len(MAGIC)
+
+    def _end_segment(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            try:
+                if self._fsync != "never":
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _write(self, header: bytes, payload: bytes) -> None:
+        """Appends the frame whole or not at all."""
+        assert self._fd is not None, "append begins a segment first"
+        try:
+            written = os.writev(self._fd, (header, payload))
+            if written < len(header) + len(payload):
+                rest = memoryview(header + payload)[written:]
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+            if self._fsync == "always":
+                os.fdatasync(self._fd)
+        except BaseException:
+            self._damaged = True
+            os.ftruncate(self._fd, self._size)
+            self._damaged = False
+            raise
+
+    def _collect(self) -> None:
+        """Deletes the segments that every named reader has passed; the newest one stays."""
+        positions = reader_positions(self._path).values()
+        if not positions:
+            return
+        bases = segment_bases(self._path)
+        for base, end in pairwise(bases):
+            if end > min(positions):
+                return
+            segment_path(self._path, base).unlink()

@@ -1,0 +1,62 @@
+"""The folder of one stream: names of its segments, durable positions of its readers, errors that say what to do."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelinerl.errors import CorruptStreamError, StreamError
+
+READER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def segment_path(folder: Path, base: int) -> Path:
+    return folder / f"{base:020d}.log"
+
+
+def segment_bases(folder: Path) -> list[int]:
+    """First offsets of the segments, ascending; empty when there is no such stream yet."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[:-4]) for name in names if name.endswith(".log") and name[:-4].isdigit())
+
+
+def reader_positions(folder: Path) -> dict[str, int]:
+    """Durable position of every named reader."""
+    readers = folder / "readers"
+    if not readers.is_dir():
+        return {}
+    names = sorted(name for name in os.listdir(readers) if READER_NAME.fullmatch(name) and not name.endswith(".tmp"))
+    found = {name: read_position(readers / name) for name in names}
+    return {name: position for name, position in found.items() if position is not None}
+
+
+def read_position(path: Path) -> int | None:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    if not text.strip().isdecimal():
+        raise CorruptStreamError(
+            f"{path}: {text[:40]!r} is not a position; write the number of the next record to read"
+        )
+    return int(text)
+
+
+@contextmanager
+def clear_errors(action: str, path: Path) -> Iterator[None]:
+    """Turns an ``OSError`` into a ``StreamError`` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        fixes = {
+            errno.ENOSPC: "; free space there: what was written before is intact",
+            errno.EDQUOT: "; raise the quota: what was written before is intact",
+            errno.EROFS: "; make the run folder writable or choose another output_dir",
+            errno.EACCES: "; make the run folder accessible or choose another output_dir",
+        }
+        raise StreamError(f"cannot {action} {path}: {error.strerror}{fixes.get(error.errno or 0, '')}") from error

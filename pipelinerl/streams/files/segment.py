@@ -1,0 +1,106 @@
+"""Reads the frames of one segment file in order, and finds where its whole frames end."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelinerl.errors import CorruptStreamError
+from pipelinerl.streams import frames
+from pipelinerl.streams.base import MAX_RECORDS_PER_READ
+from pipelinerl.streams.files.folder import segment_path
+from pipelinerl.streams.frames import Buffer
+
+MAGIC = b"PRLLOG1\n"
+_READ_BYTES = 4 << 20
+
+
+class Place(NamedTuple):
+    """Where a record is: the base of its segment, its first byte there, its offset."""
+
+    base: int
+    start: int
+    offset: int
+
+
+class End(NamedTuple):
+    """End of the whole frames of a segment."""
+
+    next_offset: int
+    size: int
+    last: Place | None
+
+
+class Segment:
+    """Reads the frames of one segment file in order."""
+
+    def __init__(self, folder: Path, base: int, max_bytes: int, *, offset: int | None = None, start: int = 0):
+        self.base = base
+        self.offset = base if offset is None else offset
+        self.start = start
+        self.last_start = start
+        self._path = segment_path(folder, base)
+        self._max_bytes = max_bytes
+        self._fd = os.open(self._path, os.O_RDONLY)
+
+    def read(self, limit: int) -> list[tuple[int, Buffer]]:
+        """At most ``limit`` next records that are completely there."""
+        size = os.fstat(self._fd).st_size
+        if size <= max(self.start, len(MAGIC)):
+            self._check_shrunk(size)
+            return []
+        if self.start == 0:
+            if os.pread(self._fd, len(MAGIC), 0) != MAGIC:
+                raise CorruptStreamError(f"{self._path}: not a stream segment, it does not begin with {MAGIC!r}")
+            self.start = self.last_start = len(MAGIC)
+        buffer = os.pread(self._fd, min(_READ_BYTES, size - self.start), self.start)
+        try:
+            records = self._parse(buffer, limit)
+            if not records and len(buffer) == _READ_BYTES and (wanted := self._large_frame(buffer, size)):
+                records = self._parse(os.pread(self._fd, wanted, self.start), 1)
+        except CorruptStreamError as error:
+            raise CorruptStreamError(f"{self._path}, byte {self.start}: {error}") from error
+        return records
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _parse(self, buffer: bytes, limit: int) -> list[tuple[int, Buffer]]:
+        records: list[tuple[int, Buffer]] = []
+        start = 0
+        while len(records) < limit:
+            try:
+                frame = frames.parse(buffer, start, self.offset + len(records), self._max_bytes)
+            except CorruptStreamError:
+                if records:
+                    break  # what precedes the damage is delivered; the next call begins at the damage and raises
+                raise
+            if frame is None:
+                break
+            records.append((self.offset + len(records), frame.payload))
+            self.last_start = self.start + start
+            start = frame.end
+        self.offset += len(records)
+        self.start += start
+        return records
+
+    def _large_frame(self, buffer: bytes, size: int) -> int:
+        """Length of the frame at ``start`` that is larger than one read and completely there, else 0."""
+        if not any(buffer):
+            raise CorruptStreamError(f"record {self.offset}: zeros where a frame should be")
+        length = frames.frame_bytes(buffer)
+        return length if self.start + length <= size else 0
+
+    def _check_shrunk(self, size: int) -> None:
+        if size < self.start and self.start > len(MAGIC):
+            raise CorruptStreamError(f"{self._path}: shrank to {size} bytes after {self.start} had been read")
+
+
+def scan(folder: Path, base: int, max_bytes: int) -> End:
+    segment = Segment(folder, base, max_bytes)
+    try:
+        while segment.read(MAX_RECORDS_PER_READ):
+            pass
+        last = Place(base, segment.last_start, segment.offset - 1) if segment.offset > base else None
+        return End(segment.offset, segment.start, last)
+    finally:
+        segment.close()
