@@ -1,22 +1,37 @@
 """Which sequence goes into which micro-batch of which rank: pure integer arithmetic, deterministic.
 
 An optimizer batch is given; nothing here moves a sequence to another step. Ranks work in lock-step: in every round
-each rank does one micro-batch and the longest decides. So the number of rounds is the smallest that can hold the
-tokens, all slots (rank × round) are made as equal as possible, and slots of similar size meet in the same round.
+each rank does one micro-batch and the longest decides. So the number of rounds is the smallest that is found to hold
+the tokens, all slots (rank × round) are made as equal as needed, and slots of similar size meet in the same round.
 
 A *plan* is ``plan[rank][round]`` = indices of sequences; a slot is empty only where sequences are fewer than slots.
+
+How rounds are found: a lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2) is tried first, best-fit
+decreasing gives an upper bound, bisection goes between. A try deals the sequences out and then re-divides pairs of
+slots, an overfull one with one that has room, for all pairs at once in numpy.
+Legend of shapes: N sequences, S slots, A slots that are relieved, P partners looked at for each, K picked sequences.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 
 Plan = list[list[list[int]]]
 
-LEVEL_TOLERANCE = 5e-3
-"""Largest difference between two slots, relative to the mean, that is left as it is."""
-MAX_EXCHANGES_PER_SLOT = 16
+LOCKSTEP = 0.9995
+"""Tokens / (ranks × Σ over rounds of the longest micro-batch) that is good enough."""
+MAX_FITTING_SWEEPS = 64
+MAX_LEVELLING_SWEEPS = 16
+MAX_IDLE_SWEEPS = 8
+"""Sweeps without an improvement after which a try ends."""
+PARTNERS_PER_SLOT = 3
+"""Partners that a sweep looks at while slots are overfull, per slot of the plan."""
+MAX_PICKED = 5
+"""Sequences of a slot that one exchange may move; all their subsets are compared."""
+SUBSETS = [np.arange(2**k)[None, :] >> np.arange(k)[:, None] & 1 for k in range(MAX_PICKED + 1)]
+"""``SUBSETS[k][i, s]`` int [k, 2^k]: whether subset ``s`` of ``k`` sequences holds the ``i``-th."""
 
 
 def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
@@ -27,14 +42,12 @@ def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
         num_ranks: ranks that work in lock-step.
         capacity: tokens per micro-batch (`finetune.seq_length`).
     """
-    assert all(0 < length <= capacity for length in lengths), "sequences must fit a micro-batch"
-    rounds = max(1, -(-sum(lengths) // (capacity * num_ranks)))
-    while True:
-        slots = _level(_longest_first(lengths, rounds * num_ranks), lengths, capacity)
-        loads = [_load(slot, lengths) for slot in slots]
-        if max(loads) <= capacity:
-            return _to_ranks(slots, loads, num_ranks)
-        rounds += 1
+    lengths_N = np.asarray(lengths, dtype=np.int64)
+    assert ((lengths_N > 0) & (lengths_N <= capacity)).all(), "sequences must fit a micro-batch"
+    slot_N, num_slots = _fewest_rounds(lengths_N, num_ranks, capacity)
+    order = np.argsort(slot_N, kind="stable")
+    slots = np.split(order, np.searchsorted(slot_N[order], np.arange(1, num_slots)))
+    return _to_ranks([slot.tolist() for slot in slots], _loads(slot_N, lengths_N, num_slots).tolist(), num_ranks)
 
 
 def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: int) -> Plan:
@@ -46,54 +59,192 @@ def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: in
     return _to_ranks(slots, padded, num_ranks)
 
 
-def _load(slot: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in slot)
+def fewest_slots(lengths_N: np.ndarray, capacity: int) -> int:
+    """Slots that any packing needs (bound L2).
+
+    Sequences over half a slot need one each. For every threshold ``a``, those over ``capacity - a`` take nothing as
+    long as ``a`` beside them, so what is as long as ``a`` and does not fit beside the other long ones needs more slots.
+    """
+    down_N = np.sort(lengths_N)[::-1]
+    total = np.concatenate(([0], np.cumsum(down_N)))
+    num_long = int((2 * down_N > capacity).sum())
+    thresholds = np.unique(down_N[num_long:])
+    num_alone = np.searchsorted(-down_N, thresholds - capacity)
+    num_counted = np.searchsorted(-down_N, -thresholds, side="right")
+    room = (num_long - num_alone) * capacity - (total[num_long] - total[num_alone])
+    rest = total[num_counted] - total[num_long] - room
+    beside_long = num_long + int(np.maximum(0, -(-rest // capacity)).max(initial=0))
+    return max(1, beside_long, -(-int(total[-1]) // capacity))
 
 
-def _longest_first(lengths: Sequence[int], num_slots: int) -> list[list[int]]:
-    """Longest sequence first, each into the emptiest slot."""
-    slots: list[list[int]] = [[] for _ in range(num_slots)]
-    heap = [(0, slot) for slot in range(num_slots)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, slot = heap[0]
-        slots[slot].append(i)
-        heapq.heapreplace(heap, (load + lengths[i], slot))
-    return slots
-
-
-def _level(slots: list[list[int]], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Moves or exchanges sequences between the fullest and an emptier slot until they are level or nothing helps."""
-    slots = [list(slot) for slot in slots]
-    loads = np.array([_load(slot, lengths) for slot in slots], dtype=np.int64)
-    for _ in range(MAX_EXCHANGES_PER_SLOT * len(slots)):
-        fullest = int(loads.argmax())
-        if loads[fullest] <= capacity and loads[fullest] - loads.min() <= LEVEL_TOLERANCE * loads.mean():
-            break
-        for emptier in np.argsort(loads, kind="stable"):
-            moved = _exchange(slots[fullest], slots[emptier], int(loads[fullest] - loads[emptier]), lengths)
-            if moved:
-                loads[fullest] -= moved
-                loads[emptier] += moved
-                break
+def _fewest_rounds(lengths_N: np.ndarray, num_ranks: int, capacity: int) -> tuple[np.ndarray, int]:
+    """(slot of each sequence, number of slots) with as few rounds as are found to fit."""
+    least = -(-fewest_slots(lengths_N, capacity) // num_ranks)
+    for deal in (_longest_first, _long_with_long):
+        found = _relieve(deal(lengths_N, least * num_ranks), lengths_N, least * num_ranks, num_ranks, capacity)
+        if found is not None:
+            return found, least * num_ranks
+    fitted = _best_fit(lengths_N, capacity)
+    low, high = least + 1, -(-(int(fitted.max()) + 1) // num_ranks)
+    best = _without_empty(fitted, lengths_N, high * num_ranks)
+    while low < high:
+        middle = (low + high) // 2
+        dealt = _long_with_long(lengths_N, middle * num_ranks)
+        found = _relieve(dealt, lengths_N, middle * num_ranks, num_ranks, capacity)
+        if found is None:
+            low = middle + 1
         else:
-            break
-    return slots
+            high, best = middle, found
+    levelled = _relieve(best, lengths_N, high * num_ranks, num_ranks, capacity)
+    assert levelled is not None, "no exchange makes a slot overfull"
+    return levelled, high * num_ranks
 
 
-def _exchange(source: list[int], target: list[int], gap: int, lengths: Sequence[int]) -> int:
-    """Moves the tokens nearest to half the gap by one move or one exchange; returns how many, 0 if nothing helps."""
-    give = np.array([lengths[i] for i in source], dtype=np.int64)
-    take = np.array([lengths[i] for i in target] + [0], dtype=np.int64)
-    moved = give[:, None] - take[None, :]
-    error = np.where((moved > 0) & (moved < gap), np.abs(2 * moved - gap), gap)
-    g, t = np.unravel_index(int(error.argmin()), error.shape)
-    if error[g, t] >= gap:
-        return 0
-    index = source.pop(int(g))
-    if t < len(target):
-        source.append(target.pop(int(t)))
-    target.append(index)
-    return int(moved[g, t])
+def _loads(slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
+    """int64 [S]: tokens of each slot."""
+    return np.bincount(slot_N, lengths_N, num_slots).astype(np.int64)
+
+
+def _longest_first(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
+    """Longest sequence first, each into the emptiest slot: best where slots hold many."""
+    order = np.argsort(-lengths_N, kind="stable")
+    heap = [(0, slot) for slot in range(num_slots)]
+    chosen = []
+    for length in lengths_N[order].tolist():
+        load, slot = heap[0]
+        chosen.append(slot)
+        heapq.heapreplace(heap, (load + length, slot))
+    slot_N = np.empty(len(lengths_N), dtype=np.int64)
+    slot_N[order] = chosen
+    return slot_N
+
+
+def _long_with_long(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
+    """Slots of ``k`` long sequences and slots of ``k + 1`` shorter ones: best where slots hold few.
+
+    With lengths of 4–8k and slots of 16k, pairs must be of the longest, or the rest does not fit in threes.
+    """
+    per_slot = len(lengths_N) // num_slots
+    num_few = (per_slot + 1) * num_slots - len(lengths_N)
+    order = np.argsort(-lengths_N, kind="stable")
+    slot_N = np.empty(len(lengths_N), dtype=np.int64)
+    parts = (order[: per_slot * num_few], 0, num_few), (order[per_slot * num_few :], num_few, num_slots - num_few)
+    for members, first, count in parts:
+        if count:
+            layer, at = np.divmod(np.arange(len(members)), count)
+            slot_N[members] = first + np.where(layer % 2 == 0, at, count - 1 - at)
+    return slot_N
+
+
+def _best_fit(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
+    """Best-fit decreasing: longest first, each into the fullest slot with room, else into a new one."""
+    order = np.argsort(-lengths_N, kind="stable")
+    rooms: list[tuple[int, int]] = []
+    chosen: list[int] = []
+    num_slots = 0
+    for length in lengths_N[order].tolist():
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, slot = rooms.pop(at)
+        else:
+            room, slot = capacity, num_slots
+            num_slots += 1
+        chosen.append(slot)
+        insort(rooms, (room - length, slot))
+    slot_N = np.empty(len(lengths_N), dtype=np.int64)
+    slot_N[order] = chosen
+    return slot_N
+
+
+def _without_empty(slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
+    """Gives each empty slot one sequence that is not alone, as long as there are such."""
+    order = np.lexsort((-lengths_N, slot_N))
+    shared = order[np.flatnonzero(np.diff(slot_N[order], prepend=-1) == 0)]
+    longest = shared[np.argsort(-lengths_N[shared], kind="stable")]
+    empty = np.setdiff1d(np.arange(num_slots), slot_N)[: len(longest)]
+    filled_N = slot_N.copy()
+    filled_N[longest[: len(empty)]] = empty
+    return filled_N
+
+
+def _relieve(
+    slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int, num_ranks: int, capacity: int
+) -> np.ndarray | None:
+    """Re-divides slots until none is overfull and rounds are level; None when they stay overfull."""
+    rng = np.random.default_rng(0)
+    slot_N = slot_N.copy()
+    tokens = int(lengths_N.sum())
+    fitting = levelling = idle = 0
+    while True:
+        loads_S = _loads(slot_N, lengths_N, num_slots)
+        order_S = np.argsort(loads_S, kind="stable")
+        num_overfull = int((loads_S > capacity).sum())
+        costs = num_ranks * int(loads_S[order_S].reshape(-1, num_ranks)[:, -1].sum())
+        level = not num_overfull and tokens >= LOCKSTEP * costs
+        if level or idle == MAX_IDLE_SWEEPS or levelling == MAX_LEVELLING_SWEEPS or fitting == MAX_FITTING_SWEEPS:
+            return None if num_overfull else slot_N
+        num_relieved = min(num_overfull or num_slots, num_slots // 2)
+        if num_relieved == 0:
+            return None if num_overfull else slot_N
+        relieved, others = order_S[::-1][:num_relieved], order_S[: num_slots - num_relieved]
+        num_partners = max(1, PARTNERS_PER_SLOT * num_slots // num_relieved) if num_overfull else 1
+        at = (rng.random((num_relieved, num_partners)) ** 2 * len(others)).astype(np.int64)  # rather the emptier
+        at[:, 0] = np.arange(num_relieved) % len(others)
+        moved = _redivide(slot_N, lengths_N, loads_S, relieved, others[at], rng)
+        idle = 0 if moved else idle + 1
+        fitting, levelling = fitting + (num_overfull > 0), levelling + (num_overfull == 0)
+
+
+def _redivide(
+    slot_N: np.ndarray,
+    lengths_N: np.ndarray,
+    loads_S: np.ndarray,
+    relieved_A: np.ndarray,
+    partners_AP: np.ndarray,
+    rng: np.random.Generator,
+) -> bool:
+    """Exchanges subsets between each relieved slot and its best partner, in place; whether any were exchanged.
+
+    No pair's longer slot becomes longer, and a slot takes part in at most one exchange.
+    """
+    order_N = np.argsort(slot_N, kind="stable")
+    counts_S = np.bincount(slot_N, minlength=len(loads_S))
+    starts_S = np.cumsum(counts_S) - counts_S
+    num_picked = min(MAX_PICKED, int(counts_S.max()))
+    subsets = SUBSETS[num_picked]
+
+    def pick(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(sequences, whether there is one) of each slot, [..., K]; of longer slots one from each of K strata."""
+        count = counts_S[slots][..., None]
+        place = np.arange(num_picked)
+        first, end = place * count // num_picked, (place + 1) * count // num_picked
+        spread = first + (rng.random(first.shape) * (end - first)).astype(np.int64)
+        at = np.where(count <= num_picked, place, spread)
+        return order_N[np.minimum(starts_S[slots][..., None] + at, len(order_N) - 1)], at < count
+
+    give_AK, is_give_AK = pick(relieved_A)
+    take_APK, is_take_APK = pick(partners_AP)
+    gap_AP = loads_S[relieved_A][:, None] - loads_S[partners_AP]
+    given = (2 * np.where(is_give_AK, lengths_N[give_AK], 0) @ subsets).astype(np.int32)
+    taken = (2 * np.where(is_take_APK, lengths_N[take_APK], 0) @ subsets + gap_AP[..., None]).astype(np.int32)
+    difference = given[:, None, :, None] - taken[:, :, None, :]  # of the two slots after the exchange, [A, P, 2^K, 2^K]
+    np.abs(difference, out=difference)
+    flat = difference.reshape(*gap_AP.shape, -1)
+    best_AP = flat.argmin(axis=2)
+    left_AP = np.take_along_axis(flat, best_AP[..., None], axis=2)[..., 0]
+
+    longer_AP = np.where(left_AP < gap_AP, 2 * loads_S[partners_AP] + gap_AP + left_AP, np.iinfo(np.int64).max)
+    partner_A = longer_AP.argmin(axis=1)
+    helps = np.flatnonzero(np.take_along_axis(left_AP < gap_AP, partner_A[:, None], axis=1)[:, 0])
+    _, first = np.unique(partners_AP[helps, partner_A[helps]], return_index=True)
+    a = helps[first]
+    p = partner_A[a]
+    give_set, take_set = np.divmod(best_AP[a, p], subsets.shape[1])
+    gives = (subsets.T[give_set] > 0) & is_give_AK[a]
+    takes = (subsets.T[take_set] > 0) & is_take_APK[a, p]
+    slot_N[give_AK[a][gives]] = np.repeat(partners_AP[a, p], gives.sum(axis=1))
+    slot_N[take_APK[a, p][takes]] = np.repeat(relieved_A[a], takes.sum(axis=1))
+    return len(a) > 0
 
 
 def _to_ranks(slots: list[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
