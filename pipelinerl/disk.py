@@ -22,8 +22,11 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
     os.replace(temporary, path)
 
 
-def sync_folder(path: Path) -> None:
-    """Return when the folder's entries (names, renames, deletions) are on the disk."""
+def sync_path(path: Path) -> None:
+    """Return when a file's content, or a folder's entries (names, renames, deletions), are on the disk.
+
+    Whoever wrote them: any process's descriptor will do.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

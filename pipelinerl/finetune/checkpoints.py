@@ -1,37 +1,39 @@
 """Training states on disk: whole or not there.
 
-A checkpoint is a folder `checkpoints/step_<n>/`, written under another name, synced, and published by one rename:
+A checkpoint is a folder `checkpoints/step_<n>/`, written by all ranks under another name, synced, and published by one
+rename:
 
-    manifest.json           what the folder holds: counters, stream positions, files with size and CRC
-    state-00000.safetensors `<parameter>.param`, `.exp_avg`, `.exp_avg_sq`, whole tensors in float32
-    rng-<rank>.safetensors  generators of that rank
-    value_head.safetensors  with the value advantage: the value head alone (an export too)
-    hf/                     the policy as a Hugging Face model with its tokenizer (an export: resuming does not read it)
+    manifest.json                              counters, stream positions, files with size and CRC
+    shard-<rank>-model-<n>-of-<N>.safetensors  that rank's pieces of the flattened states `<parameter>.param`,
+                                               `.exp_avg`, `.exp_avg_sq` in float32, and its generators
+                                               `rng.<rank>.<device>`
 
-Tensors are whole and named, so any engine on any number of ranks can resume. Nothing is pickled.
+The files are those of torch's distributed checkpoint in its Hugging Face storage: each says which ranges it holds, so
+any engine on any number of ranks can resume. Nothing is pickled on disk.
 """
 
-import contextlib
-import json
 import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from pipelinerl.disk import sync_path
 from pipelinerl.errors import CheckpointError
+from pipelinerl.finetune.peers import Peers
+from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-SHARD_BYTES = 2 * 2**30
+FORMAT = 2
+FILE_BYTES = 2**30
+"""A file is put together in memory before it is written: ranks write several of this size."""
 MANIFEST = "manifest.json"
 
 
@@ -64,16 +66,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     counters: Counters
     files: dict[str, FileEntry]
-    tensors: dict[str, str]
-    """Tensor name → file."""
 
 
 def checkpoint_root(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the published checkpoints, newest first."""
+def list_steps(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the published checkpoints or exports, newest first."""
     found = []
     for path in root.glob("step_*"):
         number = path.name.removeprefix("step_")
@@ -83,114 +83,152 @@ def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def unpublished_name(step: int) -> str:
-    """Folder in which the checkpoint of ``step`` is built."""
+    """Folder in which the checkpoint or export of ``step`` is built."""
     return f".step_{step}.new"
 
 
-@contextlib.contextmanager
-def writing(root: Path, step: int) -> Iterator[None]:
-    """What the disk refuses becomes one `CheckpointError`, and what was written of it makes room again."""
+def begin(peers: Peers, root: Path, step: int) -> Path:
+    """An empty folder for all ranks to write into. Collective."""
+    folder = root / unpublished_name(step)
+
+    def make() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def find() -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}, made by rank 0, is not there: trainer ranks must share `output_dir`")
+
+    peers.together(make if peers.rank == 0 else lambda: None)
+    peers.together(find)
+    return folder
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Make a folder whose files are synced appear as ``target``, for good."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            sync_path(path)
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(folder, target)
+    sync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
+    """Write and publish a checkpoint; returns its folder. Collective.
+
+    Args:
+        pieces: on the CPU; all ranks' pieces cover each tensor exactly once.
+        counters: with the positions of this rank's streams.
+    Raises:
+        CheckpointError: on all ranks; earlier checkpoints are as before.
+    """
+    folder, target = root / unpublished_name(counters.step), root / f"step_{counters.step}"
     try:
-        yield
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(root / unpublished_name(step), ignore_errors=True)
+        begin(peers, root, counters.step)
+        entries = _write_files(peers, folder, pieces)
+        positions = {key: value for each in peers.gather(counters.positions) for key, value in each.items()}
+
+        def finish() -> None:
+            whole = msgspec.structs.replace(counters, positions=positions)
+            manifest = Manifest(format=FORMAT, counters=whole, files=entries)
+            (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            sync_path(folder / MANIFEST)
+            publish(folder, target)
+
+        peers.together(finish if peers.rank == 0 else lambda: None)
+    except CheckpointError as error:
+        if peers.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # make room again
         raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written in {root}: {error}; earlier ones are intact"
+            f"the checkpoint of step {counters.step} cannot be written in {root}: {error}; earlier ones are intact"
         ) from error
+    return target
 
 
-class CheckpointWriter:
-    """Builds one checkpoint in a hidden folder; ``publish`` makes it appear at once."""
+def _write_files(peers: Peers, folder: Path, pieces: Pieces) -> dict[str, FileEntry]:
+    """Write this rank's files; returns the entries of all ranks' files. Collective."""
+    planner = PieceSavePlanner(pieces)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_numbers(pieces), save_distributed=True)
+    plans = peers.together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
 
-    def __init__(self, root: Path, step: int):
-        self.root, self.step = root, step
-        root.mkdir(parents=True, exist_ok=True)
-        self.path = root / unpublished_name(step)
-        if self.path.exists():
-            shutil.rmtree(self.path)
-        self.path.mkdir()
-        self._tensors: dict[str, str] = {}
+    def write_mine() -> dict[str, FileEntry]:
+        plan = writer.prepare_global_plan(planner.create_global_plan(plans)[0])[peers.rank]
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        names = sorted({result.storage_data.relative_path for result in results})
+        return {name: _synced_entry(folder / name) for name in names}
 
-    def write_state(self, state: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
-        """Save named training states, a shard at a time."""
-        for number, shard in enumerate(_shards(state)):
-            name = f"state-{number:05d}.safetensors"
-            save_file(shard, self.path / name)
-            self._tensors |= dict.fromkeys(shard, name)
-
-    def publish(self, counters: Counters) -> Path:
-        """Sync everything and rename; returns the published folder."""
-        files = {
-            str(path.relative_to(self.path)): FileEntry(size=path.stat().st_size, crc32=_crc32(path))
-            for path in sorted(self.path.rglob("*"))
-            if path.is_file()
-        }
-        manifest = Manifest(format=FORMAT, counters=counters, files=files, tensors=self._tensors)
-        (self.path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        for path in (*self.path.rglob("*"), self.path):
-            _sync(path)
-        target = self.root / f"step_{self.step}"
-        old = self.root / f".step_{self.step}.old"
-        if target.exists():
-            os.rename(target, old)
-        os.rename(self.path, target)
-        shutil.rmtree(old, ignore_errors=True)
-        _sync(self.root)
-        return target
+    return {name: entry for entries in peers.together(write_mine) for name, entry in entries.items()}
 
 
-class CheckpointReader:
-    """A published checkpoint; ``verify`` refuses one with a file of another size or checksum than was written."""
-
-    def __init__(self, path: Path, verify: bool = True):
-        self.path = path
-        self.manifest = _read_manifest(path)
-        if verify:
-            _verify_files(path, self.manifest)
-        self._open: dict[str, safe_open] = {}
-
-    @property
-    def counters(self) -> Counters:
-        return self.manifest.counters
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Training state of the parameter ``name``."""
-        prefix = f"{name}."
-        keys = ("param", "exp_avg", "exp_avg_sq")
-        if f"{prefix}param" not in self.manifest.tensors:
-            raise CheckpointError(f"{self.path}: no state of parameter {name!r}; was it written for another model?")
-        return {key: self._tensor(prefix + key) for key in keys if prefix + key in self.manifest.tensors}
-
-    def rng(self, rank: int) -> dict[str, Tensor] | None:
-        """Generator states of ``rank``; None when fewer ranks wrote."""
-        path = self.path / _rng_name(rank)
-        if not path.exists():
-            return None
-        with safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-    def _tensor(self, key: str) -> Tensor:
-        name = self.manifest.tensors[key]
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / name, "pt")
-        return self._open[name].get_tensor(key)
+def _file_numbers(pieces: Pieces) -> dict[str, int]:
+    """Number of the file for each piece, from 1 on: as many files as keep each below about ``FILE_BYTES``."""
+    numbers, size = {}, 0
+    for name, piece in pieces.items():
+        numbers[name] = 1 + size // FILE_BYTES
+        size += piece.num_bytes
+    return numbers
 
 
-def newest_valid(root: Path) -> CheckpointReader | None:
-    """The newest checkpoint that is whole; damaged ones are named in the log and passed over."""
-    for _, path in list_checkpoints(root):
+def _synced_entry(path: Path) -> FileEntry:
+    sync_path(path)
+    return FileEntry(size=path.stat().st_size, crc32=_crc32(path))
+
+
+def newest_whole(peers: Peers, root: Path) -> tuple[Path, Counters] | None:
+    """The newest checkpoint whose files are all as they were written; damaged ones are named in the log. Collective."""
+    for _, path in peers.gather(list_steps(root) if peers.rank == 0 else [])[0]:
         try:
-            return CheckpointReader(path)
+            return path, peers.together(partial(_verify, path, peers.rank, peers.world_size))[0]
         except CheckpointError as error:
             log.error("checkpoint skipped path=%s reason=%s", path, error)
     return None
 
 
+def _verify(path: Path, rank: int, world_size: int) -> Counters:
+    """Check this rank's share of the files against the manifest."""
+    manifest = _read_manifest(path)
+    for name, entry in list(manifest.files.items())[rank::world_size]:
+        file = path / name
+        if not file.is_file() or file.stat().st_size != entry.size:
+            raise CheckpointError(f"{file} is missing or not {entry.size} bytes long")
+        if _crc32(file) != entry.crc32:
+            raise CheckpointError(f"{file} fails its checksum")
+    return manifest.counters
+
+
+def read(path: Path, pieces: Pieces, optional: Pieces | None = None) -> set[str]:
+    """Fill ``pieces`` with what the checkpoint holds for them; returns the names that were found.
+
+    Args:
+        optional: pieces that may be absent there.
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    storage = HuggingFaceStorageReader(str(path))
+    metadata = storage.read_metadata()
+    known = metadata.state_dict_metadata
+    for name, piece in pieces.items():
+        if name not in known or known[name].size != piece.size():
+            held = f"{known[name].size[0]} numbers" if name in known else "nothing"
+            raise CheckpointError(
+                f"{path} holds {held} of {name!r}, which has {piece.whole}; was it written for another model?"
+            )
+    found = {**pieces, **{name: piece for name, piece in (optional or {}).items() if name in known}}
+    storage.set_up_storage_reader(metadata, is_coordinator=False)
+    planner = PieceLoadPlanner(found, metadata)
+    storage.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    return set(found)
+
+
 def prune(root: Path, keep: int) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints and what unfinished writers left; returns those kept."""
+    """Delete all but the newest ``keep`` steps and what unfinished writers left; returns those kept."""
     for leftover in root.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    paths = [path for _, path in list_checkpoints(root)]
+    paths = [path for _, path in list_steps(root)]
     for path in paths[keep:]:
         doomed = path.with_name(f".{path.name}.old")
         os.rename(path, doomed)
@@ -198,41 +236,26 @@ def prune(root: Path, keep: int) -> list[Path]:
     return paths[:keep]
 
 
-def save_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Generators of this rank; every rank writes its own file before the publication."""
+def rng_pieces(rank: int, device: torch.device) -> dict[str, Piece]:
+    """The present states of this rank's generators."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    save_file(states, folder / _rng_name(rank))
+    return {f"rng.{rank}.{kind}": Piece(state, 0, len(state)) for kind, state in states.items()}
 
 
-def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+def restore_rng(pieces: Pieces, names: Iterable[str], device: torch.device) -> None:
+    """Set this rank's generators to those of ``pieces`` that are in ``names``."""
+    for name in pieces.keys() & set(names):
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(pieces[name].tensor, device)
+        else:
+            torch.set_rng_state(pieces[name].tensor)
 
 
 def read_counters(path: Path) -> Counters:
     """Counters of a checkpoint, without checking its files."""
     return _read_manifest(path).counters
-
-
-def _rng_name(rank: int) -> str:
-    return f"rng-{rank}.safetensors"
-
-
-def _shards(state: Iterable[tuple[str, dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensors in state:
-        for key, tensor in tensors.items():
-            shard[f"{name}.{key}"] = tensor.detach().to("cpu", torch.float32).contiguous()
-            size += tensor.numel() * 4
-        if size >= SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-    if shard:
-        yield shard
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -245,35 +268,9 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _verify_files(path: Path, manifest: Manifest) -> None:
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != entry.size:
-            raise CheckpointError(f"{file} is missing or not {entry.size} bytes long")
-        if _crc32(file) != entry.crc32:
-            raise CheckpointError(f"{file} fails its checksum")
-
-
 def _crc32(path: Path, block: int = 8 * 2**20) -> int:
     value = 0
     with open(path, "rb") as file:
         while data := file.read(block):
             value = zlib.crc32(data, value)
     return value
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def set_exported_dtype(folder: Path, dtype: str) -> None:
-    """Name the dtype of the exported weights in the model's config.json."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["dtype"] = dtype
-    config.pop("torch_dtype", None)
-    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -19,6 +19,7 @@ class Reader(Protocol):
     def position(self) -> int: ...
     def poll(self, timeout_s: float) -> Sequence[tuple[int, MicroBatch]]: ...
     def commit(self, offset: int) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +63,11 @@ class Feed:
         for key, reader in self._readers:
             if key in positions:
                 reader.commit(positions[key])
+
+    def sync(self) -> None:
+        """Wait until the records that were read are on the disk. Any thread."""
+        for _, reader in self._readers:
+            reader.sync()
 
     def close(self) -> None:
         for _, reader in self._readers:

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.accumulate import BatchRules, train_step
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, choose_engine, join_ranks, read_ranks
@@ -34,7 +33,7 @@ from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
 from pipelinerl.finetune.rl.losses import settings_at
-from pipelinerl.finetune.saving import resume, save
+from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.sequence import make_sequence_group
 from pipelinerl.finetune.updates import WeightUpdates, last_needed
 from pipelinerl.observability.metrics import MetricsLogger
@@ -98,18 +97,14 @@ class Trainer:
         self.rank, self.world_size, self.device = read_ranks(ctx.world.accelerator)
         torch.manual_seed(self.cfg.seed + self.rank)
         self.engine = make_engine(self.cfg, self.device, self.world_size)
-        self.dtype = DTYPES[self.cfg.finetune.dtype]
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            self.cfg.model_path, trust_remote_code=self.cfg.trust_remote_code
-        )
-        self.root = checkpoints.checkpoint_root(ctx.run_dir)
-        self.counters = resume(self.engine, self.root) or Counters()
-        self.saved_step = self.counters.step
+        self.saver = self._make_saver()
+        self.counters = self.saver.resume() or Counters()
         self.feed = self._open_feed()
         self.rules = make_rules(self.engine.policy, self.cfg)
         self.outputs = self._open_outputs(make_sender(ctx)) if self.rank == 0 else None
         publisher = self.outputs.publisher if self.outputs else None
-        self.updates = WeightUpdates(self.engine, self.cfg, self.dtype, publisher, ctx.status, ctx.stop.is_set)
+        dtype = DTYPES[self.cfg.finetune.dtype]
+        self.updates = WeightUpdates(self.engine, self.cfg, dtype, publisher, ctx.status, ctx.stop.is_set)
 
     def run(self, *, stay: bool = False) -> None:
         """Train until done or stopped.
@@ -119,10 +114,11 @@ class Trainer:
                 with the weights on disk, and only the trainer can give it the last ones.
         """
         try:
+            self._export_again()
             self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
             while self.counters.step < self.cfg.finetune.max_train_steps:
                 if not self.advance():
-                    log.info("stopped step=%d", self.counters.step)
+                    self._save_at_stop()
                     return
             self.finish()
             if stay:
@@ -144,8 +140,12 @@ class Trainer:
         self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
         self._report(metrics)
-        if self.counters.step % self.cfg.finetune.save_checkpoint_steps == 0:
-            self.save()
+        if self._is_export_step():
+            self.save(export=True)
+        elif self._is_rolling_due():
+            self.save(export=False)
+        else:
+            self._release(self.saver.poll())
         return True
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
@@ -188,28 +188,69 @@ class Trainer:
         self.outputs.metrics.log(metrics | {"samples": self.counters.samples_processed}, step=step)
         log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
 
-    def save(self) -> None:
-        """Publish a checkpoint of the current step. Collective."""
-        self.saved_step = self.counters.step
-        needed = save(
-            self.engine, self.root, self.counters, self.dtype, self.tokenizer, keep=self.cfg.finetune.keep_checkpoints
-        )
-        self.feed.commit(needed)
+    def save(self, *, export: bool) -> None:
+        """Begin a checkpoint of the current step, and the model's export; training goes on meanwhile. Collective."""
+        self._wait_saved()
+        self.saver.start(self.counters, export=export)
+
+    def _is_export_step(self) -> bool:
+        return self.counters.step % self.cfg.finetune.save_checkpoint_steps == 0
+
+    def _is_rolling_due(self) -> bool:
+        """Whether the newest checkpoint is so old that all ranks want another. Collective."""
+        minutes = self.cfg.finetune.save_checkpoint_minutes
+        return minutes is not None and self._lowest(int(self.saver.is_idle_since(60 * minutes))) == 1
+
+    def _wait_saved(self) -> None:
+        with self.ctx.status.waiting("the checkpoint to be written"):
+            self._release(self.saver.finish())
+
+    def _release(self, needed: dict[str, int] | None) -> None:
+        """Let go of the stream below the oldest checkpoint that is kept."""
+        if needed is not None:
+            self.feed.commit(needed)
+
+    def _export_again(self) -> None:
+        """Export the model of the step that is resumed from, if it was lost between its checkpoint and its export."""
+        if self.counters.step and self._is_export_step() and not self.saver.has_export(self.counters.step):
+            self.save(export=True)
+
+    def _save_at_stop(self) -> None:
+        """Asked to stop: every finished step is saved. Collective."""
+        if self.saver.step != self.counters.step:
+            self.save(export=False)
+        self._wait_saved()
+        log.info("stopped step=%d saved=%d", self.counters.step, self.saver.step)
 
     def finish(self) -> None:
         """Save, wait until the last weights are live, say so."""
         step = self.counters.step
-        if self.saved_step != step:
-            self.save()
-        if self.updates.finish(step) and self.outputs is not None:
+        self._wait_saved()
+        if self.saver.step != step or not self.saver.has_export(step):
+            self.save(export=True)
+        live = self.updates.finish(step)
+        self._wait_saved()
+        if live and self.outputs is not None:
             self.outputs.topic.write(TrainingDone(step=step, timestamp=time.time()))
             log.info("training done step=%d samples=%d", step, self.counters.samples_processed)
 
     def close(self) -> None:
+        self.saver.close()
         self.feed.close()
         if self.outputs is not None:
             self.outputs.close()
         self.engine.close()
+
+    def _make_saver(self) -> Saver:
+        cfg = self.cfg
+        rules = SaveRules(
+            run_dir=self.ctx.run_dir,
+            dtype=DTYPES[cfg.finetune.dtype],
+            keep=cfg.finetune.keep_checkpoints,
+            keep_exports=cfg.finetune.keep_exports,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
+        return Saver(self.engine, rules, tokenizer, lambda: self.feed.sync())
 
     def _open_feed(self) -> Feed:
         readers = []

@@ -1,79 +1,162 @@
-"""From an engine to a checkpoint and back. Every rank takes part; rank 0 writes what is shared."""
+"""Checkpoints and exports beside training, and back from a checkpoint into an engine.
+
+``start`` copies the state to host memory, which takes as long as the copy; a thread of every rank then writes, syncs
+and publishes it while training goes on. One state is written at a time. Everything is collective.
+"""
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipelinerl.finetune import checkpoints
-from pipelinerl.finetune.checkpoints import CheckpointWriter, Counters
+from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.export import save_hf, save_value_head
+from pipelinerl.finetune.export import StagedExport, export_root, stage_export, write_export
+from pipelinerl.finetune.peers import Peers
+from pipelinerl.finetune.pieces import Piece, Pieces
 
 log = logging.getLogger(__name__)
 
+Positions = dict[str, int]
+CLOSE_S = 30.0
 
-def save(
-    engine: Engine,
-    root: Path,
-    counters: Counters,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase,
-    keep: int,
-) -> dict[str, int]:
-    """Publish a checkpoint. Collective.
 
-    Returns:
-        The stream positions from which the oldest kept checkpoint would be resumed: nothing below is needed.
-    """
-    started = time.perf_counter()
-    with checkpoints.writing(root, counters.step):
-        writer = CheckpointWriter(root, counters.step) if engine.rank == 0 else None
-        engine.barrier()
-        folder = root / checkpoints.unpublished_name(counters.step)
-        state = engine.state()
-        if writer is not None:
-            writer.write_state(state)
-        else:
-            for _ in state:
-                pass
-        checkpoints.save_rng(folder, engine.rank, engine.device)
-        save_hf(engine, folder / "hf", dtype, tokenizer)
-        save_value_head(engine, folder / "value_head.safetensors")
-        positions = _gather_positions(engine, counters)
-        needed = None
-        if writer is not None:
-            path = writer.publish(msgspec.structs.replace(counters, positions=positions))
-            kept = checkpoints.prune(root, keep)
-            needed = checkpoints.read_counters(kept[-1]).positions
+@dataclass(frozen=True, kw_only=True)
+class SaveRules:
+    """Where states go, and which of them stay."""
+
+    run_dir: Path
+    dtype: torch.dtype
+    """Of exported models."""
+    keep: int
+    """Checkpoints that are kept."""
+    keep_exports: int | None
+    """Exported models that are kept; None = all."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return checkpoints.checkpoint_root(self.run_dir)
+
+    @property
+    def exports(self) -> Path:
+        return export_root(self.run_dir)
+
+
+class Saver:
+    """Saves the states of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: SaveRules,
+        tokenizer: PreTrainedTokenizerBase,
+        sync_streams: Callable[[], None] = lambda: None,
+    ):
+        """``sync_streams`` makes the records durable that a checkpoint's positions point behind. Collective."""
+        self._engine, self._rules, self._tokenizer = engine, rules, tokenizer
+        self._sync_streams = sync_streams
+        self._peers = Peers(engine.rank, engine.world_size)
+        self._host: dict[str, Piece] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Positions] | None = None
+        self._saved_at = time.monotonic()
+        self.step = 0
+        """Newest step whose state is saved, or being saved."""
+
+    def resume(self) -> Counters | None:
+        """Load the newest whole checkpoint into the engine; None when there is none. Collective."""
+        found = checkpoints.newest_whole(self._peers, self._rules.checkpoints)
+        if found is None:
+            return None
+        path, counters = found
+        engine, rng = self._engine, self._rng()
+        names = self._peers.together(lambda: checkpoints.read(path, engine.pieces(), rng))[engine.rank]
+        engine.loaded(counters.step)
+        checkpoints.restore_rng(rng, names, engine.device)
+        self.step = counters.step
+        return counters
+
+    def has_export(self, step: int) -> bool:
+        """Whether the model of ``step`` has been exported. Collective."""
+        return self._peers.gather((self._rules.exports / f"step_{step}").is_dir())[0]
+
+    def start(self, counters: Counters, *, export: bool) -> None:
+        """Begin to save the present state, unless its step is saved; call ``finish`` before. Collective.
+
+        Args:
+            export: write the model in Hugging Face format too.
+        """
+        assert self._writing is None, "one state is saved at a time"
+        started = time.perf_counter()
+        state = self._stage() if counters.step != self.step else None
+        model = stage_export(self._engine, self._rules.dtype) if export else None
+        self.step, self._saved_at = counters.step, time.monotonic()
+        log.info("checkpoint staged step=%d seconds=%.2f", counters.step, time.perf_counter() - started)
+        self._writing = self._thread.submit(self._write, state, model, counters)
+
+    def is_idle_since(self, seconds: float) -> bool:
+        """Whether nothing is being written and the newest state was begun ``seconds`` ago or earlier."""
+        return self._writing is None and time.monotonic() - self._saved_at >= seconds
+
+    def poll(self) -> Positions | None:
+        """``finish`` if it does not have to wait, else None."""
+        return self.finish() if self._writing is not None and self._writing.done() else None
+
+    def finish(self) -> Positions | None:
+        """Wait until what was begun is published.
+
+        Returns:
+            The stream positions from which the oldest kept checkpoint would be resumed: nothing below is needed. None
+            when nothing was begun since the last call.
+        Raises:
+            CheckpointError: it could not be saved; earlier ones are intact.
+        """
+        writing, self._writing = self._writing, None
+        return writing.result() if writing is not None else None
+
+    def close(self) -> None:
+        """Give what is being written a moment; other ranks may be gone."""
+        if self._writing is not None:
+            wait([self._writing], timeout=CLOSE_S)
+        self._thread.shutdown(wait=False)
+
+    def _rng(self) -> dict[str, Piece]:
+        return checkpoints.rng_pieces(self._engine.rank, self._engine.device)
+
+    def _stage(self) -> dict[str, Piece]:
+        """A copy of the state in host memory, page-locked for a GPU; the memory is used again for the next one."""
+        on_gpu = self._engine.device.type == "cuda"
+        for name, piece in {**self._engine.own_pieces(), **self._rng()}.items():
+            if name not in self._host:
+                memory = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_gpu)
+                self._host[name] = Piece(memory, piece.start, piece.whole)
+            self._host[name].tensor.copy_(piece.tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize(self._engine.device)
+        return self._host
+
+    def _write(self, state: Pieces | None, model: StagedExport | None, counters: Counters) -> Positions:
+        """In the thread: write, publish, delete what is not kept. Collective."""
+        rules, started = self._rules, time.perf_counter()
+        if state is not None:
+            self._peers.together(self._sync_streams)
+            path = checkpoints.write(self._peers, rules.checkpoints, state, counters)
             log.info("checkpoint published path=%s seconds=%.2f", path, time.perf_counter() - started)
-    answer: Any = engine.broadcast_object(needed)
-    return answer
+        if model is not None:
+            lm = self._engine.policy.lm
+            path = write_export(self._peers, rules.exports, counters.step, model, lm, self._tokenizer)
+            log.info("model exported path=%s seconds=%.2f", path, time.perf_counter() - started)
+        needed = self._peers.together(self._prune if self._peers.rank == 0 else dict)
+        return needed[0]
 
-
-def resume(engine: Engine, root: Path) -> Counters | None:
-    """Load the newest whole checkpoint into the engine; None when there is none. Collective."""
-    found = checkpoints.newest_valid(root) if engine.rank == 0 else None
-    path: Any = engine.broadcast_object(found.path if found else None)
-    if path is None:
-        return None
-    reader = found or checkpoints.CheckpointReader(path, verify=False)
-    counters = reader.counters
-    engine.load_state(reader.state, counters.step)
-    if (rng := reader.rng(engine.rank)) is not None:
-        checkpoints.restore_rng(rng, engine.device)
-    log.info("resumed path=%s step=%d samples=%d", path, counters.step, counters.samples_processed)
-    return counters
-
-
-def _gather_positions(engine: Engine, counters: Counters) -> dict[str, int]:
-    """Stream positions of all ranks. Collective."""
-    if engine.world_size == 1:
-        return counters.positions
-    gathered: list[Any] = [None] * engine.world_size
-    torch.distributed.all_gather_object(gathered, counters.positions)
-    return {key: position for positions in gathered for key, position in positions.items()}
+    def _prune(self) -> Positions:
+        if self._rules.keep_exports is not None:
+            checkpoints.prune(self._rules.exports, self._rules.keep_exports)
+        kept = checkpoints.prune(self._rules.checkpoints, self._rules.keep)
+        return checkpoints.read_counters(kept[-1]).positions

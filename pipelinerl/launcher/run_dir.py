@@ -33,6 +33,7 @@ OWNED = (
     "metrics",
     "streams",
     "checkpoints",
+    "exports",
     "hangs",
     "wandb",
     LOG_FILE,

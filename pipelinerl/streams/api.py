@@ -104,6 +104,10 @@ class TopicReader(_Closing, Generic[R]):
         """Makes ``offset`` the durable position: this reader needs nothing below it any more, whatever happens."""
         self._cursor.commit(offset)
 
+    def sync(self) -> None:
+        """Makes the records below ``position`` durable, so that something else may point behind them. Any thread."""
+        self._cursor.sync()
+
     def close(self) -> None:
         """Ends reading; the durable position stays."""
         self._cursor.close()

@@ -56,6 +56,9 @@ class Cursor(ABC):
     def commit(self, offset: int) -> None:
         """Makes ``offset`` this reader's durable position: nothing below it is needed any more. Never moves back."""
 
+    def sync(self) -> None:  # noqa: B027 - nothing to do where records are durable at once, or never
+        """Makes what was read durable where the backend can. The one method for any thread."""
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -10,17 +10,19 @@ import torch
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import CheckpointError, ConfigError
-from pipelinerl.finetune.checkpoints import CheckpointWriter, Counters, newest_valid, writing
+from pipelinerl.finetune import checkpoints
+from pipelinerl.finetune.checkpoints import Counters, newest_whole
+from pipelinerl.finetune.peers import Peers
+from pipelinerl.finetune.pieces import Piece
 from pipelinerl.launcher.run_dir import claim
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
 from pipelinerl.observability.status import RoleStatus, read_statuses
+from tests.states import read_state
 
 
 def save(root: Path, step: int, numbers: int) -> None:
-    with writing(root, step):
-        writer = CheckpointWriter(root, step)
-        writer.write_state([("w", {"param": torch.full((numbers,), float(step))})])
-        writer.publish(Counters(step=step))
+    piece = Piece(torch.full((numbers,), float(step)), 0, numbers)
+    checkpoints.write(Peers(), root, {"w.param": piece}, Counters(step=step))
 
 
 def fill(folder: Path) -> Path:
@@ -38,13 +40,12 @@ def test_checkpoint_on_a_full_disk_is_an_error_that_leaves_the_earlier_one(small
         CheckpointError, match=r"checkpoint of step 2 cannot be written in .*: .*No space left on device"
     ):
         save(root, 2, 1 << 20)
-    reader = newest_valid(root)
-    assert reader is not None
-    assert reader.counters.step == 1
-    assert reader.state("w")["param"].tolist() == [1.0] * 1000
+    path, counters = newest_whole(Peers(), root)  # type: ignore[misc]
+    assert counters.step == 1
+    assert read_state(path)["w.param"].tolist() == [1.0] * 1000
     assert [path.name for path in root.iterdir()] == ["step_1"]
     save(root, 2, 1000)
-    assert newest_valid(root).counters.step == 2  # type: ignore[union-attr]
+    assert newest_whole(Peers(), root)[1].step == 2  # type: ignore[index]
 
 
 def test_metrics_and_status_on_a_full_disk_stop_nobody(small_disk: Path):

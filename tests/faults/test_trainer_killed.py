@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.models import save_qwen2
+from tests.states import read_state
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_role.py"
 STEPS, VOCAB = 40, 64
@@ -104,7 +104,7 @@ def kill_at(processes: list[subprocess.Popen[bytes]], run_dir: Path, step: int, 
 
 
 def final_state(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
+    return read_state(run_dir / "checkpoints" / f"step_{STEPS}")
 
 
 @pytest.mark.parametrize(

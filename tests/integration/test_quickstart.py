@@ -82,7 +82,7 @@ def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, g
     """The checkpoint in Hugging Face format scores the last version's own answers with the server's log-probs."""
     import torch
 
-    newest = sorted((finished_run / "checkpoints").glob("step_*"))[-1] / "hf"
+    newest = sorted((finished_run / "exports").glob("step_*"))[-1]
     model = AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
     AutoTokenizer.from_pretrained(newest)
     checked = 0

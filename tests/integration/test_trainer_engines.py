@@ -89,7 +89,7 @@ class Runs:
                 self._model,
                 steps=[0, STEPS],
                 save_at=HALF,
-                save=str(folder / "checkpoints"),
+                save=str(folder),
             )
             self._done[key] = folder
         return self._done[key]
@@ -140,7 +140,7 @@ def test_losses_of_every_step_are_those_of_one_rank(engine: str, ranks: int, run
 def test_saved_by_one_engine_and_rank_count_resumed_by_another(
     writer: str, writer_ranks: int, reader: str, reader_ranks: int, runs: Runs, model: Path, tmp_path: Path
 ) -> None:
-    saved = str(runs.folder(writer, writer_ranks) / "checkpoints")
+    saved = str(runs.folder(writer, writer_ranks))
     ours = run_ranks(tmp_path / "out.json", reader_ranks, reader, model, steps=[HALF, STEPS], load=saved)
     for mine, theirs in zip(ours, runs.metrics("ddp", 1)[HALF:], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-5)

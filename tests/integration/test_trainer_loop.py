@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
@@ -21,6 +20,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_s
 from pipelinerl.weights.probe import Probe
 from pipelinerl.world import Job
 from tests.models import save_qwen2
+from tests.states import read_state
 
 VOCAB = 64
 STEPS = 6
@@ -138,7 +138,7 @@ def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> No
     sender = train(run_dir)
 
     version, last = sender.received[-1]
-    lm = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(run_dir / "exports" / f"step_{STEPS}", dtype=torch.float32)
     expected = dict(lm.named_parameters())
     assert version == STEPS
     assert last.keys() == expected.keys()
@@ -152,7 +152,7 @@ def test_trainer_probe_holds_the_pushed_models_logprobs(run_dir: Path) -> None:
     sender = train(run_dir)
 
     probe = sender.probes[-1]
-    lm = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / f"step_{STEPS}" / "hf", dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(run_dir / "exports" / f"step_{STEPS}", dtype=torch.float32)
     ids = torch.tensor(probe.token_ids)
     with torch.no_grad():
         expected = lm(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -179,6 +179,7 @@ def test_trainer_resumed_from_checkpoint_ends_bit_equal(
     assert resumed.received[0][0] == 2
     for name, tensor in resumed.received[-1][1].items():
         assert torch.equal(tensor, uninterrupted[name]), name
-    state = load_file(other / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
-    expected = load_file(run_dir / "checkpoints" / f"step_{STEPS}" / "state-00000.safetensors")
+    state = read_state(other / "checkpoints" / f"step_{STEPS}")
+    expected = read_state(run_dir / "checkpoints" / f"step_{STEPS}")
+    assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) for key in expected)

@@ -19,11 +19,11 @@ from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.engines import read_ranks
+from pipelinerl.finetune.engines import Engine, read_ranks
 from pipelinerl.finetune.loop import make_engine, make_rules
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.rl.losses import settings_at
-from pipelinerl.finetune.saving import resume, save
+from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.observability.role import leave
 from pipelinerl.records import MicroBatch
 
@@ -36,6 +36,11 @@ def records_of(step: int, rank: int, world_size: int) -> list[MicroBatch]:
     owners = [number % world_size for number in range(MICRO_BATCHES)]
     records = pack(samples, split_evenly(SAMPLES, MICRO_BATCHES), step, rank_of=owners)
     return [record for record, owner in zip(records, owners, strict=True) if owner == rank]
+
+
+def make_saver(engine: Engine, run_dir: Path, model: str) -> Saver:
+    rules = SaveRules(run_dir=run_dir, dtype=torch.float32, keep=2, keep_exports=None)
+    return Saver(engine, rules, AutoTokenizer.from_pretrained(model))
 
 
 def main(job: dict[str, Any]) -> None:
@@ -56,7 +61,7 @@ def main(job: dict[str, Any]) -> None:
     engine = make_engine(cfg, device, world_size)
     rules = make_rules(engine.policy, cfg)
     if "load" in job:
-        assert resume(engine, Path(job["load"])) is not None
+        assert make_saver(engine, Path(job["load"]), job["model"]).resume() is not None
     metrics = []
     for step in range(*job["steps"]):
         sharing = cfg.finetune.seq_parallel
@@ -64,8 +69,10 @@ def main(job: dict[str, Any]) -> None:
         settings = settings_at(cfg.finetune.rl, step, 100)
         metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step)))
         if step + 1 == job.get("save_at"):
-            tokenizer = AutoTokenizer.from_pretrained(job["model"])
-            save(engine, Path(job["save"]), Counters(step=step + 1), torch.float32, tokenizer, keep=2)
+            saver = make_saver(engine, Path(job["save"]), job["model"])
+            saver.start(Counters(step=step + 1), export=True)
+    if "save" in job:
+        saver.finish()
     weights = {name: tensor.clone() for name, tensor in engine.named_full_parameters()}
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(metrics))

@@ -82,8 +82,14 @@ class FinetuneSection(Section):
         1000, "optimizer steps of the run. Raising it lets a finished run go on", may_change=True
     )
     weight_update_interval: PositiveInt = key(1, "optimizer steps per weight update")
-    save_checkpoint_steps: PositiveInt = key(100, "optimizer steps per checkpoint", may_change=True)
+    save_checkpoint_steps: PositiveInt = key(
+        100, "optimizer steps per checkpoint and exported model. Both are written beside training", may_change=True
+    )
+    save_checkpoint_minutes: PositiveFloat | None = key(
+        10.0, "a checkpoint in between when the newest is older. Null = never", may_change=True
+    )
     keep_checkpoints: PositiveInt = key(2, "checkpoints kept. The newest is never deleted", may_change=True)
+    keep_exports: PositiveInt | None = key(None, "exported models kept. Null = all", may_change=True)
     dtype: Literal["float32", "bfloat16"] = key(
         "bfloat16", "data type of the computation. Master weights and optimizer are float32"
     )

@@ -2,13 +2,13 @@
 
 An engine owns the policy, its optimizer and the process group. Gradients of an optimizer batch are SUMMED over
 micro-batches and ranks (the weights in the micro-batches carry the aggregation), synchronised exactly once per step.
-State leaves and enters an engine as whole float32 tensors by name, whatever is sharded inside: that is why a checkpoint
-of one engine and rank count resumes on another.
+Training state leaves and enters an engine as this rank's pieces of flattened float32 tensors by name, whatever is
+sharded inside: that is why a checkpoint of one engine and rank count resumes on another.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,12 +18,10 @@ from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
+from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.losses import LossSettings
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
-
-State = dict[str, Tensor]
-"""`param`, and for trained parameters `exp_avg`, `exp_avg_sq`: whole, float32, on the CPU."""
 
 
 class NonFiniteGradientError(RecordError):
@@ -72,7 +70,7 @@ class Engine(ABC):
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters of the policy by name, a few at a time. Collective: every rank must exhaust it.
 
-        Tied parameters come once. Rank 0 gets the tensors; other ranks may get empty ones.
+        Tied parameters come once. Every rank gets the tensors.
         """
 
     @abstractmethod
@@ -80,16 +78,19 @@ class Engine(ABC):
         """Names and whole shapes of ``named_full_parameters()``, without communication."""
 
     @abstractmethod
-    def state(self) -> Iterator[tuple[str, State]]:
-        """Training state of each trained parameter. Collective; rank 0 gets the tensors."""
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank holds of `<parameter>.param`, `.exp_avg` and `.exp_avg_sq` of the trained parameters.
+
+        Views of the live state in float32, without communication: fill them and call ``loaded`` to resume.
+        """
+
+    def own_pieces(self) -> dict[str, Piece]:
+        """The part of ``pieces()`` that this rank saves: the ranks' parts cover every tensor exactly once."""
+        return self.pieces()
 
     @abstractmethod
-    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
-        """Put back what ``state`` gave after ``num_steps`` optimizer steps. Collective; every rank reads."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def loaded(self, num_steps: int) -> None:
+        """The pieces now hold the state after ``num_steps`` optimizer steps. Collective."""
 
     def broadcast_object(self, value: object) -> object:
         """Rank 0's ``value`` on every rank."""
@@ -127,3 +128,17 @@ def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
 def supports_fused(groups: list[dict]) -> bool:
     """The fused kernel takes plain float tensors only."""
     return all(type(p.data) is Tensor and p.is_floating_point() for group in groups for p in group["params"])
+
+
+def create_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Zero states before the first step, so that a checkpoint can be read into them."""
+    for parameter in parameters:
+        device = parameter.device if optimizer.defaults["fused"] else "cpu"
+        moments = {key: torch.zeros_like(parameter) for key in OPTIMIZER_STATES}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=device), **moments}
+
+
+def set_step(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Optimizer steps done, which the moments' bias correction depends on."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(num_steps))

@@ -3,7 +3,7 @@
 bfloat16 is autocast over float32 parameters, so small updates are not lost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,10 +16,12 @@ from pipelinerl.finetune.engines.base import (
     OPTIMIZER_STATES,
     Engine,
     NonFiniteGradientError,
-    State,
     adamw,
+    create_moments,
+    set_step,
 )
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput
+from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.losses import LossSettings
 
 BUCKET_BYTES = 64 * 2**20
@@ -37,6 +39,7 @@ class ReplicatedEngine(Engine):
         self.clipping = finetune.gradient_clipping_threshold
         self.optimizer = adamw(self.policy, finetune)
         self._trained = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        create_moments(self.optimizer, self._trained.values())
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         with self.precision():
@@ -72,24 +75,20 @@ class ReplicatedEngine(Engine):
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(parameter.shape)) for name, parameter in self.policy.named_parameters()]
 
-    def state(self) -> Iterator[tuple[str, State]]:
+    def pieces(self) -> dict[str, Piece]:
+        found = {}
         for name, parameter in self._trained.items():
-            moments = self.optimizer.state.get(parameter) or {k: torch.zeros_like(parameter) for k in OPTIMIZER_STATES}
-            yield name, {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}
+            moments = self.optimizer.state[parameter]
+            for key, tensor in {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}.items():
+                found[f"{name}.{key}"] = Piece(tensor.view(-1), 0, tensor.numel())
+        return found
 
-    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
-        for name, parameter in self._trained.items():
-            state = read(name)
-            parameter.data.copy_(state["param"])
-            step = torch.tensor(
-                float(num_steps), device=self.device if _fused_on_gpu(self.optimizer, self.device) else "cpu"
-            )
-            moments = {k: state[k].to(parameter.device, parameter.dtype).clone() for k in OPTIMIZER_STATES}
-            self.optimizer.state[parameter] = {"step": step, **moments}
+    def own_pieces(self) -> dict[str, Piece]:
+        shares = {name: piece.cut(self.rank, self.world_size) for name, piece in self.pieces().items()}
+        return {name: piece for name, piece in shares.items() if len(piece.tensor)}
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
+    def loaded(self, num_steps: int) -> None:
+        set_step(self.optimizer, num_steps)
 
     def _sum_gradients(self) -> None:
         """One sum over ranks, in flat buckets of gradients in the parameters' order."""
@@ -113,7 +112,3 @@ def _all_reduce(gradients: list[Tensor]) -> None:
     dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _fused_on_gpu(optimizer: torch.optim.AdamW, device: torch.device) -> bool:
-    return bool(optimizer.defaults["fused"]) and device.type == "cuda"

@@ -4,15 +4,15 @@ Parameters are kept in float32; bfloat16 runs through a mixed-precision policy w
 layer is one group, embedding and head another. Gradients are reduce-scattered in the last micro-batch of a step only.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.finetune.data import Batch
@@ -20,10 +20,12 @@ from pipelinerl.finetune.engines.base import (
     OPTIMIZER_STATES,
     Engine,
     NonFiniteGradientError,
-    State,
     adamw,
+    create_moments,
+    set_step,
 )
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers
+from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.losses import LossSettings
 
 
@@ -39,6 +41,7 @@ class ShardedEngine(Engine):
         self._parameters = dict(self.policy.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self.optimizer = adamw(self.policy, finetune)
+        create_moments(self.optimizer, self._trained.values())
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
         """The policy's own inputs stay as they are: the constants of the loss are float32."""
@@ -85,26 +88,23 @@ class ShardedEngine(Engine):
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
 
-    def state(self) -> Iterator[tuple[str, State]]:
+    def pieces(self) -> dict[str, Piece]:
+        found = {}
         for name, parameter in self._trained.items():
-            moments = self.optimizer.state.get(parameter) or {k: torch.zeros_like(parameter) for k in OPTIMIZER_STATES}
-            whole = {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}
-            yield name, {key: _whole(tensor) for key, tensor in whole.items()}
+            moments = self.optimizer.state[parameter]
+            for key, tensor in {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}.items():
+                if tensor.to_local().numel():
+                    found[f"{name}.{key}"] = _flat_piece(tensor)
+        return found
 
-    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
-        for name, parameter in self._trained.items():
-            shards = {key: self._shard_like(tensor, parameter) for key, tensor in read(name).items()}
-            with torch.no_grad():
-                parameter.copy_(shards.pop("param"))
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **shards}
+    def loaded(self, num_steps: int) -> None:
+        set_step(self.optimizer, num_steps)
 
-    def barrier(self) -> None:
-        dist.barrier()
 
-    def _shard_like(self, tensor: Tensor, parameter: nn.Parameter) -> DTensor:
-        assert isinstance(parameter, DTensor)
-        tensor = tensor.to(self.device, parameter.dtype)
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+def _flat_piece(tensor: DTensor) -> Piece:
+    """The rows of this rank: a range of the flattened tensor."""
+    [chunk] = tensor.__create_chunk_list__()
+    return Piece(tensor.to_local().view(-1), chunk.offsets[0] * (tensor.numel() // len(tensor)), tensor.numel())
 
 
 def _whole(tensor: Tensor) -> Tensor:

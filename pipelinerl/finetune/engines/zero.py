@@ -8,7 +8,7 @@ can do nothing else).
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from pipelinerl.finetune.engines.base import (
     OPTIMIZER_STATES,
     Engine,
     NonFiniteGradientError,
-    State,
     adamw,
+    set_step,
 )
 from pipelinerl.finetune.model import Policy, PolicyOutput
+from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.losses import LossSettings
 
 UNCLIPPED = 1e12
@@ -90,27 +91,30 @@ class ZeroEngine(Engine):
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self._parameters.items()]
 
-    def state(self) -> Iterator[tuple[str, State]]:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
+    def pieces(self) -> dict[str, Piece]:
+        found = {}
         for name, parameter in self._trained.items():
-            param = safe_get_full_fp32_param(parameter)
-            yield name, {"param": param, **{k: safe_get_full_optimizer_state(parameter, k) for k in OPTIMIZER_STATES}}
+            for key in ("param", *OPTIMIZER_STATES):
+                piece = self._piece(parameter, None if key == "param" else key)
+                if piece is not None:
+                    found[f"{name}.{key}"] = piece
+        return found
 
-    def load_state(self, read: Callable[[str], State], num_steps: int) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        for moments in self.engine.optimizer.optimizer.state.values():
-            moments["step"].fill_(float(num_steps))
-        for name, parameter in self._trained.items():
-            state = {key: tensor.to(self.device) for key, tensor in read(name).items()}
-            safe_set_full_fp32_param(parameter, state["param"])
-            for key in OPTIMIZER_STATES:
-                safe_set_full_optimizer_state(parameter, state[key], key)
+    def loaded(self, num_steps: int) -> None:
+        set_step(self.engine.optimizer.optimizer, num_steps)
         self._refresh_working_copy()
 
-    def barrier(self) -> None:
-        dist.barrier()
+    def _piece(self, parameter: Any, key: str | None) -> Piece | None:
+        """This rank's range of the master weights (``key`` None) or of a moment; None where it has none."""
+        if self.stage == 3:
+            shard = parameter._z3_optimizer.get_local_fp32_param(parameter, key)
+            start, whole = self.rank * len(shard), parameter.ds_numel
+            length = min(len(shard), whole - start)  # the last shards are padded
+            return Piece(shard[:length], start, whole) if length > 0 else None
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        return Piece(mapping.get_hp_fragment(key), mapping.lp_fragment_address.start, parameter.numel())
 
     def _create_moments(self) -> None:
         """Zero states of the inner optimizer before its first step.

@@ -5,7 +5,7 @@ import os
 from itertools import pairwise
 from typing import Literal
 
-from pipelinerl.disk import sync_folder
+from pipelinerl.disk import sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender
@@ -110,7 +110,7 @@ class FilesAppender(Appender):
         try:
             os.write(fd, MAGIC)
             if self._fsync != "never":
-                sync_folder(self._path)
+                sync_path(self._path)
         except BaseException:
             os.close(fd)
             raise

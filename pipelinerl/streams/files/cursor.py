@@ -1,12 +1,13 @@
 """A reader of a stream in files: its place in the segments, and its durable position if it has a name."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from pipelinerl.disk import replace_file
+from pipelinerl.disk import replace_file, sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.streams.base import MAX_RECORDS_PER_READ, Cursor
-from pipelinerl.streams.files.folder import READER_NAME, clear_errors, read_position, segment_bases
+from pipelinerl.streams.files.folder import READER_NAME, clear_errors, read_position, segment_bases, segment_path
 from pipelinerl.streams.files.segment import Segment
 from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
@@ -24,6 +25,7 @@ class FilesCursor(Cursor):
         self._segment: Segment | None = None
         self._position_file: Path | None = None
         self._committed = 0
+        self._synced = 0
         with clear_errors("read", self._path):
             durable = None if name is None else self._durable_position(name)
             if start is None:
@@ -60,6 +62,16 @@ class FilesCursor(Cursor):
             with clear_errors("commit a position to", self._position_file):
                 replace_file(self._position_file, f"{offset}\n", sync=True)
             self._committed = offset
+
+    def sync(self) -> None:
+        end = self.position
+        with clear_errors("sync", self._path):
+            for base in [base for base in segment_bases(self._path) if self._synced <= base < end]:
+                with suppress(FileNotFoundError):
+                    sync_path(segment_path(self._path, base))
+                self._synced = base
+            for folder in (self._path, *self._path.parents[:3]):
+                sync_path(folder)
 
     def close(self) -> None:
         self._watch.close()

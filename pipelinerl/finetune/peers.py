@@ -1,0 +1,49 @@
+"""The trainer's ranks, talking beside the training: in a Gloo group of their own, from any one thread at a time.
+
+Used while a checkpoint is written or read. A step that fails on one rank fails on all of them, so that no rank waits
+for another that gave up.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from pipelinerl.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Peers:
+    """This rank and all others. With one rank nothing is sent."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1):
+        """Collective when ``world_size`` > 1; the default process group exists then."""
+        self.rank, self.world_size = rank, world_size
+        self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, by rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result of its ``work``, by rank. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank's work failed on its files.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except (OSError, SafetensorError, CheckpointError, ValueError, RuntimeError) as error:
+            failure = str(error) or type(error).__name__
+        answers = self.gather((result, failure))
+        failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(answers) if reason]
+        if failures:
+            raise CheckpointError("; ".join(failures) if self.world_size > 1 else str(failure))
+        return [answer for answer, _ in answers]  # type: ignore[misc]

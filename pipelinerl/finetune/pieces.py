@@ -1,0 +1,80 @@
+"""A rank's piece of a flattened tensor, in the terms of torch's distributed checkpoint.
+
+Every training state is stored flat. Whole tensors (ddp), row shards (FSDP2), and flat ranges (ZeRO) are all ranges of
+the flat tensor, so what one engine wrote on some ranks is read by another on other ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` … ``start + len(tensor)`` of a flattened tensor of ``whole`` elements."""
+
+    tensor: Tensor
+    """[n] a view of the memory that holds the state: writing into it changes the state."""
+    start: int
+    whole: int
+
+    def cut(self, rank: int, world_size: int) -> "Piece":
+        """An even share of this piece."""
+        first, end = (len(self.tensor) * number // world_size for number in (rank, rank + 1))
+        return Piece(self.tensor[first:end], self.start + first, self.whole)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    # The protocol of torch's planners.
+
+    def size(self) -> torch.Size:
+        return torch.Size([self.whole])
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        [chunk] = self.__create_chunk_list__()
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self.tensor), size=self.size()
+        )
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=self.tensor.size())]
+
+
+Pieces = Mapping[str, Piece]
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Plans the writing of pieces; refuses pieces of all ranks that overlap or leave gaps."""
+
+    def __init__(self, pieces: Pieces):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+        self.set_up_planner(dict(pieces))
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].tensor
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Plans which parts of which files fill the pieces."""
+
+    def __init__(self, pieces: Pieces, metadata: Metadata):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+        self.state_dict, self.metadata = dict(pieces), metadata
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].tensor
