@@ -5,12 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune import export
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
-from pipelinerl.finetune.export import exported_parameters, exported_specs, save_hf
+from pipelinerl.finetune.export import (
+    exported_parameters,
+    exported_specs,
+    file_numbers,
+    stage_export,
+    write_export,
+)
 from pipelinerl.finetune.model import Policy, add_adapters
+from pipelinerl.finetune.peers import Peers
 from tests.models import make_qwen2
 
 IDS = torch.arange(12)[None]
@@ -57,9 +66,37 @@ def test_merged_adapters_give_the_adapted_models_logits(tmp_path: Path) -> None:
     class Tokenizer:
         def save_pretrained(self, folder: Path) -> None: ...
 
-    save_hf(engine, tmp_path, torch.float32, Tokenizer())
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    folder = write_export(Peers(), tmp_path, 3, stage_export(engine, torch.float32), engine.policy.lm, Tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(folder)
     base = make_lm()
     with torch.no_grad():
         assert (merged(input_ids=IDS).logits - adapted).abs().max() <= 1e-5
         assert (base(input_ids=IDS).logits - adapted).abs().max() > 1e-3
+
+
+def test_large_model_is_exported_in_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", 1000)
+    engine = make_engine(make_lm(), value_loss_coef=0.5)
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None: ...
+
+    folder = write_export(Peers(), tmp_path, 1, stage_export(engine, torch.bfloat16), engine.policy.lm, Tokenizer())
+    files = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    assert files == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    assert len(files) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.bfloat16
+    expected = dict(make_lm().named_parameters())
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in loaded.named_parameters())
+    assert set(load_file(folder / "value_head.safetensors")) == {"weight", "bias"}
+
+
+def test_every_tensor_is_in_one_file_and_files_close_when_full() -> None:
+    assert file_numbers([("a", 6), ("b", 6), ("c", 1), ("d", 20), ("e", 1)], 10) == {
+        "a": 0,
+        "b": 0,
+        "c": 1,
+        "d": 1,
+        "e": 2,
+    }
