@@ -13,6 +13,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -75,12 +76,35 @@ async def measure(url: str, count: int, concurrency: int, repeats: int) -> dict[
 
 
 async def measure_sandbox(count: int) -> dict[str, Any]:
+    """Judgements per second of programs with one and with ten inputs, and of bare interpreters for comparison."""
     sandbox = Sandbox()
     await sandbox.run_python("print(1)", [""])
+    results: dict[str, Any] = {"mode": sandbox.mode}
+    for inputs in (1, 10):
+        programs = max(1, count // inputs)
+        started = time.perf_counter()
+        outcomes = await asyncio.gather(
+            *(sandbox.run_python(f"print(int(input()) + {i})", ["1"] * inputs) for i in range(programs))
+        )
+        rate = programs / (time.perf_counter() - started)
+        lost = sum([run.stdout for run in runs] != [f"{i + 1}\n"] * inputs for i, runs in enumerate(outcomes))
+        results[f"{inputs}_inputs"] = {"judgements_per_s": rate, "lost": lost}
+    sandbox.close()
+    return results | {"bare_interpreters_per_s": await bare_interpreters(count)}
+
+
+async def bare_interpreters(count: int) -> float:
+    """Interpreters that start and end without isolation, as many at a time as there are cores."""
+    slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def run() -> None:
+        async with slots:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", "pass")
+            await process.wait()
+
     started = time.perf_counter()
-    outcomes = await asyncio.gather(*(sandbox.run_python(f"print({i})", [""]) for i in range(count)))
-    lost = sum(outcome.stdout != f"{i}\n" for i, (outcome,) in enumerate(outcomes))
-    return {"mode": sandbox.mode, "judgements_per_s": count / (time.perf_counter() - started), "lost": lost}
+    await asyncio.gather(*(run() for _ in range(count)))
+    return count / (time.perf_counter() - started)
 
 
 def main() -> None:
@@ -90,7 +114,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--programs", type=int, default=400)
     arguments = parser.parse_args()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,7 +1,8 @@
 """Runs programs that nobody has read: no network, no view of the run, bounded time, memory, processes and output.
 
-`Sandbox.run` starts `inside/jail.py` in a process of its own for every program and always returns what was seen of it;
-when it returns, nothing the program started is alive and nothing it wrote is left. `modes` says by which means.
+``Sandbox.run_python`` sends every program to one warm *jail* process, which forks: a supervisor outside of the
+program's PID namespace, an init process inside of it, and the program, once per input. When it returns, nothing that
+the program started is alive and nothing that it wrote is left. ``modes`` names the means.
 """
 
 from pipelinerl.sandbox.runner import Limits, Outcome, Sandbox

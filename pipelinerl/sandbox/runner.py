@@ -1,30 +1,34 @@
-"""The outside of the sandbox: starts a jail per program, reads its reports, ends it in time, cleans up.
+"""The outside of the sandbox: keeps one jail per mode, sends it programs, reads what was seen of them.
 
-Consumes programs, emits outcomes. Waits for: a free slot (``concurrency``), then the jail's reports, bounded by the
-limits and, should the jail itself hang, by ``GRACE_S`` more; then everything is killed.
+Consumes programs, emits outcomes. Waits for: a free slot (``concurrency``), then the runs' outcomes, bounded by
+``Limits.total_s`` and ``GRACE_S`` more. Closing a program's connection ends all its processes.
 """
 
 import asyncio
 import base64
-import contextlib
 import json
 import logging
 import os
-import signal
-import tempfile
+import secrets
+import socket
+import struct
+import subprocess
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pipelinerl.errors import VerifierError
-from pipelinerl.sandbox.modes import MODES, draw_uid, interpreter, jail_command, readable_paths
+from pipelinerl.sandbox.modes import FIRST_UID, INSIDE, MODES, NUM_UIDS, check_mode, interpreter, readable_paths
 
 log = logging.getLogger(__name__)
 
+START_S = 30.0
 GRACE_S = 10.0
-MAX_FAILURE_CHARS = 500
+STOP_S = 5.0
+MAX_LINE = 1 << 30
 
-Ended = Literal["exited", "signal", "time", "memory", "disk", "output"]
+Ended = Literal["exited", "signal", "time", "memory", "output"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class Limits:
     """Wall seconds of all runs of the program."""
     memory_mb: int = 1024
     disk_mb: int = 64
+    """Size of each of the two folders that can be written. A full one answers as a full disk does."""
     processes: int = 32
     output_kb: int = 1024
 
@@ -48,7 +53,7 @@ class Outcome:
     """What was seen of one run."""
 
     ended: Ended
-    """exited by itself, or by a signal, or what it had too much of."""
+    """exited by itself, or by a signal, or the limit that it passed."""
     exit_code: int
     seconds: float
     stdout: str
@@ -56,8 +61,66 @@ class Outcome:
     """Its last few KiB."""
 
 
+KILLED = Outcome(ended="signal", exit_code=-9, seconds=0.0, stdout="", stderr="")
+"""A run whose supervisor ended before the run: its program took more than the machine had."""
+
+
+class Jail:
+    """One jail process. It forks for every program and lives until it is closed.
+
+    Raises:
+        VerifierError: this machine does not allow the mode.
+    """
+
+    def __init__(self, mode: str):
+        self._control, theirs = socket.socketpair()
+        command = [interpreter(), "-E", "-s", "-B", str(INSIDE / "jail.py"), mode, str(draw_uid()), *readable_paths()]
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
+        self._control.settimeout(START_S)
+        try:
+            answer = self._control.recv(4096).decode().strip()
+        except TimeoutError:
+            answer = f"the jail did not start within {START_S:g} s"
+        if answer != "ready":
+            self.close()
+            raise VerifierError(f"the sandbox did not start: {answer or 'the jail ended'}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def connect(self) -> socket.socket:
+        """A connection to a supervisor of its own."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class Sandbox:
-    """Runs programs, ``concurrency`` at a time.
+    """Runs programs, ``concurrency`` at a time. ``close`` ends its jail, as does its garbage collection.
+
+    Raises:
+        ValueError: a mode that does not hold what the sandbox promises.
 
     Example:
         >>> sandbox = Sandbox()
@@ -66,9 +129,12 @@ class Sandbox:
 
     def __init__(self, *, limits: Limits | None = None, concurrency: int | None = None, mode: str | None = None):
         self.limits = limits or Limits()
-        self.mode = mode
-        self._slots = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
-        self._choosing = asyncio.Lock()
+        self.mode = None if mode is None else check_mode(mode)
+        self._concurrency = concurrency or len(os.sched_getaffinity(0))
+        self._slots = asyncio.Semaphore(self._concurrency)
+        self._starting = asyncio.Lock()
+        self._jail: Jail | None = None
+        self._end: weakref.finalize | None = None
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         """Runs a Python program once per standard input; fewer outcomes than inputs mean that a run did not end well.
@@ -77,128 +143,86 @@ class Sandbox:
             VerifierError: the sandbox itself failed, which says nothing about the program.
         """
         async with self._slots:
-            mode = await self._chosen_mode()
-            return await self._run(mode, code, stdins, stop_on_failure)
+            connection = (await self._started()).connect()
+            with connection:
+                return await self._run(connection, self._specification(code, stdins, stop_on_failure))
 
-    async def _chosen_mode(self) -> str:
-        """The strongest means that works here, found by trying."""
-        async with self._choosing:
-            if self.mode is None:
-                self.mode = await self._find_mode()
-                log.info("sandbox mode=%s", self.mode)
-            return self.mode
+    def close(self) -> None:
+        """Ends the jail. The next program starts another one."""
+        if self._end is not None:
+            self._end()
+        self._jail = self._end = None
 
-    async def _find_mode(self) -> str:
-        failures = []
-        for mode in MODES:
-            try:
-                (outcome,) = await self._run(mode, "print('ready')", [""], False)
-            except (VerifierError, FileNotFoundError, ValueError) as failure:
-                failures.append(f"{mode}: {failure}")
-                continue
-            if outcome.stdout == "ready\n":
-                return mode
-            failures.append(f"{mode}: {outcome}")
-        raise VerifierError(
-            "programs cannot be isolated on this machine: install bubblewrap, allow user namespaces, or set "
-            f"sandbox_endpoint ({'; '.join(failures)})"
-        )
+    async def _started(self) -> Jail:
+        """The jail, started in the strongest mode that works here, and again when it died."""
+        async with self._starting:
+            if self._jail is None or not self._jail.is_alive:
+                self.close()
+                self.mode, jail = await asyncio.to_thread(start_jail, (self.mode,) if self.mode else MODES)
+                self._jail, self._end = jail, weakref.finalize(self, jail.close)
+            return self._jail
 
-    async def _run(self, mode: str, code: str, stdins: Sequence[str], stop_on_failure: bool) -> list[Outcome]:
-        root = tempfile.mkdtemp(prefix="pipelinerl-sandbox-")
-        read_end, write_end = os.pipe()
-        try:
-            specification = self._specification(mode, root, write_end, code, stdins, stop_on_failure)
-            process = await asyncio.create_subprocess_exec(
-                *jail_command(mode, self.limits.disk_mb),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=root,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-                pass_fds=[write_end],
-                start_new_session=True,
-            )
-            os.close(write_end)
-            write_end = -1
-            try:
-                return await self._collect(process, read_end, specification)
-            finally:
-                await end_group(process)
-        finally:
-            os.close(read_end)
-            if write_end >= 0:
-                os.close(write_end)
-            await remove_tree(root)
-
-    def _specification(
-        self, mode: str, root: str, report_fd: int, code: str, stdins: Sequence[str], stop_on_failure: bool
-    ) -> bytes:
-        readable = readable_paths()
+    def _specification(self, code: str, stdins: Sequence[str], stop_on_failure: bool) -> bytes:
+        limits = asdict(self.limits)
+        if self.mode == "user":  # one user for all programs: the kernel counts their processes together
+            limits["processes"] = (self.limits.processes + 2) * self._concurrency + 1
         specification: dict[str, Any] = {
-            "mode": mode,
-            "root": root,
-            "report_fd": report_fd,
             "uid": draw_uid(),
-            "readable": readable,
-            "files": {"solution.py": code},
-            "command": [interpreter(), "-s", "-B", "solution.py"],
+            "code": code,
             "stdins": list(stdins),
             "stop_on_failure": stop_on_failure,
-            "limits": asdict(self.limits),
-            "env": {
-                "PATH": "/usr/bin:/bin",
-                "LANG": "C.UTF-8",
-                "HOME": "/tmp",
-                "PYTHONPATH": os.pathsep.join(path for path in readable if path.endswith("-packages")),
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
+            "limits": limits,
         }
         return json.dumps(specification).encode("utf-8", "surrogatepass")
 
-    async def _collect(self, process: asyncio.subprocess.Process, read_end: int, specification: bytes) -> list[Outcome]:
-        reports = asyncio.create_task(asyncio.to_thread(read_all, read_end))
+    async def _run(self, connection: socket.socket, specification: bytes) -> list[Outcome]:
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
+        outcomes: list[Outcome] = []
+        started = False
         try:
             async with asyncio.timeout(self.limits.total_s + GRACE_S):
-                _, stderr = await process.communicate(specification)
+                writer.write(struct.pack("<Q", len(specification)) + specification)
+                while line := await reader.readline():
+                    message = json.loads(line)
+                    started = "started" in message
+                    if not started:
+                        outcomes.append(as_outcome(message))
         except TimeoutError:
-            stderr = b"the jail did not end in time"
+            started = True
+        except ConnectionError as failure:
+            log.warning("event=supervisor_lost error=%s", failure)
         finally:
-            await end_group(process)
-            content = await reports
-        outcomes = [parse_report(line) for line in content.splitlines()]
+            writer.transport.abort()
+        if started:
+            outcomes.append(KILLED)
         if not outcomes:
-            text = stderr.decode(errors="replace").strip()[-MAX_FAILURE_CHARS:]
-            raise VerifierError(f"the sandbox could not run the program: {text or 'no report'}")
+            raise VerifierError("the sandbox could not run the program: its supervisor ended before the first run")
         return outcomes
 
 
-def read_all(descriptor: int) -> bytes:
-    """Everything until the last writer closes; the jail's processes are its only writers."""
-    parts = []
-    while chunk := os.read(descriptor, 1 << 16):
-        parts.append(chunk)
-    return b"".join(parts)
+def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:
+    """The first of the modes that works here, and its jail."""
+    failures = []
+    for mode in modes:
+        try:
+            jail = Jail(mode)
+        except (VerifierError, OSError) as failure:
+            failures.append(f"{mode}: {failure}")
+            continue
+        log.info("event=sandbox_started mode=%s", mode)
+        return mode, jail
+    raise VerifierError(
+        "programs cannot be isolated on this machine: run as root with CAP_SYS_ADMIN, allow user namespaces, or set "
+        f"sandbox_endpoint ({'; '.join(failures)})"
+    )
 
 
-async def remove_tree(folder: str) -> None:
-    """By `rm`, which goes as deep as any program may have gone; `shutil.rmtree` does not."""
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)  # where the program's files were in memory of its own
-        return
-    remover = await asyncio.create_subprocess_exec("rm", "-rf", "--", folder, stderr=asyncio.subprocess.DEVNULL)
-    await remover.wait()
+def draw_uid() -> int:
+    """A user of its own for a program, so that programs share no limits."""
+    return FIRST_UID + secrets.randbelow(NUM_UIDS)
 
 
-async def end_group(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-def parse_report(line: bytes) -> Outcome:
-    report = json.loads(line)
+def as_outcome(report: dict[str, Any]) -> Outcome:
     return Outcome(
         ended=report["ended"],
         exit_code=report["exit_code"],
