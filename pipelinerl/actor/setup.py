@@ -13,6 +13,7 @@ from pipelinerl.actor.scheduler import RolloutFunction, Settings
 from pipelinerl.actor.workers import require_coroutines
 from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_function
 from pipelinerl.config.sections import Config, DomainSection, LLMSection
+from pipelinerl.config.servers import server_options
 from pipelinerl.errors import DomainError, PipelineRLError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.role import raise_open_files
@@ -99,8 +100,7 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
 
 
 def context_size(cfg: Config) -> int:
-    kwargs = {key.replace("_", "-"): value for key, value in cfg.vllm_config.vllm_kwargs.items()}
-    return int(kwargs.get("max-model-len") or DEFAULT_CONTEXT)
+    return int(server_options(cfg).get("max-model-len") or DEFAULT_CONTEXT)
 
 
 def make_settings(cfg: Config) -> Settings:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from pipelinerl.config.engine import deepspeed_file
 from pipelinerl.config.keys import declared
 from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config, RLSection
+from pipelinerl.config.servers import server_options
 from pipelinerl.errors import ConfigError
 
 Check = Callable[[Config], str | None]
@@ -45,14 +47,8 @@ def hints(config: Config) -> list[str]:
     return [text for hint in HINTS if (text := hint(config))]
 
 
-def vllm_option(config: Config, name: str) -> Any:
-    """A server option, written with dashes or underscores."""
-    options = {key.replace("-", "_"): value for key, value in config.vllm_config.vllm_kwargs.items()}
-    return options.get(name)
-
-
 def sequence_fits_trainer(config: Config) -> str | None:
-    longest = vllm_option(config, "max_model_len")
+    longest = server_options(config).get("max-model-len")
     if not isinstance(longest, int) or config.finetune.seq_length >= longest:
         return None
     return (
@@ -63,7 +59,7 @@ def sequence_fits_trainer(config: Config) -> str | None:
 
 
 def completion_fits_server(config: Config) -> str | None:
-    longest = vllm_option(config, "max_model_len")
+    longest = server_options(config).get("max-model-len")
     for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
         tokens = section.parameters.get("max_tokens")
         if isinstance(longest, int) and isinstance(tokens, int) and tokens >= longest:
@@ -98,7 +94,7 @@ def sampling_is_undistorted(config: Config) -> str | None:
 
 
 def server_defaults_are_neutral(config: Config) -> str | None:
-    value = vllm_option(config, "generation_config")
+    value = server_options(config).get("generation-config")
     if value == "vllm":
         return None
     return (
@@ -185,7 +181,7 @@ def one_engine(config: Config) -> str | None:
 
 def deepspeed_file_exists(config: Config) -> str | None:
     used = config.finetune.engine == "deepspeed" or (config.finetune.engine == "auto" and config.use_deepspeed)
-    if not used or (CONF_DIR / "deepspeed" / f"{config.deepspeed_config}.json").is_file():
+    if not used or deepspeed_file(config).is_file():
         return None
     names = sorted(path.stem for path in (CONF_DIR / "deepspeed").glob("*.json"))
     return f"`deepspeed_config` is {config.deepspeed_config!r}: conf/deepspeed has {', '.join(names) or 'no files'}"
@@ -367,13 +363,9 @@ def engine_overrides_choice(config: Config) -> str | None:
 
 
 def prefix_cache_mixes_versions(config: Config) -> str | None:
-    for name in ("enable_prefix_caching",):
-        if vllm_option(config, name) not in (None, False):
-            return (
-                "vllm_config.vllm_kwargs.enable-prefix-caching: cached prompts keep the weights that made them "
-                "across updates"
-            )
-    return None
+    if server_options(config).get("enable-prefix-caching") in (None, False):
+        return None
+    return "vllm_config.vllm_kwargs.enable-prefix-caching: cached prompts keep the weights that made them"
 
 
 HINTS: tuple[Check, ...] = (

@@ -22,12 +22,13 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
+from pipelinerl.config.engine import engine_of
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules, train_step
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.engines import Engine, build_engine, choose_engine, join_ranks, read_ranks
+from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
 from pipelinerl.finetune.feed import Feed
 from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
 from pipelinerl.finetune.optim import learning_rate
@@ -273,7 +274,7 @@ class Trainer:
 def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine, its attention verified."""
     finetune = cfg.finetune
-    name = choose_engine(cfg, world_size)
+    name = engine_of(cfg, world_size)
     if world_size % finetune.seq_parallel:
         raise ConfigError(
             f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import devices_per_server, server_options
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.engines import BACKENDS, CHILD_VARIABLE
 from pipelinerl.world import Job, WorldMap
@@ -38,7 +39,7 @@ RESERVED = {
     "root-path": "clients use the plain paths",
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
-"""Keys that a run may not set, with the reason or the fix."""
+"""Keys to which a run may give no other value than its own, with the reason or the fix."""
 
 
 def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -> tuple[str, ...]:
@@ -49,10 +50,11 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     Raises:
         ConfigError: `vllm_config.vllm_kwargs` holds a key that the run needs for itself.
     """
-    user = _normalized(cfg.vllm_config.vllm_kwargs)
-    _refuse_reserved(user, job)
+    user = server_options(cfg)
+    own = _defaults(cfg, world, job)
+    _refuse_reserved(user, own, job)
     _refuse_compiled_policy(user, world, job)
-    settings = _defaults(cfg, world, job) | _shared_cache(cfg, world, job, gpu_bytes) | user
+    settings = own | _shared_cache(cfg, world, job, gpu_bytes) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
         settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
     head = _head_overrides(cfg, settings)
@@ -74,8 +76,8 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
     if world.accelerator == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(_threads(cfg, job))}
         if job.cores:
-            env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, _world_size(cfg))
-        if _world_size(cfg) == 1:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, devices_per_server(cfg))
+        if devices_per_server(cfg) == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | cfg.vllm_config.env
 
@@ -105,7 +107,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         settings["worker-extension-cls"] = SCORE_EXTENSION
     if world.accelerator == "cpu":
         settings["enforce-eager"] = True
-        if _world_size(cfg) == 1:
+        if devices_per_server(cfg) == 1:
             settings["distributed-executor-backend"] = "uni"
     return settings
 
@@ -120,22 +122,9 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
     return {"kv-cache-memory-bytes": cache} if cache else {}
 
 
-def _normalized(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """One spelling per key (dashes; `no-x` is `x: false`), so that a user's value meets the default it replaces."""
-    settings: dict[str, Any] = {}
-    for key, value in kwargs.items():
-        name = key.replace("_", "-")
-        if name.startswith("no-") and value in ("", True):
-            name, value = name.removeprefix("no-"), False
-        if name in settings:
-            raise ConfigError(f"`vllm_config.vllm_kwargs` names {name!r} twice: keep one spelling")
-        settings[name] = value
-    return settings
-
-
-def _refuse_reserved(user: Mapping[str, Any], job: Job) -> None:
+def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> None:
     for key, value in user.items():
-        if key in RESERVED:
+        if key in RESERVED and (key not in own or own[key] != value):
             raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {RESERVED[key]}")
     if job.kind == "actor_llm" and user.get("enable-prefix-caching") not in (None, False):
         raise ConfigError(
@@ -178,13 +167,8 @@ PLAIN_FLAGS = frozenset({"disable-uvicorn-access-log", "disable-fastapi-docs"})
 """Flags without a negated form in vLLM's parser."""
 
 
-def _world_size(cfg: Config) -> int:
-    kwargs = _normalized(cfg.vllm_config.vllm_kwargs)
-    return int(kwargs.get("tensor-parallel-size") or 1) * int(kwargs.get("pipeline-parallel-size") or 1)
-
-
 def _threads(cfg: Config, job: Job) -> int:
-    return max(len(job.cores) // _world_size(cfg), 1)
+    return max(len(job.cores) // devices_per_server(cfg), 1)
 
 
 def _core_groups(cores: tuple[int, ...], world_size: int) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.disk import replace_file
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records.messages import (
     EvaluationDone,
@@ -158,7 +159,7 @@ def write_report(run_dir: Path, *, replicas: int, wall_s: float, seed: int) -> d
     previous = read_summary(run_dir)
     total_s = wall_s + float((previous or {}).get("wall_s") or 0.0)
     summary = summarise(records, read_metrics(run_dir, "actor"), wall_s=total_s, seed=seed)
-    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600)
     draw_learning_curve(run_dir / "learning_curve.png", records)
     return summary
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from pipelinerl.config import load
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.plan.compare import compare_run, run_evaluations
 from pipelinerl.plan.lengths import Lengths
@@ -37,7 +38,6 @@ from pipelinerl.plan.throughput import (
 )
 from pipelinerl.world.cluster import count_visible_gpus
 from pipelinerl.world.model_shape import find_model_shape
-from pipelinerl.world.placement import devices_per_llm
 
 LAG_BOUNDS = (1, 2, 4, 8, 16, 32)
 SIMULATED_STEPS = 150
@@ -152,7 +152,7 @@ def workload(args: argparse.Namespace, cfg: Config) -> tuple[Workload, Rates]:
         "uniform": lambda: Lengths.uniform(longest),
         "constant": lambda: Lengths.constant(longest),
     }[args.lengths]()
-    per_llm = args.gpus_per_llm or devices_per_llm(cfg.vllm_config.vllm_kwargs)
+    per_llm = args.gpus_per_llm or devices_per_server(cfg)
     rates = choose_rates(args, cfg, lengths, per_llm)
     work = Workload(
         devices=devices,

@@ -11,14 +11,13 @@ Bytes per parameter P of one trainer rank (N ranks, float32 master weights every
 With LoRA the weights are whole and the rest counts the adapters only.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipelinerl.config.load import CONF_DIR
+from pipelinerl.config.engine import engine_of, zero_stage
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import server_options
 from pipelinerl.world.map import WorldMap
 from pipelinerl.world.model_shape import ModelShape
 
@@ -55,23 +54,6 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.total <= self.capacity
 
 
-def zero_stage(cfg: Config) -> int:
-    """Stage of ``deepspeed_config``; 0 where the file names none."""
-    path = Path(CONF_DIR) / "deepspeed" / f"{cfg.deepspeed_config}.json"
-    if not path.is_file():
-        return 0
-    return int(json.loads(path.read_text()).get("zero_optimization", {}).get("stage", 0))
-
-
-def trainer_engine(cfg: Config, ranks: int) -> str:
-    """What ``finetune.engine=auto`` means for so many ranks."""
-    if cfg.finetune.engine != "auto":
-        return cfg.finetune.engine
-    if ranks == 1:
-        return "ddp"
-    return "fsdp2" if cfg.use_fsdp else "deepspeed" if cfg.use_deepspeed else "ddp"
-
-
 def memory_plan(
     cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
 ) -> tuple[DevicePlan, ...]:
@@ -97,7 +79,7 @@ def memory_plan(
 
 
 def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, trainer_bytes: int, share: float) -> str:
-    engine = trainer_engine(cfg, ranks)
+    engine = engine_of(cfg, ranks)
     stage = f" stage {zero_stage(cfg)}" if engine == "deepspeed" else ""
     note = f"{engine}{stage}, {ranks} rank(s)"
     if share:
@@ -134,7 +116,7 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryIte
     half = finetune.dtype == "bfloat16"
     weights, gradient, states = state_bytes(
         shape.parameters,
-        engine=trainer_engine(cfg, ranks),
+        engine=engine_of(cfg, ranks),
         stage=zero_stage(cfg),
         ranks=ranks,
         half=half,
@@ -163,8 +145,7 @@ def utilization(cfg: Config) -> float:
 
 
 def _vllm(cfg: Config, key: str, default: Any) -> Any:
-    kwargs = {name.replace("_", "-"): value for name, value in cfg.vllm_config.vllm_kwargs.items()}
-    return kwargs.get(key, default)
+    return server_options(cfg).get(key, default)
 
 
 def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:

@@ -6,12 +6,10 @@ with ``world.share_devices``, where servers and trainer each use all of them. A 
 ``WorldError`` with the numbers.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from pipelinerl.config.sections import Config, WorldSection
+from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
 
@@ -57,19 +55,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 def request_from_config(cfg: Config) -> Request:
     return Request(
         world=cfg.world,
-        gpus_per_llm=devices_per_llm(cfg.vllm_config.vllm_kwargs),
+        gpus_per_llm=devices_per_server(cfg),
         seq_parallel=cfg.finetune.seq_parallel,
         redis=cfg.streams.backend == "redis" and not cfg.streams.external,
     )
-
-
-def devices_per_llm(vllm_kwargs: Mapping[str, Any]) -> int:
-    """Tensor-parallel × pipeline-parallel size of one server; keys may have dashes or underscores."""
-    kwargs = {key.replace("_", "-"): value for key, value in vllm_kwargs.items()}
-    sizes = [int(kwargs.get(key) or 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
-    if min(sizes) < 1:
-        raise WorldError(f"vllm_config.vllm_kwargs: tensor × pipeline parallel sizes are {sizes}, expected at least 1")
-    return sizes[0] * sizes[1]
 
 
 def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:

@@ -91,8 +91,9 @@ def keys_of(section: dict, prefix: str = "") -> list[str]:
 
 def test_config_every_key_is_read_by_some_module() -> None:
     """A setting without effect is forbidden: something other than a rule must read every leaf by its name."""
-    outside = [path for path in (ROOT / "pipelinerl").rglob("*.py") if path.parent.name not in ("config", "sections")]
-    sources = "\n".join(path.read_text() for path in outside)
+    say_only = ("config/sections/", "config/rules.py", "config/docs.py")
+    paths = [path for path in (ROOT / "pipelinerl").rglob("*.py") if not any(part in str(path) for part in say_only)]
+    sources = "\n".join(path.read_text() for path in paths)
     names = {key.last for key in declared(Config)}
     unread = sorted(name for name in names if not re.search(rf"[.\"']{name}\b", sources))
     free_for_the_domain, read_by_batch_size = {"domain", "environment"}, {"gradient_accumulation_passes"}

@@ -11,18 +11,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
 from pipelinerl.finetune.model import Policy
 
-__all__ = ["Engine", "NonFiniteGradientError", "build_engine", "choose_engine", "join_ranks", "read_ranks"]
-
-
-def choose_engine(cfg: Config, world_size: int) -> str:
-    """`finetune.engine`, or what `use_fsdp` and `use_deepspeed` mean; one rank needs neither."""
-    if cfg.finetune.engine != "auto":
-        return cfg.finetune.engine
-    if world_size == 1:
-        return "ddp"
-    if cfg.use_fsdp:
-        return "fsdp2"
-    return "deepspeed" if cfg.use_deepspeed else "ddp"
+__all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
 
 
 def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:

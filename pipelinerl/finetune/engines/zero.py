@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.config.load import CONF_DIR
+from pipelinerl.config.engine import deepspeed_file
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.base import (
@@ -56,7 +56,7 @@ class ZeroEngine(Engine):
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
-        settings = deepspeed_settings(cfg, CONF_DIR / "deepspeed" / f"{cfg.deepspeed_config}.json")
+        settings = deepspeed_settings(cfg, deepspeed_file(cfg))
         self.stage = int(settings["zero_optimization"]["stage"])
         self.engine = _prepare(policy.to(device), settings, cfg)
         self.policy = self.engine.module

@@ -144,10 +144,18 @@ def test_users_kwargs_win_in_any_spelling() -> None:
         ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", "processed log-probabilities"),
         ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "older weights"),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
-        ("+vllm_config.vllm_kwargs.max-model-len=5", "twice"),
+        (
+            "+vllm_config.vllm_kwargs.max-model-len=5",
+            "=10000 and max-model-len=5; set max_model_len alone",
+        ),
         ("+vllm_config.vllm_kwargs.enforce-eager=false", "packed weights"),
     ],
 )
 def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         vllm_arguments(config(override), world(), POLICY)
+
+
+@pytest.mark.parametrize("override", ["+vllm_config.vllm_kwargs.logprobs-mode=processed_logprobs"])
+def test_what_the_run_sets_anyway_may_be_repeated(override: str) -> None:
+    assert vllm_arguments(config(override), world(), POLICY) == vllm_arguments(config(), world(), POLICY)

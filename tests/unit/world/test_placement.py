@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
-from pipelinerl.world.placement import Request, device_cores, devices_per_llm, idle_devices, place
+from pipelinerl.world.placement import Request, device_cores, idle_devices, place
 
 
 def make_world(**changes) -> WorldSection:
@@ -174,18 +174,6 @@ def test_impossible_world_is_refused_with_the_numbers(request_changes, gpus, num
         place(make_request(**request_changes), make_cluster(*gpus))
     for number in numbers:
         assert number in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "expected"),
-    [
-        ({}, 1),
-        ({"tensor-parallel-size": 2, "pipeline-parallel-size": 4}, 8),
-        ({"tensor_parallel_size": "2"}, 2),
-    ],
-)
-def test_devices_per_llm_is_tensor_times_pipeline(kwargs, expected):
-    assert devices_per_llm(kwargs) == expected
 
 
 worlds = st.fixed_dictionaries(

@@ -1,0 +1,29 @@
+"""The trainer's engine: what `finetune.engine`, `use_fsdp` and `use_deepspeed` mean for a number of ranks."""
+
+import json
+from pathlib import Path
+
+from pipelinerl.config.paths import CONF_DIR
+from pipelinerl.config.sections import Config
+
+
+def engine_of(config: Config, ranks: int) -> str:
+    """`ddp`, `deepspeed` or `fsdp2`; one rank needs neither of the last two."""
+    if config.finetune.engine != "auto":
+        return config.finetune.engine
+    if ranks == 1:
+        return "ddp"
+    return "fsdp2" if config.use_fsdp else "deepspeed" if config.use_deepspeed else "ddp"
+
+
+def deepspeed_file(config: Config) -> Path:
+    """The file that `deepspeed_config` names; an absolute path stays one."""
+    return CONF_DIR / "deepspeed" / f"{config.deepspeed_config}.json"
+
+
+def zero_stage(config: Config) -> int:
+    """Stage of the DeepSpeed file; 0 where it does not exist or names none."""
+    path = deepspeed_file(config)
+    if not path.is_file():
+        return 0
+    return int(json.loads(path.read_text()).get("zero_optimization", {}).get("stage", 0))

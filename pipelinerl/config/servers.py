@@ -1,0 +1,40 @@
+"""vLLM's options as the run's configuration gives them: one spelling, and those that the run sets itself."""
+
+from typing import Any
+
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+
+
+def server_options(config: Config) -> dict[str, Any]:
+    """`vllm_config.vllm_kwargs` with one spelling per option: dashes, and `x: false` for `no-x`.
+
+    Raises:
+        ConfigError: an option is named twice with different values.
+    """
+    options: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    for key, value in config.vllm_config.vllm_kwargs.items():
+        name = key.replace("_", "-")
+        if name.startswith("no-") and value in ("", True):
+            name, value = name.removeprefix("no-"), False
+        if name in options and options[name] != value:
+            first = spelt[name]
+            raise ConfigError(
+                f"`vllm_config.vllm_kwargs` names one option twice: {first}={options[name]!r} and {key}={value!r}; "
+                f"set {first} alone"
+            )
+        options[name], spelt[name] = value, key
+    return options
+
+
+def devices_per_server(config: Config) -> int:
+    """Tensor-parallel × pipeline-parallel size."""
+    options = server_options(config)
+    sizes = [str(options.get(key) or 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
+    if not all(size.isdecimal() and int(size) >= 1 for size in sizes):
+        raise ConfigError(
+            f"`vllm_config.vllm_kwargs`: tensor × pipeline parallel size is {' × '.join(sizes)}: both must be whole "
+            "numbers of at least 1"
+        )
+    return int(sizes[0]) * int(sizes[1])

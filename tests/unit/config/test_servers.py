@@ -1,0 +1,50 @@
+"""One spelling per server option."""
+
+import pytest
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import devices_per_server, server_options
+from pipelinerl.errors import ConfigError
+
+REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+
+
+def config(**options: object) -> Config:
+    parsed = parse(compose("base", REQUIRED))
+    return parsed.model_copy(update={"vllm_config": parsed.vllm_config.model_copy(update={"vllm_kwargs": options})})
+
+
+def test_server_options_have_dashes_and_no_negations() -> None:
+    given = {"max_model_len": 5, "no-enable-prefix-caching": "", "no_async": True, "dtype": "half"}
+    assert server_options(config(**given)) == {
+        "max-model-len": 5,
+        "enable-prefix-caching": False,
+        "async": False,
+        "dtype": "half",
+    }
+
+
+def test_server_options_named_twice_must_agree() -> None:
+    assert server_options(config(**{"max_model_len": 5, "max-model-len": 5})) == {"max-model-len": 5}
+    with pytest.raises(ConfigError, match="max_model_len=5 and max-model-len=6; set max_model_len alone"):
+        server_options(config(**{"max_model_len": 5, "max-model-len": 6}))
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({}, 1),
+        ({"tensor-parallel-size": 2, "pipeline-parallel-size": 4}, 8),
+        ({"tensor_parallel_size": "2"}, 2),
+        ({"tensor_parallel_size": None}, 1),
+    ],
+)
+def test_devices_per_server_is_tensor_times_pipeline(options: dict, devices: int) -> None:
+    assert devices_per_server(config(**options)) == devices
+
+
+@pytest.mark.parametrize("size", [-1, "two", 1.5])
+def test_devices_per_server_refuses_what_is_no_size(size: object) -> None:
+    with pytest.raises(ConfigError, match="both must be whole numbers"):
+        devices_per_server(config(tensor_parallel_size=size))
