@@ -31,6 +31,7 @@ check: install
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
+	$(PY) -m pytest -q tests/contract/test_imports.py tests/contract/test_structure.py
 	$(PY) -m pipelinerl.config.docs --check
 	$(PY) -m pipelinerl.observability.catalogue --check
 

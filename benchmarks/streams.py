@@ -101,7 +101,7 @@ def make_micro_batch(rng: np.random.Generator) -> MicroBatch:
         ref_logprobs=-rng.random(BATCH_TOKENS, dtype=np.float32),
         num_samples=256,
         num_tokens=400_000,
-        sample_ids=tuple(f"0-1/{attempt}/0" for attempt in range(8)),
+        sequence_ids=tuple(f"0-1/{attempt}/0" for attempt in range(8)),
         rewards=np.ones(8, np.float32),
         next_source=(9, 3),
     )

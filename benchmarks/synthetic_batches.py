@@ -105,7 +105,7 @@ def pack(
                 ref_logprobs=np.concatenate([s.ref_logprobs for s in chosen]) if ref else None,
                 num_samples=len(samples),
                 num_tokens=tokens,
-                sample_ids=tuple(s.name for s in chosen),
+                sequence_ids=tuple(s.name for s in chosen),
                 rewards=np.array([s.reward for s in chosen], dtype=np.float32),
                 next_source=(0, 0),
             )

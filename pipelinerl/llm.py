@@ -159,7 +159,7 @@ class Transport(Protocol):
     ) -> CallTokens: ...
 
 
-class TrainableLLM(BaseModel):
+class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     """An inference server and how to sample from it.
 
     Example:

@@ -82,7 +82,7 @@ class BaseMetrics(BaseModel):
     no_answer: bool
 
 
-class TrainingText(LazyModel):
+class TrainingText(LazyModel):  # structure: public, its fields are frozen
     """One LLM call as training data.
 
     ``labels`` equals ``input_ids`` where a token is trained and -100 elsewhere; ``logprobs`` has one entry per sampled

@@ -54,7 +54,8 @@ class FakeLLM(TrainableLLM):
 
     Args (``FakeLLM.saying``):
         replies: texts in the order of the calls, or a function from the prompt's text to a text (it may be a coroutine
-            function and may raise what a server may raise). A reply ends with its first ``stop`` string, if any.
+            function and may raise what a server may raise). A reply ends with its first ``stop`` string, if any, and
+            is cut at ``max_tokens``.
         version: weight version of the tokens.
 
     Example:
@@ -94,18 +95,20 @@ class _Script:
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         backend = llm.tokenizer.backend_tokenizer
         text = await self._reply(backend.decode(request.token_ids.tolist(), skip_special_tokens=False))
-        stop = msgspec.json.decode(request.body_key).get("stop") or []
+        params = msgspec.json.decode(request.body_key)
+        stop = params.get("stop") or []
         ends = [text.index(end) + len(end) for end in ([stop] if isinstance(stop, str) else stop) if end in text]
         token_ids = backend.encode(text[: min(ends, default=None)], add_special_tokens=False).ids
         if self._finish_reason == "stop" and not ends:
             token_ids.append(llm.tokenizer.eos_token_id)
-        count = len(token_ids)
+        limit = params.get("max_tokens") or len(token_ids)
+        count = min(len(token_ids), limit)
         return CallTokens(
             prompt_ids=request.token_ids,
-            completion_ids=np.array(token_ids, dtype=np.int32),
+            completion_ids=np.array(token_ids[:count], dtype=np.int32),
             logprobs=np.full(count, self._logprob, dtype=np.float32),
             version_spans=np.array([(0, count, self._version)], dtype=np.int32).reshape(-1, 3),
-            finish_reason=self._finish_reason,
+            finish_reason="length" if count < len(token_ids) else self._finish_reason,
         )
 
     async def _reply(self, prompt: str) -> str:

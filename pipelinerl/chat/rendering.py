@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipelinerl.chat.tool_calls import Reader, ReadText
+from pipelinerl.chat.tool_calls import CallReader, ReadText
 from pipelinerl.errors import DomainError
 
 CACHED_PROMPTS = 4096
@@ -47,7 +47,7 @@ class Turn:
     """Text of the token that ended it; empty when the completion was cut."""
     said: ReadText
     """What was read in it."""
-    read: Reader
+    read: CallReader
     """How it was read."""
 
 

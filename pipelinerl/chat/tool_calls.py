@@ -21,10 +21,10 @@ class ReadText:
     calls: list[tuple[str, Any]]
 
 
-Reader = Callable[[str], ReadText]
+CallReader = Callable[[str], ReadText]
 
 
-def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> Reader:
+def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
     """The reader of a format: "" is Hermes, any other name one of vLLM's ``--tool-call-parser``.
 
     Raises:
@@ -50,7 +50,7 @@ def read_hermes(text: str) -> ReadText:
     return ReadText(text[: text.index(OPEN)].strip(), calls) if calls else ReadText(text, [])
 
 
-def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> Reader:
+def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
     """vLLM's own parser; importing it takes seconds, once per process."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -16,7 +16,7 @@ from pipelinerl.config.sections import Config, RLSection
 from pipelinerl.config.servers import server_options
 from pipelinerl.errors import ConfigError
 
-Check = Callable[[Config], str | None]
+Rule = Callable[[Config], str | None]
 
 DISTORTING: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -288,7 +288,7 @@ def phases_are_conventional(config: Config) -> str | None:
     return None
 
 
-RULES: tuple[Check, ...] = (
+RULES: tuple[Rule, ...] = (
     max_tokens_given,
     sequence_fits_trainer,
     completion_fits_server,
@@ -368,7 +368,7 @@ def prefix_cache_mixes_versions(config: Config) -> str | None:
     return "vllm_config.vllm_kwargs.enable-prefix-caching: cached prompts keep the weights that made them"
 
 
-HINTS: tuple[Check, ...] = (
+HINTS: tuple[Rule, ...] = (
     reference_without_kl,
     address_without_redis,
     options_without_own_backend,

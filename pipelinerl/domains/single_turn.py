@@ -19,7 +19,7 @@ from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
 
-Judge = Callable[[str], Verdict | Awaitable[Verdict]]
+JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
 """The model's whole output → the verdict on it."""
 
 
@@ -39,7 +39,7 @@ async def ask_and_judge(
     session: aiohttp.ClientSession,
     *,
     task: str,
-    judge: Judge,
+    judge: JudgeOutput,
     system_prompt: str | None = None,
 ) -> RolloutResult:
     """One rollout.

@@ -82,4 +82,4 @@ def train_step(
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:
     """The micro-batches whose loss is not finite, else all of this rank's."""
     bad = [r for r, loss in zip(records, losses, strict=True) if not torch.isfinite(loss).item()] or records
-    return "samples " + ", ".join(sample for record in bad for sample in record.sample_ids)
+    return "samples " + ", ".join(sample for record in bad for sample in record.sequence_ids)

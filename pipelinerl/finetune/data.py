@@ -80,11 +80,11 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
     starts = np.concatenate([[0], np.cumsum(record.segment_lengths)[:-1]])
     unpredicted = index.positions_K == starts[index.segments_K]
     if unpredicted.any():
-        sample = record.sample_ids[index.segments_K[unpredicted.argmax()]]
+        sample = record.sequence_ids[index.segments_K[unpredicted.argmax()]]
         raise RecordError(f"{sample}: its first token is marked as trained, but nothing predicts it")
     lag_K = record.step - index.versions_K
     if max_lag_steps is not None and len(lag_K) and lag_K.max() > max_lag_steps:
-        sample = record.sample_ids[index.segments_K[lag_K.argmax()]]
+        sample = record.sequence_ids[index.segments_K[lag_K.argmax()]]
         raise RecordError(f"{sample}: lag {lag_K.max()} exceeds max_lag_steps={max_lag_steps} in step {record.step}")
     return index
 

@@ -28,7 +28,7 @@ GRACE_S = 5.0
 """Beyond the request's time-out: the workers' own deadline fires first and says why."""
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """What the transaction needs of vLLM."""
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]: ...
@@ -46,10 +46,10 @@ class UpdateFailed(WeightUpdateError):
         self.status = status
 
 
-class WeightUpdates:
+class UpdateControl:
     """Takes one update at a time; a newer request supersedes one that is still receiving."""
 
-    def __init__(self, engine: Engine, *, num_workers: int, on_fatal: Callable[[], None]):
+    def __init__(self, engine: ServedEngine, *, num_workers: int, on_fatal: Callable[[], None]):
         self._engine, self._on_fatal = engine, on_fatal
         self.num_workers = num_workers
         self._turn = asyncio.Lock()
@@ -146,7 +146,7 @@ class WeightUpdates:
         return WeightInfo(weight_version=await self._engine.version(), transfer_workers=self.num_workers)
 
 
-def build_router(updates: WeightUpdates | None) -> APIRouter:
+def build_router(updates: UpdateControl | None) -> APIRouter:
     """Our routes. ``updates`` None: a frozen server that takes no weights."""
     router = APIRouter()
 

@@ -25,7 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.inference.control import WeightUpdates, build_router
+from pipelinerl.inference.control import UpdateControl, build_router
 from pipelinerl.observability.status import RoleStatus
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ async def _serve_engine(
         await client.collective_rpc("score_at_temperature", args=(score_temperature,))
     else:
         num_workers = client.vllm_config.parallel_config.world_size_across_dp
-        updates = WeightUpdates(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
+        updates = UpdateControl(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
     _replace_routes(app, build_router(updates))
     asked = asyncio.Event()
     tasks = [asyncio.create_task(_heartbeat(client, status)), asyncio.create_task(_end_when_asked(app, asked))]

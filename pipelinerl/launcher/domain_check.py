@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import resolve_function
 from pipelinerl.errors import ConfigError, DomainError
-from pipelinerl.launcher.probe import ProbeFailure, probe_rollouts
+from pipelinerl.launcher.trial import TrialFailure, try_rollouts
 
 ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
 
@@ -165,8 +165,8 @@ def check(container: dict[str, Any], warnings: list[str]) -> None:
             )
         check_required_keys(domain, rollout, train + test)
         try:
-            asyncio.run(probe_rollouts(OmegaConf.create(container), rollout, train))
-        except ProbeFailure as failure:
+            asyncio.run(try_rollouts(OmegaConf.create(container), rollout, train))
+        except TrialFailure as failure:
             text = f"{domain.rollout_policy} {failure}"
             if failure.certain:
                 raise DomainError(text) from failure

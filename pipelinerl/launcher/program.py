@@ -33,7 +33,7 @@ from pipelinerl.launcher.nodes import Follower, Leader, Meeting, NodeLink, plan_
 from pipelinerl.launcher.processes import Guardian, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
-from pipelinerl.launcher.terminal import Progress
+from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
@@ -56,7 +56,7 @@ def say(line: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Everything decided before the first process starts."""
 
     config: Config
@@ -100,7 +100,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     return tell_ending(ending, path)
 
 
-async def lead(plan: Plan, claim: Claim, started: float) -> Ending:
+async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
     """Node 0 of several: meet the others, start together."""
     link = Leader(meeting_of(plan), tuple(node.hostname for node in plan.world.nodes))
     marker = run_dir.mark_folder(claim.path)
@@ -112,7 +112,7 @@ async def lead(plan: Plan, claim: Claim, started: float) -> Ending:
         marker.unlink(missing_ok=True)
 
 
-def follow(plan: Plan, path: Path, overrides: Sequence[str], started: float) -> int:
+def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) -> int:
     """Any other node: the leader owns the run folder where it is shared, else this node has its own."""
 
     async def run() -> Ending:
@@ -135,7 +135,7 @@ def follow(plan: Plan, path: Path, overrides: Sequence[str], started: float) -> 
     return tell_ending(asyncio.run(run()), path)
 
 
-def meeting_of(plan: Plan) -> Meeting:
+def meeting_of(plan: RunPlan) -> Meeting:
     limits = plan.config.launcher
     return plan_meeting(
         plan.world,
@@ -155,7 +155,7 @@ def tell_finished(claim: Claim) -> int:
     return EXIT_DONE
 
 
-def prepare(plan: Plan, overrides: Sequence[str]) -> None:
+def prepare(plan: RunPlan, overrides: Sequence[str]) -> None:
     """Every check that needs more than the configuration; builds the tiny model last, when nothing else can refuse."""
     config = plan.config
     check_local_devices(plan.world, plan.node_rank, os.environ)
@@ -170,7 +170,7 @@ def prepare(plan: Plan, overrides: Sequence[str]) -> None:
         preflight.build_tiny_model(config)
 
 
-def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> Plan:
+def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> RunPlan:
     """World and commands; starts and writes nothing."""
     world = build_world(config, os.environ)
     node_rank = read_node_environment(os.environ).rank
@@ -180,7 +180,7 @@ def make_plan(config: Config, container: dict[str, Any], path: Path, command_of:
         warnings.append(
             "wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"
         )
-    return Plan(
+    return RunPlan(
         config=config,
         container=container,
         world=world,
@@ -208,7 +208,7 @@ def dry_run(
     return EXIT_DONE
 
 
-def show_world(plan: Plan) -> None:
+def show_world(plan: RunPlan) -> None:
     """The world as a table, as wide as the terminal."""
     from rich.console import Console
     from rich.errors import ConsoleError
@@ -219,7 +219,7 @@ def show_world(plan: Plan) -> None:
         Console().print(render_world(plan.config, plan.world))
 
 
-async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link: NodeLink | None = None) -> Ending:
+async def supervise(plan: RunPlan, path: Path, resumed: bool, started: float, link: NodeLink | None = None) -> Ending:
     """Start the roles of this node and keep them until the end."""
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
@@ -228,7 +228,7 @@ async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link:
     environment = inherited_environment(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
     os.environ.update(run_secrets)
     backend_from_config(config, path)
-    progress = Progress(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
+    progress = ProgressLines(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
     supervisor = Supervisor(
         plan.commands,
         run_dir=path,
@@ -257,14 +257,14 @@ async def supervise(plan: Plan, path: Path, resumed: bool, started: float, link:
         guard.dismiss()
 
 
-def secrets_of(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
+def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     """Per-run secrets: random on one node, derived from the shared one on several."""
     if len(plan.world.nodes) > 1:
         return shared_secrets(env[SECRET_VARIABLE])
     return {name: secrets.token_urlsafe(32) for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
 
 
-def report(plan: Plan, path: Path, started: float) -> None:
+def report(plan: RunPlan, path: Path, started: float) -> None:
     """Summary and picture; a run whose report fails is still a finished run."""
     try:
         wall_s = time.monotonic() - started

@@ -29,7 +29,7 @@ from pipelinerl.launcher.processes import (
     wait_for_exit,
 )
 from pipelinerl.launcher.run_dir import last_error_line
-from pipelinerl.observability.health import Verdict, judge, wait_chain
+from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
 from pipelinerl.observability.role import EXIT_REFUSED
 from pipelinerl.observability.status import STATUS_DIR, read_statuses
 
@@ -46,7 +46,7 @@ STORES = ("redis",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RoleFailure:
     """Why a role ended without leave."""
 
     job: str
@@ -64,7 +64,7 @@ class Ending:
 
     kind: Literal["done", "stopped", "failed"]
     reason: str = ""
-    failure: Failure | None = None
+    failure: RoleFailure | None = None
     restarts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ class Role:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     restarts: int = 0
-    verdict: str | None = None
+    kill_reason: str | None = None
     """Why the supervisor itself killed the current process."""
     ended: bool = False
     """Exit 0 of a role that ends by itself."""
@@ -90,16 +90,16 @@ class Exit:
     reason: str = ""
 
 
-def judge_exit(
-    kind: str, code: int, verdict: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
+def decide_after_exit(
+    kind: str, code: int, kill_reason: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
 ) -> Exit:
     """Decide what follows from an exit that nobody asked for."""
-    if code == 0 and verdict is None and kind == "actor" and training_done:
+    if code == 0 and kill_reason is None and kind == "actor" and training_done:
         return Exit(action="done")
-    if code == 0 and verdict is None and kind in ENDS_BY_ITSELF and (training_done or kind == "preprocessor"):
+    if code == 0 and kill_reason is None and kind in ENDS_BY_ITSELF and (training_done or kind == "preprocessor"):
         return Exit(action="done")
-    reason = verdict or describe_exit(code)
-    if code == 0 and verdict is None:
+    reason = kill_reason or describe_exit(code)
+    if code == 0 and kill_reason is None:
         reason = "it ended although the run goes on"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
@@ -153,7 +153,7 @@ class Supervisor:
         self._say = say
         self._report = report
         self._others = others or Others()
-        self._first_failure: Failure | None = None
+        self._first_failure: RoleFailure | None = None
         self._ending: asyncio.Future[Ending] | None = None
         self._watching_since = time.time()
 
@@ -205,10 +205,10 @@ class Supervisor:
             assert role.process is not None
             code = await wait_for_exit(role.process)
             await asyncio.to_thread(guardian.sweep, self._mark.role(role.command.name), LEFTOVER_GRACE_S)
-            decision = judge_exit(
+            decision = decide_after_exit(
                 role.command.kind,
                 code,
-                role.verdict,
+                role.kill_reason,
                 training_done=await self._is_training_done(role),
                 restarts_used=sum(self.restarts.values()),
                 limits=self._limits,
@@ -227,7 +227,7 @@ class Supervisor:
         """Asked of the streams, which answer late or not at all while their store is down: nothing waits for that."""
         return role.command.kind not in STORES and await asyncio.to_thread(self._training_done)
 
-    async def _back_off(self, role: Role, failure: Failure) -> None:
+    async def _back_off(self, role: Role, failure: RoleFailure) -> None:
         self._first_failure = self._first_failure or failure
         delay = backoff_s(role.restarts, self._limits.restart_backoff_s)
         role.restarts += 1
@@ -240,7 +240,7 @@ class Supervisor:
         folder = self._run_dir / name
         for path in (self._run_dir / STATUS_DIR).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
-        role.verdict = None
+        role.kill_reason = None
         role.started = time.time()
         role.process = start_role(role.command, folder, self._mark, self._environment)
         log.info("started job=%s pid=%d restarts=%d", name, role.process.pid, role.restarts)
@@ -254,9 +254,9 @@ class Supervisor:
             await self._others.tell_actor_done(role.command.name)
             self.actor_done(role.command.name)
 
-    def _failure(self, role: Role, reason: str) -> Failure:
+    def _failure(self, role: Role, reason: str) -> RoleFailure:
         path = self._run_dir / role.command.name / "log.txt"
-        return Failure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
+        return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
 
     async def _watch(self) -> None:
         """Consumes status files; kills what counts as failed, after writing down what it was doing."""
@@ -268,19 +268,19 @@ class Supervisor:
                 self._watching_since = now
             started = {name: role.started for name, role in self._roles.items() if self._is_running(role)}
             statuses = await asyncio.to_thread(read_statuses, self._run_dir)
-            for verdict in judge(statuses, started, self._limits, now, self._watching_since):
-                await self._kill(verdict)
+            for failed in find_failed(statuses, started, self._limits, now, self._watching_since):
+                await self._kill(failed)
 
     def _is_running(self, role: Role) -> bool:
-        return role.process is not None and role.process.poll() is None and role.verdict is None
+        return role.process is not None and role.process.poll() is None and role.kill_reason is None
 
-    async def _kill(self, verdict: Verdict) -> None:
-        role = self._roles[verdict.job]
-        role.verdict = verdict.reason
-        pids = guardian.marked_processes(self._mark.role(verdict.job))
-        await asyncio.to_thread(write_hang_report, self._run_dir, verdict, list(self._roles), self._stack_pids())
-        log.warning("killing job=%s pids=%s reason=%s", verdict.job, pids, verdict.reason)
-        await asyncio.to_thread(guardian.sweep, self._mark.role(verdict.job), 0)
+    async def _kill(self, failed: FailedRole) -> None:
+        role = self._roles[failed.job]
+        role.kill_reason = failed.reason
+        pids = guardian.marked_processes(self._mark.role(failed.job))
+        await asyncio.to_thread(write_hang_report, self._run_dir, failed, list(self._roles), self._stack_pids())
+        log.warning("killing job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
+        await asyncio.to_thread(guardian.sweep, self._mark.role(failed.job), 0)
 
     def _stack_pids(self) -> list[int]:
         """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
@@ -324,17 +324,17 @@ def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:
     return [working, serving, stores] if orderly else [working | serving, stores]
 
 
-def write_hang_report(run_dir: Path, verdict: Verdict, jobs: Sequence[str], pids: Sequence[int]) -> Path:
+def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pids: Sequence[int]) -> Path:
     """Every role's status, the wait chain and all stacks, before anything is killed."""
     guardian.send(list(pids), signal.SIGUSR1)
     time.sleep(STACKS_GRACE_S)
-    folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{verdict.job}"
+    folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{failed.job}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     statuses = read_statuses(run_dir)
     chains = {name: wait_chain(name, statuses) for name in statuses}
     document = {
-        "job": verdict.job,
-        "reason": verdict.reason,
+        "job": failed.job,
+        "reason": failed.reason,
         "wait_chains": chains,
         "statuses": {
             name: vars(status) | {"waits": [vars(w) for w in status.waits]} for name, status in statuses.items()

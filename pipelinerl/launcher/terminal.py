@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 
 
-class Progress:
+class ProgressLines:
     """Follows a run from its topics; `say` gets every line."""
 
     def __init__(self, run_dir: Path, *, max_train_steps: int, say: Callable[[str], None]):

@@ -13,20 +13,20 @@ from pipelinerl.observability.status import StatusRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class FailedRole:
     """One role that counts as failed, and why."""
 
     job: str
     reason: str
 
 
-def judge(
+def find_failed(
     statuses: Mapping[str, StatusRecord],
     started: Mapping[str, float],
     limits: LauncherSection,
     now: float,
     since: float,
-) -> list[Verdict]:
+) -> list[FailedRole]:
     """Roles that count as failed now.
 
     Args:
@@ -35,24 +35,24 @@ def judge(
         now: Unix time.
         since: the launcher itself has been watching without a gap since then; older silence proves nothing.
     """
-    verdicts: dict[str, Verdict] = {}
+    failed: dict[str, FailedRole] = {}
     for name, status in statuses.items():
         job = job_of(name)
-        if job in started and status.state == "running" and job not in verdicts:
+        if job in started and status.state == "running" and job not in failed:
             reason = _silent(status, started[job], limits, now, since) or _slow_start(status, started[job], limits, now)
             if reason:
-                verdicts[job] = Verdict(job=job, reason=reason)
+                failed[job] = FailedRole(job=job, reason=reason)
     for job, start in started.items():
         if job not in statuses and now - max(start, since) > limits.startup_timeout_s:
             reason = f"gave no sign of life within launcher.startup_timeout_s={limits.startup_timeout_s:g} s"
-            verdicts.setdefault(job, Verdict(job=job, reason=reason))
+            failed.setdefault(job, FailedRole(job=job, reason=reason))
     for name in _stuck(statuses, limits, now, since):
         job = job_of(name)
         if job in started:
             age = now - statuses[name].progress_at
             reason = f"no progress for {age:.0f} s (launcher.hang_timeout_s={limits.hang_timeout_s:g})"
-            verdicts.setdefault(job, Verdict(job=job, reason=reason))
-    return list(verdicts.values())
+            failed.setdefault(job, FailedRole(job=job, reason=reason))
+    return list(failed.values())
 
 
 def job_of(status_name: str) -> str:

@@ -36,7 +36,7 @@ class Collation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Segment:
     sequence: TrainingSequence
-    sample_id: str
+    sequence_id: str
     reward: float
     weight: float
     advantage: float
@@ -74,7 +74,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
     return [
         _Segment(
             sequence=sequence,
-            sample_id=f"{sample.sample_id}/{index}",
+            sequence_id=f"{sample.sample_id}/{index}",
             reward=sample.reward,
             weight=weight,
             advantage=scale * advantage,
@@ -119,7 +119,7 @@ def _micro_batch(
         ref_logprobs=ref_logprobs_T,
         num_samples=len(batch.samples),
         num_tokens=num_tokens,
-        sample_ids=tuple(segment.sample_id for segment in segments),
+        sequence_ids=tuple(segment.sequence_id for segment in segments),
         rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
         next_source=batch.next_source,
     )
@@ -140,7 +140,7 @@ def _scatter(
         logprobs_T[here] = segment.sequence.logprobs[taken]
         advantages_T[here] = segment.advantage
         if ref_logprobs_T is not None:
-            assert segment.ref_logprobs is not None, f"{segment.sample_id} has no reference log-probs"
+            assert segment.ref_logprobs is not None, f"{segment.sequence_id} has no reference log-probs"
             ref_logprobs_T[here] = segment.ref_logprobs[taken]
         done = taken.stop
 
@@ -161,7 +161,7 @@ def _sentinel(batch: OptimizerBatch, index: int, count: int, num_tokens: int, wi
         ref_logprobs=zeros_T if with_reference else None,
         num_samples=len(batch.samples),
         num_tokens=num_tokens,
-        sample_ids=("sentinel",),
+        sequence_ids=("sentinel",),
         rewards=np.zeros(1, dtype=np.float32),
         next_source=batch.next_source,
         sentinel=True,

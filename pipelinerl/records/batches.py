@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 
-class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that a micro-batch says
     """One forward-backward pass of one rank.
 
     ``step`` is the optimizer step that trains it, counted from 0, and also the version of the weights it is trained
@@ -38,7 +38,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of the whole optimizer batch, over all ranks."""
     num_tokens: int
     """Trained tokens of the whole optimizer batch, over all ranks."""
-    sample_ids: tuple[str, ...]
+    sequence_ids: tuple[str, ...]
     """[S]: `<group_id>/<attempt>/<sequence>` of each segment, for the ledger and error messages."""
     rewards: np.ndarray
     """float32 [S]: reward of each segment's rollout (metrics)."""

@@ -51,7 +51,7 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
     where = f"micro-batch {batch.index} of step {batch.step}"
     if not (batch.step >= 0 and 0 <= batch.index < batch.count):
         raise RecordError(f"{where}: there are {batch.count} in the step, counted from 0")
-    num_tokens, num_segments = len(batch.token_ids), len(batch.sample_ids)
+    num_tokens, num_segments = len(batch.token_ids), len(batch.sequence_ids)
     _check_shape(batch.token_ids, "token_ids", "i", (num_tokens,), where)
     _check_shape(batch.segment_lengths, "segment_lengths", "i", (num_segments,), where)
     _check_shape(batch.spans, "spans", "i", (len(batch.spans), 3), where)
@@ -134,7 +134,7 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
     """Token ids inside the vocabulary, every number finite."""
 
     def sample(position: int) -> str:
-        return batch.sample_ids[int(np.searchsorted(ends, position, side="right"))]
+        return batch.sequence_ids[int(np.searchsorted(ends, position, side="right"))]
 
     if len(batch.token_ids) and (batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size):
         bad = _first((batch.token_ids < 0) | (batch.token_ids >= vocab_size))
@@ -148,7 +148,7 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
         values = getattr(batch, name)
         if not np.isfinite(values).all():
             bad = _first(~np.isfinite(values))
-            raise RecordError(f"{where}, {batch.sample_ids[bad]}: {name} is {values[bad]}")
+            raise RecordError(f"{where}, {batch.sequence_ids[bad]}: {name} is {values[bad]}")
 
 
 def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
@@ -163,11 +163,11 @@ def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
     crossing = segments != np.searchsorted(ends, span_ends - 1, side="right")
     if crossing.any():
         bad = _first(crossing)
-        name = batch.sample_ids[segments[bad]]
+        name = batch.sequence_ids[segments[bad]]
         raise RecordError(f"{where}, {name}: span ({starts[bad]}, {span_ends[bad]}) goes beyond its segment")
     if (versions > batch.step).any():
         bad = _first(versions > batch.step)
-        name = batch.sample_ids[segments[bad]]
+        name = batch.sequence_ids[segments[bad]]
         raise RecordError(
             f"{where}, {name}: tokens of version {versions[bad]} cannot exist before step {versions[bad]}"
         )

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Status = Literal["correct", "wrong", "no_answer", "unparsable", "error"]
+VerdictStatus = Literal["correct", "wrong", "no_answer", "unparsable", "error"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +22,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The judge's word. ``score`` is 1 for correct, between 0 and 1 where a judge gives partial credit, else 0."""
 
-    status: Status
+    status: VerdictStatus
     score: float = 0.0
     detail: str = ""
     """Why, for people: never parsed."""

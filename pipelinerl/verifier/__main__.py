@@ -33,10 +33,10 @@ def main(context: RoleContext) -> None:
     config = uvicorn.Config(
         app, host=context.world.bind_host, port=context.job.port, log_config=None, access_log=False, lifespan="on"
     )
-    asyncio.run(serve(Server(config), context))
+    asyncio.run(serve(VerifierServer(config), context))
 
 
-class Server(uvicorn.Server):
+class VerifierServer(uvicorn.Server):
     """Leaves the signals to the role."""
 
     @contextmanager
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(server: Server, context: RoleContext) -> None:
+async def serve(server: VerifierServer, context: RoleContext) -> None:
     """Runs the server until the role is asked to stop; a server that ends before that is a failure."""
     serving = asyncio.create_task(server.serve())
     while not context.stop.is_set() and not serving.done():

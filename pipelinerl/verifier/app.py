@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdict
 from pipelinerl.verifier.judges import JUDGES
-from pipelinerl.verifier.pool import WorkerPool
+from pipelinerl.verifier.pool import JudgePool
 
 MAX_BATCH = 4096
 
@@ -56,7 +56,7 @@ def create_app(
     *, workers: int, timeout_s: float, memory_mb: int, max_body_kb: int, secret: str | None = None
 ) -> FastAPI:
     """The application; its worker pool lives as long as it serves. A ``secret`` is needed as bearer token of checks."""
-    pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+    pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
     bounded = BoundedBody(max_body_kb * 1024)
 
     @asynccontextmanager

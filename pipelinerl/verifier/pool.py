@@ -1,4 +1,4 @@
-"""A fixed number of worker processes behind one coroutine, ``WorkerPool.judge``.
+"""A fixed number of worker processes behind one coroutine, ``JudgePool.judge``.
 
 A *nursery* process imports the judges once and forks workers from there, so that a killed worker is replaced in
 milliseconds. Whatever a check does to its worker, ``judge`` answers: CPU time beyond the limit is ``unparsable``; a
@@ -78,7 +78,7 @@ class StarvedError(Exception):
     """The worker got no CPU within the wall limit."""
 
 
-class WorkerPool:
+class JudgePool:
     """Use as an async context manager."""
 
     def __init__(self, *, workers: int, timeout_s: float, memory_mb: int):
@@ -93,7 +93,7 @@ class WorkerPool:
         self._alive: set[Worker] = set()
         self._closed = False
 
-    async def __aenter__(self) -> "WorkerPool":
+    async def __aenter__(self) -> "JudgePool":
         for _ in range(self.num_workers):
             self._idle.put_nowait(Slot(await self._spawn()))
         return self

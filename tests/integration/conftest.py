@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
-from pipelinerl.inference.control import WeightUpdates, build_router
+from pipelinerl.inference.control import UpdateControl, build_router
 from pipelinerl.inference.guard import Guard
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import WeightUpdateRequest
@@ -223,7 +223,7 @@ class ModelServer:
             rank=1, device=torch.device("cpu"), allocate=self._allocate, prepare=lambda layout, _: self._refuse(layout)
         )
         app = FastAPI()
-        app.include_router(build_router(WeightUpdates(self, num_workers=1, on_fatal=self._on_fatal)))
+        app.include_router(build_router(UpdateControl(self, num_workers=1, on_fatal=self._on_fatal)))
         app.add_middleware(Guard)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)

@@ -186,14 +186,14 @@ def test_one_rank_groups_become_exact_optimizer_batches(run_dir: Path):
     batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
     for mb in batches:
         check_micro_batch(mb, vocab_size=VOCAB)
-    packed = [[i for mb in batches if mb.step == step for i in mb.sample_ids] for step in (0, 1)]
+    packed = [[i for mb in batches if mb.step == step for i in mb.sequence_ids] for step in (0, 1)]
     order = [f"0-{position}/{attempt}/0" for position in range(4) for attempt in range(4)]
     assert [sorted(ids) for ids in packed] == [sorted(order[:6]), sorted(order[6:12])]
     assert {mb.num_samples for mb in batches} == {6}
     assert {mb.next_source for mb in batches if mb.step == 0} == {(1, 2)}
     rewards = [r.reward for r in groups[0].rollouts]
-    mb = next(mb for mb in batches if "0-0/1/0" in mb.sample_ids)
-    segment = mb.sample_ids.index("0-0/1/0")
+    mb = next(mb for mb in batches if "0-0/1/0" in mb.sequence_ids)
+    segment = mb.sequence_ids.index("0-0/1/0")
     start = int(mb.segment_lengths[:segment].sum())
     expected = rewards[1] - (sum(rewards) - rewards[1]) / 3
     assert mb.advantages[start + 2] == pytest.approx(expected, rel=1e-6)
@@ -264,7 +264,10 @@ def test_killed_at_every_write_data_progress_and_ledger_equal_the_undisturbed_ru
 
     def comparable(data: list[Any]) -> list[Any]:
         return [
-            [(mb.step, mb.index, mb.count, mb.sample_ids, mb.token_ids.tolist(), mb.advantages.tolist()) for mb in part]
+            [
+                (mb.step, mb.index, mb.count, mb.sequence_ids, mb.token_ids.tolist(), mb.advantages.tolist())
+                for mb in part
+            ]
             for part in data
         ]
 
@@ -331,7 +334,7 @@ def test_sequence_parallel_ranks_get_the_same_micro_batches(run_dir: Path):
     with preprocessor(make_context(run_dir, make_world(ranks=4), "finetune.seq_parallel=2")) as role:
         turn_until(role, consumed(role, 3))
     ids = [
-        [mb.sample_ids for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, partition=p)] for p in range(4)
+        [mb.sequence_ids for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, partition=p)] for p in range(4)
     ]
     assert ids[0] == ids[1] != ids[2] == ids[3]
 
@@ -346,7 +349,7 @@ def test_without_packing_train_batch_size_is_the_micro_batch(run_dir: Path):
     with preprocessor(make_context(run_dir, make_world(), *overrides)) as role:
         turn_until(role, consumed(role, 3))
     batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
-    assert [(mb.step, mb.count, len(mb.sample_ids)) for mb in batches] == [(0, 2, 3), (0, 2, 3), (1, 2, 3), (1, 2, 3)]
+    assert [(mb.step, mb.count, len(mb.sequence_ids)) for mb in batches] == [(0, 2, 3), (0, 2, 3), (1, 2, 3), (1, 2, 3)]
 
 
 def test_consumed_groups_may_be_deleted_once_their_batch_is_published(run_dir: Path):

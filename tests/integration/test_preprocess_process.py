@@ -81,7 +81,7 @@ def end(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 def output(run_dir: Path) -> list[list[tuple]]:
     return [
         [
-            (mb.step, mb.index, mb.sample_ids, mb.token_ids.tobytes(), mb.advantages.tobytes(), mb.logprobs.tobytes())
+            (mb.step, mb.index, mb.sequence_ids, mb.token_ids.tobytes(), mb.advantages.tobytes(), mb.logprobs.tobytes())
             for mb in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch, partition)
         ]
         for partition in range(2)

@@ -24,7 +24,7 @@ from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.verdicts import Check
 from pipelinerl.testing import run_rollout
 from pipelinerl.verifier.app import create_app
-from pipelinerl.verifier.pool import WorkerPool
+from pipelinerl.verifier.pool import JudgePool
 
 START_S = 120.0
 CORRECT = {"kind": "math", "prediction": "\\boxed{\\frac{1}{2}}", "gold": "0.5"}
@@ -98,7 +98,7 @@ def test_body_that_is_no_check_is_refused_with_a_reason(http, body):
 
 def test_batch_with_an_unknown_judge_is_refused_before_anything_is_judged(monkeypatch):
     judged = []
-    monkeypatch.setattr(WorkerPool, "judge", lambda pool, check: judged.append(check))
+    monkeypatch.setattr(JudgePool, "judge", lambda pool, check: judged.append(check))
     with serving() as url:
         answer = httpx.post(f"{url}/batch", json={"checks": [CORRECT, CORRECT | {"kind": "poetry"}]}, timeout=60)
     assert answer.status_code == 422
@@ -162,7 +162,7 @@ def test_pathological_answer_costs_one_request_and_never_the_service():
 
 
 async def test_killed_workers_are_replaced_and_no_check_is_lost():
-    async with WorkerPool(workers=2, timeout_s=5.0, memory_mb=800) as pool:
+    async with JudgePool(workers=2, timeout_s=5.0, memory_mb=800) as pool:
         check = Check(kind="math", prediction="\\boxed{\\frac{2}{4}x}", gold="0.50x")
         verdicts = asyncio.gather(*(pool.judge(check) for _ in range(200)))
         for _ in range(5):
@@ -177,7 +177,7 @@ async def test_killed_workers_are_replaced_and_no_check_is_lost():
 
 
 async def test_dead_nursery_is_started_again():
-    async with WorkerPool(workers=1, timeout_s=5.0, memory_mb=800) as pool:
+    async with JudgePool(workers=1, timeout_s=5.0, memory_mb=800) as pool:
         assert pool._nursery is not None
         pool._nursery.kill()
         check = Check(kind="countdown", prediction="<answer>1+2</answer>", gold={"numbers": [1, 2], "target": 3})

@@ -70,7 +70,7 @@ def _micro_batch(*, num_tokens: int = 8, num_segments: int = 2, seed: int = 0) -
         ref_logprobs=-rng.random(num_tokens, dtype=np.float32),
         num_samples=num_segments,
         num_tokens=num_tokens - num_segments,
-        sample_ids=tuple(f"0-{seed}/{segment}/0" for segment in range(num_segments)),
+        sequence_ids=tuple(f"0-{seed}/{segment}/0" for segment in range(num_segments)),
         rewards=np.zeros(num_segments, np.float32),
         next_source=(7, 0),
     )

@@ -47,7 +47,7 @@ class DomainSection(Section):
     test_dataset_names: list[str] = key(REQUIRED, "as `test_dataset_names`")
 
 
-class Config(Section):
+class Config(Section):  # structure: one field per key of the top level
     """The experiment."""
 
     output_dir: str = key(

@@ -38,7 +38,7 @@ class EvaluationLLMSection(LLMSection):
     tool_parser: str | None = key("${llm.tool_parser}", "format of the model's tool calls", may_change=True)
 
 
-class ActorSection(Section):
+class ActorSection(Section):  # structure: one field per key
     """Rollouts: the domain's function, how many at a time, and what happens to those that fail."""
 
     rollout_policy: str = key(

@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from pipelinerl.config.keys import Section, key
 
 
-class RLSection(Section):
+class RLSection(Section):  # structure: one field per key
     """The objective. [algorithms.md](algorithms.md) has the formulas, the § of which the rows name.
     Files in `conf/finetune` combine them, e.g. `finetune=grpo`."""
 
@@ -53,7 +53,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = key(0.0, "decay of matrices")
 
 
-class FinetuneSection(Section):
+class FinetuneSection(Section):  # structure: one field per key
     """The trainer."""
 
     seq_length: PositiveInt = key(

@@ -31,7 +31,7 @@ class Evaluated:
 
 def evaluate(text: str) -> Evaluated:
     """The value of an expression and the numbers in it; raises ExpressionError."""
-    reader = Reader(tokens_of(text))
+    reader = TokenReader(tokens_of(text))
     value = reader.expression(depth=0)
     if reader.next is not None:
         raise ExpressionError(f"{reader.next!r} after the end of the expression")
@@ -52,7 +52,7 @@ def tokens_of(text: str) -> list[str]:
     return tokens
 
 
-class Reader:
+class TokenReader:
     """Consumes tokens from left to right."""
 
     def __init__(self, tokens: list[str]):

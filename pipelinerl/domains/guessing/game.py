@@ -5,7 +5,7 @@ from typing import Literal
 
 ANSWER = re.compile(r"<answer>([0-9]{1,18})</answer>")
 
-Outcome = Literal["hit", "broken", "missed"]
+GameOutcome = Literal["hit", "broken", "missed"]
 
 
 def instructions(max_number: int) -> str:
@@ -26,6 +26,6 @@ def parse_guess(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def final_reward(turn: int, outcome: Outcome) -> float:
+def final_reward(turn: int, outcome: GameOutcome) -> float:
     """2 − i/10 for a hit at turn i (from 0), −2 + i/10 for a broken format at turn i, 0 when the turns ran out."""
     return {"hit": 2 - turn / 10, "broken": -2 + turn / 10, "missed": 0.0}[outcome]

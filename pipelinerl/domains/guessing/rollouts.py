@@ -7,7 +7,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.guessing.game import Outcome, feedback, final_reward, instructions, parse_guess
+from pipelinerl.domains.guessing.game import GameOutcome, feedback, final_reward, instructions, parse_guess
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -22,7 +22,7 @@ required_problem_keys = ("answer", "max_number", "max_turns")
 
 async def play(
     llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> tuple[list[LLMCall], Outcome]:
+) -> tuple[list[LLMCall], GameOutcome]:
     """Plays one game to its end; returns the calls and how it ended."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(problem["max_number"])}]
     calls: list[LLMCall] = []

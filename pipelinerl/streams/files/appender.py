@@ -11,7 +11,7 @@ from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender
 from pipelinerl.streams.files.folder import clear_errors, reader_positions, segment_bases, segment_path
 from pipelinerl.streams.files.lock import WriterLock
-from pipelinerl.streams.files.segment import MAGIC, Place, Segment, scan
+from pipelinerl.streams.files.segment import MAGIC, RecordPlace, Segment, scan
 from pipelinerl.streams.spec import SingleStreamSpec
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class FilesAppender(Appender):
         self._max_bytes = max_bytes
         self._fd: int | None = None
         self._size = 0
-        self._last: Place | None = None
+        self._last: RecordPlace | None = None
         self._damaged = False
         with clear_errors("write", self._path):
             self._path.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class FilesAppender(Appender):
             if new_segment:
                 self._begin_segment()
             self._write(frames.header(offset, payload), payload)
-            self._last = Place(self._base, self._size, offset)
+            self._last = RecordPlace(self._base, self._size, offset)
             self._size += frames.HEADER_BYTES + len(payload)
             self.next_offset = offset + 1
             if new_segment:

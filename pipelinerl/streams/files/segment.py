@@ -14,7 +14,7 @@ MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record is: the base of its segment, its first byte there, its offset."""
 
     base: int
@@ -27,7 +27,7 @@ class End(NamedTuple):
 
     next_offset: int
     size: int
-    last: Place | None
+    last: RecordPlace | None
 
 
 class Segment:
@@ -100,7 +100,7 @@ def scan(folder: Path, base: int, max_bytes: int) -> End:
     try:
         while segment.read(MAX_RECORDS_PER_READ):
             pass
-        last = Place(base, segment.last_start, segment.offset - 1) if segment.offset > base else None
+        last = RecordPlace(base, segment.last_start, segment.offset - 1) if segment.offset > base else None
         return End(segment.offset, segment.start, last)
     finally:
         segment.close()

@@ -27,7 +27,7 @@ def make_record(**changes: Any) -> MicroBatch:
         ref_logprobs=None,
         num_samples=2,
         num_tokens=4,
-        sample_ids=("a/0/0", "a/1/0"),
+        sequence_ids=("a/0/0", "a/1/0"),
         rewards=np.array([1, 0], np.float32),
         next_source=(0, 0),
     )

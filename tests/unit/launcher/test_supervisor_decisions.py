@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.launcher.supervisor import backoff_s, judge_exit, stop_waves
+from pipelinerl.launcher.supervisor import backoff_s, decide_after_exit, stop_waves
 
 LIMITS = LauncherSection(
     max_restarts=2,
@@ -39,15 +39,15 @@ LIMITS = LauncherSection(
         ("verifier", 0, True, 0, "restart"),
     ],
 )
-def test_judge_exit_follows_the_table(kind: str, code: int, training_done: bool, restarts: int, action: str) -> None:
-    decision = judge_exit(kind, code, None, training_done=training_done, restarts_used=restarts, limits=LIMITS)
+def test_exit_follows_the_table(kind: str, code: int, training_done: bool, restarts: int, action: str) -> None:
+    decision = decide_after_exit(kind, code, None, training_done=training_done, restarts_used=restarts, limits=LIMITS)
     assert decision.action == action
 
 
-def test_judge_exit_names_signal_budget_and_verdict() -> None:
-    killed = judge_exit("actor", -9, None, training_done=False, restarts_used=2, limits=LIMITS)
+def test_exit_names_signal_budget_and_reason() -> None:
+    killed = decide_after_exit("actor", -9, None, training_done=False, restarts_used=2, limits=LIMITS)
     assert killed.reason == "killed by SIGKILL, and launcher.max_restarts=2 is used up"
-    hung = judge_exit("actor", -9, "no progress for 120 s", training_done=False, restarts_used=0, limits=LIMITS)
+    hung = decide_after_exit("actor", -9, "no progress for 120 s", training_done=False, restarts_used=0, limits=LIMITS)
     assert (hung.action, hung.reason) == ("restart", "no progress for 120 s")
 
 

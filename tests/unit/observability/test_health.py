@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.observability.health import judge, wait_chain
+from pipelinerl.observability.health import find_failed, wait_chain
 from pipelinerl.observability.status import StatusRecord, Wait
 
 LIMITS = LauncherSection(
@@ -42,7 +42,7 @@ def blamed(
 ) -> dict[str, str]:
     names = jobs or tuple({s.job.partition(".")[0] for s in statuses})
     start = dict.fromkeys(names, NOW - started)
-    return {v.job: v.reason for v in judge({s.job: s for s in statuses}, start, LIMITS, NOW, since)}
+    return {v.job: v.reason for v in find_failed({s.job: s for s in statuses}, start, LIMITS, NOW, since)}
 
 
 def test_judge_working_roles_are_fine() -> None:

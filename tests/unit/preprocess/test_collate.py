@@ -61,7 +61,7 @@ def test_collate_sample_that_the_reference_never_scored_is_not_given_zeros():
 
 def test_collate_one_micro_batch_by_hand():
     ((mb,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10, with_reference=True, aggregation="sample_mean"))
-    assert mb.sample_ids == ("0-0/0/0", "0-0/0/1", "0-0/1/0")
+    assert mb.sequence_ids == ("0-0/0/0", "0-0/0/1", "0-0/1/0")
     assert (mb.step, mb.index, mb.count, mb.num_samples, mb.num_tokens) == (6, 0, 1, 2, 5)
     assert mb.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22, 30, 31]
     assert mb.segment_lengths.tolist() == [5, 3, 2]
@@ -121,7 +121,7 @@ def token_contributions(ranks) -> dict[tuple[str, int], tuple]:
         for start, end, version in mb.spans.tolist():
             for t in range(start, end):
                 s = int(np.searchsorted(ends, t, side="right"))
-                place = (mb.sample_ids[s], t - int(ends[s] - mb.segment_lengths[s]))
+                place = (mb.sequence_ids[s], t - int(ends[s] - mb.segment_lengths[s]))
                 assert place not in found
                 found[place] = (
                     int(mb.token_ids[t]),

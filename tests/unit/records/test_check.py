@@ -49,7 +49,7 @@ BATCH = MicroBatch(
     ref_logprobs=None,
     num_samples=2,
     num_tokens=3,
-    sample_ids=("0-7/0/0", "0-7/1/0"),
+    sequence_ids=("0-7/0/0", "0-7/1/0"),
     rewards=np.array([1, 0], np.float32),
     next_source=(1, 0),
 )
@@ -162,7 +162,7 @@ def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: di
         ({"logprobs": BATCH.logprobs[:4]}, r"logprobs is float32 \(4,\)"),
         ({"advantages": BATCH.advantages[:4]}, r"advantages is float32 \(4,\)"),
         ({"ref_logprobs": BATCH.logprobs[:4]}, r"ref_logprobs is float32 \(4,\)"),
-        ({"sample_ids": ("0-7/0/0",)}, "segment_lengths is int32"),
+        ({"sequence_ids": ("0-7/0/0",)}, "segment_lengths is int32"),
         ({"segment_lengths": np.array([3, 1], np.int32)}, "add up to the number of tokens, 5"),
         ({"segment_lengths": np.array([5, 0], np.int32)}, "segment_lengths are positive"),
         ({"spans": np.array([[1, 4, 2]], np.int32)}, r"0-7/0/0: span \(1, 4\) goes beyond its segment"),

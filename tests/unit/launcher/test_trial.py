@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.largest import generate_rollout
 from pipelinerl.errors import TransportError, VerifierError
-from pipelinerl.launcher.probe import ByteTokenizer, ProbeFailure, probe_rollouts, scripted_llm
+from pipelinerl.launcher.trial import ByteTokenizer, TrialFailure, scripted_llm, try_rollouts
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -16,11 +16,11 @@ CFG = OmegaConf.create({"llm": {"parameters": {"max_tokens": 16, "temperature": 
 PROBLEMS = [{"question": "Which?", "answer": 1, "dataset": "train"}] * 4
 
 
-async def test_probe_largest_domain_passes() -> None:
-    await probe_rollouts(CFG, generate_rollout, PROBLEMS)
+async def test_trial_largest_domain_passes() -> None:
+    await try_rollouts(CFG, generate_rollout, PROBLEMS)
 
 
-async def test_probe_multi_turn_conversation_extends() -> None:
+async def test_trial_multi_turn_conversation_extends() -> None:
     async def two_turns(cfg: Any, llm: Any, problem: dict, session: Any) -> RolloutResult:
         messages = [{"role": "user", "content": problem["question"]}]
         texts = []
@@ -31,22 +31,22 @@ async def test_probe_multi_turn_conversation_extends() -> None:
         metrics = BaseMetrics(reward=0.0, success=False, no_error=True, no_answer=False)
         return RolloutResult(training_texts=texts, metrics=metrics, latency=0.0)
 
-    await probe_rollouts(CFG, two_turns, PROBLEMS)
+    await try_rollouts(CFG, two_turns, PROBLEMS)
 
 
-async def failure_of(rollout: Any, problems: list[dict] = PROBLEMS) -> ProbeFailure:
-    with pytest.raises(ProbeFailure) as caught:
-        await probe_rollouts(CFG, rollout, problems)
+async def failure_of(rollout: Any, problems: list[dict] = PROBLEMS) -> TrialFailure:
+    with pytest.raises(TrialFailure) as caught:
+        await try_rollouts(CFG, rollout, problems)
     return caught.value
 
 
-async def test_probe_missing_key_is_certain_and_names_both_sides() -> None:
+async def test_trial_missing_key_is_certain_and_names_both_sides() -> None:
     failure = await failure_of(generate_rollout, [{"prompt": "x"}])
     assert failure.certain
     assert str(failure) == "needs 'question', which the loader's problems do not have; a problem has ['prompt']"
 
 
-async def test_probe_same_error_everywhere_is_certain() -> None:
+async def test_trial_same_error_everywhere_is_certain() -> None:
     async def broken(cfg: Any, llm: Any, problem: dict, session: Any) -> None:
         raise ValueError("always")
 
@@ -58,7 +58,7 @@ async def test_probe_same_error_everywhere_is_certain() -> None:
 @pytest.mark.parametrize(
     "error", [TransportError("x"), VerifierError("x"), ConnectionRefusedError("x"), TimeoutError("x")]
 )
-async def test_probe_missing_services_prove_nothing(error: Exception) -> None:
+async def test_trial_missing_services_prove_nothing(error: Exception) -> None:
     async def needs_service(cfg: Any, llm: Any, problem: dict, session: Any) -> None:
         try:
             raise error
@@ -68,37 +68,37 @@ async def test_probe_missing_services_prove_nothing(error: Exception) -> None:
     assert not (await failure_of(needs_service)).certain
 
 
-async def test_probe_error_on_some_answers_only_is_the_domains_own_business() -> None:
+async def test_trial_error_on_some_answers_only_is_the_domains_own_business() -> None:
     async def picky(cfg: Any, llm: Any, problem: dict, session: Any) -> RolloutResult:
         call = await llm_async_generate(llm, Prompt.from_user_message("?"), session)
         if not call.output.content:
             raise ValueError("empty")
         return await generate_rollout(cfg, llm, problem, session)
 
-    await probe_rollouts(CFG, picky, PROBLEMS)
+    await try_rollouts(CFG, picky, PROBLEMS)
 
 
-async def test_probe_limits_of_the_scripted_tokenizer_prove_nothing() -> None:
+async def test_trial_limits_of_the_scripted_tokenizer_prove_nothing() -> None:
     async def counts(cfg: Any, llm: Any, problem: dict, session: Any) -> None:
         llm.tokenizer.convert_ids_to_tokens([1])
 
     assert not (await failure_of(counts)).certain
 
 
-async def test_probe_wrong_return_is_certain() -> None:
+async def test_trial_wrong_return_is_certain() -> None:
     async def number(cfg: Any, llm: Any, problem: dict, session: Any) -> float:
         return 1.0
 
     assert str(await failure_of(number)) == "returned float; it must return a RolloutResult"
 
 
-async def test_probe_slow_rollout_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trial_slow_rollout_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     async def slow(cfg: Any, llm: Any, problem: dict, session: Any) -> None:
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("pipelinerl.launcher.probe.ROLLOUT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("pipelinerl.launcher.trial.ROLLOUT_TIMEOUT_S", 0.01)
     assert not (await failure_of(slow)).certain
 
 

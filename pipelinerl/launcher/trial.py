@@ -1,6 +1,6 @@
 """Plays a few rollouts of a domain against a scripted model, before anything is started.
 
-Emits nothing but a `ProbeFailure`, and calls it *certain* only when the run would fail in the same way: the domain asks
+Emits nothing but a `TrialFailure`, and calls it *certain* only when the run would fail in the same way: the domain asks
 a problem for something the loader did not put there, returns something else than a `RolloutResult`, or raises the same
 error at the same place whatever the problem and the model's answer are. Whatever needs the network proves nothing.
 """
@@ -12,13 +12,12 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.errors import TransportError, VerifierError
-from pipelinerl.llm import GenerateRequest, TrainableLLM
-from pipelinerl.rollouts import CallTokens, RolloutResult
-
-Rollout = Callable[..., Awaitable[Any]]
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.testing import FakeLLM
 
 ROLLOUT_TIMEOUT_S = 3.0
 NOWHERE = "http://127.0.0.1:9"
@@ -28,7 +27,7 @@ END_TOKEN = 256
 OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
 
 
-class ProbeFailure(Exception):
+class TrialFailure(Exception):
     """What a domain did wrong; `certain` = the run would fail too."""
 
     def __init__(self, message: str, *, certain: bool):
@@ -36,7 +35,7 @@ class ProbeFailure(Exception):
         self.certain = certain
 
 
-class ProbeLimitError(AttributeError):
+class TokenizerLimitError(AttributeError):
     """The domain uses more of the tokenizer than the scripted model has."""
 
 
@@ -52,8 +51,8 @@ class WatchedProblem(dict[str, Any]):
         raise KeyError(key)
 
 
-async def probe_rollouts(cfg: DictConfig, rollout: Rollout, problems: list[dict[str, Any]]) -> None:
-    """Plays one rollout per scripted answer, side by side; raises `ProbeFailure` on what was found."""
+async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]) -> None:
+    """Plays one rollout per scripted answer, side by side; raises `TrialFailure` on what was found."""
     failures: list[tuple[WatchedProblem, BaseException]] = []
 
     async def play(index: int, session: aiohttp.ClientSession) -> None:
@@ -73,30 +72,28 @@ async def probe_rollouts(cfg: DictConfig, rollout: Rollout, problems: list[dict[
 
 
 def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
-    llm = TrainableLLM(
+    """A model that gives the same answer to every request, within the run's sampling parameters."""
+    return FakeLLM.saying(
+        lambda prompt: answer,
+        tokenizer=ByteTokenizer(),
         base_url=NOWHERE,
         model_name="policy",
-        tokenizer=ByteTokenizer(),
-        parameters=dict(cfg.llm.parameters),
-        collect_logprobs=True,
+        parameters=OmegaConf.to_container(cfg.llm.parameters),
     )
-    llm._transport = ScriptedTransport(answer)
-    llm._turns = []
-    return llm
 
 
 def check_result(result: Any) -> None:
     if not isinstance(result, RolloutResult):
-        raise ProbeFailure(f"returned {type(result).__name__}; it must return a RolloutResult", certain=True)
+        raise TrialFailure(f"returned {type(result).__name__}; it must return a RolloutResult", certain=True)
     if not np.isfinite(result.metrics.reward):
-        raise ProbeFailure(f"returned the reward {result.metrics.reward}", certain=False)
+        raise TrialFailure(f"returned the reward {result.metrics.reward}", certain=False)
 
 
-def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> ProbeFailure:
+def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
     """What every rollout failing means."""
     problem, error = failures[0]
     if isinstance(error, KeyError) and error.args and error.args[0] in problem.missing:
-        return ProbeFailure(
+        return TrialFailure(
             f"needs {error.args[0]!r}, which the loader's problems do not have; a problem has {sorted(problem)}",
             certain=True,
         )
@@ -104,7 +101,7 @@ def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> ProbeFailur
     certain = len(places) == 1 and not any(needs_outside(error) for _, error in failures)
     filename, line, kind = place(error)
     text = f"raises on every rollout: {kind}: {error} ({filename}:{line})"
-    return ProbeFailure(
+    return TrialFailure(
         text if certain else f"could not be tried without its services: {kind}: {error}", certain=certain
     )
 
@@ -118,32 +115,17 @@ def place(error: BaseException) -> tuple[str, int | None, str]:
 def needs_outside(error: BaseException | None) -> bool:
     """Whether the network, a service or the scripted model's limits are behind an error."""
     while error is not None:
-        if isinstance(error, (*OUTSIDE_ERRORS, ProbeLimitError)):
+        if isinstance(error, (*OUTSIDE_ERRORS, TokenizerLimitError)):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-class ScriptedTransport:
-    """Answers every request of a rollout with the same text."""
-
-    def __init__(self, answer: str):
-        self._answer = answer
-
-    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
-        limit = int(llm.parameters.get("max_tokens", 512))
-        token_ids = [*self._answer.encode(), END_TOKEN]
-        return CallTokens(
-            prompt_ids=request.token_ids,
-            completion_ids=np.array(token_ids[:limit], dtype=np.int32),
-            logprobs=np.full(min(limit, len(token_ids)), -0.5, dtype=np.float32),
-            version_spans=np.array([[0, min(limit, len(token_ids)), 0]], dtype=np.int32),
-            finish_reason="stop" if len(token_ids) <= limit else "length",
-        )
-
-
 class ByteTokenizer:
-    """One token per byte and one that ends a message: what rendering and parsing need, and no more."""
+    """One token per byte and one that ends a message: what rendering and parsing need, and no more.
+
+    It is here at once, where a real tokenizer takes a second to import.
+    """
 
     all_special_ids = (END_TOKEN,)
     eos_token_id = END_TOKEN
@@ -169,7 +151,7 @@ class ByteTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ProbeLimitError(name)
+        raise TokenizerLimitError(name)
 
 
 class Encoding:
