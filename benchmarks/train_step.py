@@ -26,7 +26,7 @@ from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
 
 SETTINGS = LossSettings(policy_loss="reinforce", kl_coef=0.01, entropy_bonus=0.01)

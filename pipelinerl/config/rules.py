@@ -6,13 +6,12 @@ values, the constraint and the fix.
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from pipelinerl.config.engine import deepspeed_file
-from pipelinerl.config.keys import declared
+from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.paths import CONF_DIR
-from pipelinerl.config.sections import Config, RLSection
+from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import server_options
 from pipelinerl.errors import ConfigError
 
@@ -117,43 +116,6 @@ def temperature_is_one_value(config: Config) -> str | None:
     return None
 
 
-def kl_has_reference(config: Config) -> str | None:
-    rl = config.finetune.rl
-    if (rl.kl_coef == 0 and rl.final_kl_coef == 0) or config.world.preprocessor_fraction > 0:
-        return None
-    return (
-        f"`finetune.rl.kl_coef` is {rl.kl_coef} and `finetune.rl.final_kl_coef` is {rl.final_kl_coef} but "
-        "`world.preprocessor_fraction` is 0: a KL term needs a reference server; set it to 1 or "
-        "more, or both coefficients to 0"
-    )
-
-
-def value_advantage_has_value_loss(config: Config) -> str | None:
-    rl = config.finetune.rl
-    if rl.advantage == "value" and rl.value_loss_coef == 0:
-        return (
-            "`finetune.rl.advantage` is value but `finetune.rl.value_loss_coef` is 0: the value head would "
-            "never learn; set it to 0.5"
-        )
-    if rl.advantage != "value" and rl.value_loss_coef > 0:
-        return (
-            f"`finetune.rl.value_loss_coef` is {rl.value_loss_coef} but `finetune.rl.advantage` is "
-            f"{rl.advantage}: only the "
-            "value advantage has a value head; set the first to 0 or the second to value"
-        )
-    return None
-
-
-def group_has_baseline(config: Config) -> str | None:
-    if config.attempts > 1 or config.finetune.rl.advantage == "value":
-        return None
-    return (
-        f"`attempts` is 1 but `finetune.rl.advantage` is {config.finetune.rl.advantage}: a group of "
-        "one has advantage 0 and "
-        "nothing would be learned; raise `attempts` or use the value advantage"
-    )
-
-
 def lag_allows_updates(config: Config) -> str | None:
     bound, interval = config.max_lag_steps, config.finetune.weight_update_interval
     if bound is None:
@@ -233,42 +195,6 @@ def betas_are_rates(config: Config) -> str | None:
     )
 
 
-@cache
-def defaults() -> Mapping[str, Any]:
-    """Default values of `finetune.rl`."""
-    return {key.last: key.default for key in declared(RLSection)}
-
-
-def _changed(config: Config, *names: str) -> str:
-    """Those of the keys of `finetune.rl` that differ from their defaults, with their values; empty if none does."""
-    values = {name: getattr(config.finetune.rl, name) for name in names}
-    return " and ".join(f"`finetune.rl.{name}`={value}" for name, value in values.items() if value != defaults()[name])
-
-
-def epsilon_is_used(config: Config) -> str | None:
-    loss = config.finetune.rl.policy_loss
-    changed = _changed(config, "epsilon_low", "epsilon_high") if loss in ("reinforce", "decoupled_ppo") else ""
-    reason = "does not clip" if loss == "reinforce" else "clips π/π_prox, which is 1 with one step per batch"
-    return (
-        f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}, which {reason}; remove it" if changed else None
-    )
-
-
-def ratio_clamp_is_used(config: Config) -> str | None:
-    loss, changed = config.finetune.rl.policy_loss, _changed(config, "ratio_clamp")
-    if loss == "reinforce" or not changed:
-        return None
-    instead = "token_tis bounds its weight" if loss == "decoupled_ppo" else "epsilon_low and epsilon_high clip it"
-    return f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}: {instead}; remove it"
-
-
-def kl_clamp_is_used(config: Config) -> str | None:
-    rl, changed = config.finetune.rl, _changed(config, "kl_clamp")
-    if rl.kl_coef == 0 and rl.final_kl_coef == 0 and changed:
-        return f"{changed} has no effect: `finetune.rl.kl_coef` and `finetune.rl.final_kl_coef` are 0; remove it"
-    return None
-
-
 def filter_knows_advantages(config: Config) -> str | None:
     if config.preprocess.filter_zero_advantage_groups and config.finetune.rl.advantage == "value":
         return (
@@ -289,15 +215,13 @@ def phases_are_conventional(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    *OBJECTIVE_RULES,
     max_tokens_given,
     sequence_fits_trainer,
     completion_fits_server,
     sampling_is_undistorted,
     server_defaults_are_neutral,
     temperature_is_one_value,
-    kl_has_reference,
-    value_advantage_has_value_loss,
-    group_has_baseline,
     lag_allows_updates,
     one_engine,
     deepspeed_file_exists,
@@ -306,9 +230,6 @@ RULES: tuple[Rule, ...] = (
     external_redis_has_address,
     head_precision_agrees,
     betas_are_rates,
-    epsilon_is_used,
-    ratio_clamp_is_used,
-    kl_clamp_is_used,
     filter_knows_advantages,
     phases_are_conventional,
 )
@@ -369,6 +290,7 @@ def prefix_cache_mixes_versions(config: Config) -> str | None:
 
 
 HINTS: tuple[Rule, ...] = (
+    *OBJECTIVE_HINTS,
     reference_without_kl,
     address_without_redis,
     options_without_own_backend,

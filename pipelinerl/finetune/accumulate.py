@@ -13,7 +13,8 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
-from pipelinerl.finetune.rl.losses import LossSettings, SequenceGroup
+from pipelinerl.finetune.rl.objective import LossSettings
+from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.records import MicroBatch
 

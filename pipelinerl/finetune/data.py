@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import RecordError
-from pipelinerl.finetune.rl.losses import LagInputs, TokenInputs
+from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.check import check_micro_batch
 from pipelinerl.rollouts import MASKED_TOKEN_ID as MASKED_TOKEN_ID  # domains written for PipelineRL take it from here

@@ -33,7 +33,7 @@ from pipelinerl.finetune.feed import Feed
 from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
-from pipelinerl.finetune.rl.losses import settings_at
+from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.sequence import make_sequence_group
 from pipelinerl.finetune.updates import WeightUpdates, last_needed
@@ -136,7 +136,7 @@ class Trainer:
         if records is None:
             return False
         waited = time.perf_counter() - started
-        settings = settings_at(self.cfg.finetune.rl, step, self.cfg.finetune.max_train_steps)
+        settings = settings_at(self.cfg, step)
         metrics = train_step(self.engine, records, settings, self.rules, learning_rate(self.cfg.finetune, step))
         self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}

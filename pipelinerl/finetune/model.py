@@ -19,7 +19,8 @@ from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
-from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, SequenceGroup, TokenInputs
+from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
+from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
 from pipelinerl.finetune.sequence import ATTENTION, register_attention, set_layout
 
 log = logging.getLogger(__name__)

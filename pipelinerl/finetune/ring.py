@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.finetune.rl.losses import SequenceGroup
+from pipelinerl.finetune.rl.tokens import SequenceGroup
 
 Documents = Sequence[int] | None
 """Lengths of documents, each attending causally to itself; None: every query sees every key."""

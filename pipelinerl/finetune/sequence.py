@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
-from pipelinerl.finetune.rl.losses import LagInputs, SequenceGroup, TokenInputs
+from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup, TokenInputs
 
 ATTENTION = "pipelinerl_sequence"
 

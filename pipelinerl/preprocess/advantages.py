@@ -16,39 +16,72 @@ Worked example, `loo`, `steps`, rewards of three members a = (1, 2), b = (0, 1, 
 Shapes: n members of a group, K steps.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-AdvantageKind = Literal["loo", "group_mean", "group_std", "batch_std", "value"]
+from pipelinerl.config.load import resolve_function
+from pipelinerl.config.objectives import ADVANTAGES, keyword_arguments
+from pipelinerl.errors import ConfigError
 
 STD_EPSILON = 1e-4
 MIN_STD = 1e-6
 
 
-def group_advantages(returns_nK: np.ndarray, kind: AdvantageKind) -> np.ndarray:
-    """Advantage of every member at every point in time.
+def leave_one_out(returns_nK: np.ndarray) -> np.ndarray:
+    """r_i − mean of the others' (RLOO, 2402.14740)."""
+    n = len(returns_nK)
+    return group_mean(returns_nK) * (n / (n - 1)) if n > 1 else np.zeros_like(returns_nK)
+
+
+def group_mean(returns_nK: np.ndarray) -> np.ndarray:
+    """r_i − mean of all (Dr. GRPO, 2503.20783)."""
+    return returns_nK - returns_nK.mean(axis=0)
+
+
+def group_std(returns_nK: np.ndarray) -> np.ndarray:
+    """(r_i − mean)/(std + 1e-4), std with n − 1 in the denominator (GRPO, 2402.03300)."""
+    if len(returns_nK) == 1:
+        return np.zeros_like(returns_nK)
+    return group_mean(returns_nK) / (returns_nK.std(axis=0, ddof=1) + STD_EPSILON)
+
+
+def returns(returns_nK: np.ndarray) -> np.ndarray:
+    """r_i, from which the trainer subtracts its value estimate."""
+    return returns_nK.copy()
+
+
+@cache
+def find_advantage(name: str) -> Callable[..., np.ndarray]:
+    """The function of a short or dotted name."""
+    return resolve_function(ADVANTAGES.get(name, name))
+
+
+def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+    """Advantage of every member at every step.
 
     Args:
         returns_nK: float64 [n] or [n, K]; members along the first axis.
-        kind: `batch_std` yields the leave-one-out advantage that `batch_std_scale` divides later, `value` the return
-            itself, from which the trainer subtracts its value estimate.
+        kind: name in the registry, or dotted name of a function ``f(returns_nK, *, …)`` of the same shapes. `batch_std`
+            yields the leave-one-out advantage that `batch_std_scale` divides later, `value` the return itself.
+        kwargs: keyword arguments of a function of your own (`finetune.rl.advantage_kwargs`).
 
     Returns:
         float64, shape of ``returns_nK``.
+    Raises:
+        ConfigError: the function does not take ``kwargs``, or returned another shape.
     """
-    n = len(returns_nK)
-    if kind == "value":
-        return returns_nK.copy()
-    centred = returns_nK - returns_nK.mean(axis=0)
-    if n == 1:
-        return np.zeros_like(centred)
-    if kind == "group_mean":
-        return centred
-    if kind == "group_std":
-        return centred / (returns_nK.std(axis=0, ddof=1) + STD_EPSILON)
-    return centred * (n / (n - 1))
+    function = find_advantage(kind)
+    found = function(returns_nK, **keyword_arguments("advantage", function, {}, kwargs or {}))
+    found_nK = np.asarray(found, dtype=np.float64)
+    if found_nK.shape != returns_nK.shape:
+        raise ConfigError(
+            f"`finetune.rl.advantage` is {kind}: it returned shape {found_nK.shape} for returns of shape "
+            f"{returns_nK.shape}; both must be the same"
+        )
+    return found_nK
 
 
 def batch_std_scale(advantages: np.ndarray) -> float:
@@ -72,12 +105,14 @@ def step_returns(rewards: Sequence[np.ndarray], discount: float = 1.0) -> np.nda
     return returns_nK
 
 
-def text_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
+def text_advantages(
+    rewards: Sequence[np.ndarray], kind: str, kwargs: Mapping[str, Any] | None = None
+) -> list[np.ndarray]:
     """Advantage of every text among the texts of the same step: those of the members that reached it."""
     advantages = [np.zeros(len(member)) for member in rewards]
     for t in range(max((len(member) for member in rewards), default=0)):
         reached = [i for i, member in enumerate(rewards) if len(member) > t]
-        found = group_advantages(np.array([rewards[i][t] for i in reached], np.float64), kind)
+        found = group_advantages(np.array([rewards[i][t] for i in reached], np.float64), kind, kwargs)
         for i, advantage in zip(reached, found, strict=True):
             advantages[i][t] = advantage
     return advantages

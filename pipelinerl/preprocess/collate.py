@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl.preprocess.advantages import AdvantageKind, batch_std_scale
+from pipelinerl.preprocess.advantages import batch_std_scale
 from pipelinerl.preprocess.aggregation import AggregationKind, rollout_weights
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
@@ -28,7 +28,7 @@ class Collation:
     seq_length: int
     sequences_per_micro_batch: int | None = None
     """None: pack up to ``seq_length`` tokens; else so many sequences (`finetune.seq_packing=false`)."""
-    advantage: AdvantageKind = "loo"
+    advantage: str = "loo"
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
 

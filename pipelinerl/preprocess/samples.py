@@ -4,13 +4,14 @@ A sample is one rollout, `sample_id` = `<group_id>/<attempt>`, in the order in w
 training sequences are trained in the same optimizer step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pipelinerl.errors import RecordError
-from pipelinerl.preprocess.advantages import AdvantageKind, group_advantages, step_returns, text_advantages
+from pipelinerl.preprocess.advantages import group_advantages, step_returns, text_advantages
 from pipelinerl.preprocess.shaping import (
     all_advantages_zero,
     is_overlong,
@@ -67,11 +68,12 @@ class Sample:
 class Shaping:
     """What of the configuration decides about a single group."""
 
-    advantage: AdvantageKind = "loo"
+    advantage: str = "loo"
     seq_length: int
     filter_zero_advantage_groups: bool = False
     overlong_filtering: bool = False
     overlong_buffer_tokens: int = 0
+    advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
     step_discount: float = 1.0
     """Of returns, per step (`finetune.rl.step_discount`)."""
     max_tokens: int = field(default=0)
@@ -112,16 +114,16 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
 
 def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
     """For every rollout of a group the advantage of each of its sequences, from shaped rewards."""
-    kind = shaping.advantage
+    kind, kwargs = shaping.advantage, shaping.advantage_kwargs
     if rollouts[0].rewards == "rollout":
         rewards_n = np.array([r.reward + _penalty(r.sequences, shaping) for r in rollouts], np.float64)
-        advantages_n = group_advantages(rewards_n, kind)
+        advantages_n = group_advantages(rewards_n, kind, kwargs)
         return [np.full(len(r.sequences), a) for r, a in zip(rollouts, advantages_n, strict=True)]
     rewards = [_shaped_text_rewards(rollout, shaping) for rollout in rollouts]
     if rollouts[0].rewards == "steps":
-        advantages = list(group_advantages(step_returns(rewards, shaping.step_discount), kind))
+        advantages = list(group_advantages(step_returns(rewards, shaping.step_discount), kind, kwargs))
     else:
-        advantages = text_advantages(rewards, kind)
+        advantages = text_advantages(rewards, kind, kwargs)
     return [
         a[[s.turn for s in r.sequences]] if r.sequences else a[:0] for r, a in zip(rollouts, advantages, strict=True)
     ]

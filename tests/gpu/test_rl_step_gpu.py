@@ -9,7 +9,8 @@ from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.model import Policy, PolicyOutput, packing_error
 from pipelinerl.finetune.ring import EXACT, FLASH
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
-from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
+from pipelinerl.finetune.rl.tokens import TokenInputs
 from tests.models import make_qwen2
 
 pytestmark = pytest.mark.gpu

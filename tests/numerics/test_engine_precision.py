@@ -12,7 +12,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune import model
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.engines import build_engine
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 from tests.models import make_qwen2
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
-from pipelinerl.finetune.rl.losses import LossSettings, PolicyObjective, TokenInputs
+from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
+from pipelinerl.finetune.rl.tokens import TokenInputs
 
 
 def make_inputs(count: int, dtype: torch.dtype = torch.float32) -> TokenInputs:

@@ -13,7 +13,7 @@ from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, packing_error
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Shaping, prepare_group
@@ -23,7 +23,9 @@ from tests.models import make_qwen2
 SAMPLES, VOCAB = 7, 48
 SETTINGS = {
     "reinforce": LossSettings(kl_coef=0.1, entropy_bonus=0.05),
-    "gspo": LossSettings(policy_loss="gspo", sequence_tis=2.0, entropy_bonus=0.05),
+    "gspo": LossSettings(policy_loss="gspo", sequence_mis=2.0, entropy_bonus=0.05),
+    "gspo with a proximal policy": LossSettings(policy_loss="gspo", proximal=True, sequence_tis=2.0, kl_coef=0.1),
+    "decoupled_ppo": LossSettings(policy_loss="decoupled_ppo", sequence_tis=2.0, veto=1e-3),
 }
 
 

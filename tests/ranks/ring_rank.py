@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
-from pipelinerl.finetune.rl.losses import SequenceGroup
+from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.observability.role import leave
 
 LENGTH, HEADS, KV_HEADS, SIZE, SCALE = 6, 4, 2, 8, 0.3

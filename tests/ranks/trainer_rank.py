@@ -22,7 +22,7 @@ from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, read_ranks
 from pipelinerl.finetune.loop import make_engine, make_rules
 from pipelinerl.finetune.optim import learning_rate
-from pipelinerl.finetune.rl.losses import settings_at
+from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.observability.role import leave
 from pipelinerl.records import MicroBatch
@@ -66,7 +66,7 @@ def main(job: dict[str, Any]) -> None:
     for step in range(*job["steps"]):
         sharing = cfg.finetune.seq_parallel
         records = records_of(step, rank // sharing, world_size // sharing)
-        settings = settings_at(cfg.finetune.rl, step, 100)
+        settings = settings_at(cfg, step)
         metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step)))
         if step + 1 == job.get("save_at"):
             saver = make_saver(engine, Path(job["save"]), job["model"])

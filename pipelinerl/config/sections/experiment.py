@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipelinerl.config.keys import REQUIRED, Section, key
+from pipelinerl.config.objectives import POLICY_LOSSES
 from pipelinerl.config.sections.machines import (
     LauncherSection,
     StreamsSection,
@@ -140,6 +141,14 @@ class Config(Section):  # structure: one field per key of the top level
     launcher: LauncherSection
     verifier: VerifierSection
     wandb: WandbSection
+
+    @property
+    def proximal_steps(self) -> int | None:
+        """Optimizer steps that share one proximal policy; None: ratios are taken to the sampler."""
+        rl = self.finetune.rl
+        known = POLICY_LOSSES.get(rl.policy_loss)
+        always = known is not None and known.proximal == "always"
+        return self.steps_per_phase if rl.proximal_every is None and always else rl.proximal_every
 
     @property
     def batch_size(self) -> int:

@@ -1,26 +1,34 @@
 """Sections of the trainer: batches, optimizer, engine, adapters, objective."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipelinerl.config.keys import Section, key
+from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES, names
 
 
 class RLSection(Section):  # structure: one field per key
     """The objective. [algorithms.md](algorithms.md) has the formulas, the § of which the rows name.
     Files in `conf/finetune` combine them, e.g. `finetune=grpo`."""
 
-    policy_loss: Literal["reinforce", "ppo", "gspo", "decoupled_ppo"] = key("reinforce", "§2")
-    advantage: Literal["loo", "group_mean", "group_std", "batch_std", "value"] = key("loo", "§1")
+    policy_loss: str = key("reinforce", f"{names(POLICY_LOSSES)} (§2)")
+    policy_loss_kwargs: dict[str, Any] = key({}, "keyword arguments of a loss of yours")
+    advantage: str = key("loo", f"{names(ADVANTAGES)} (§1)")
+    advantage_kwargs: dict[str, Any] = key({}, "keyword arguments of an advantage of yours")
     step_discount: float = key(1.0, "factor per step in returns of rollouts with `rewards=steps` (§1)", gt=0, le=1)
     aggregation: Literal["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"] = key("sum_over_batch", "§4")
+    proximal_every: PositiveInt | None = key(
+        None,
+        "steps that share one proximal policy, to which `ppo`, `gspo` and `decoupled_ppo` then take their ratio. Null "
+        "= the sampler, or `steps_per_phase` for `decoupled_ppo`. With 1 the clip is idle (§2)",
+    )
     ratio_clamp: PositiveFloat = key(5.0, "c of `reinforce`")
     epsilon_low: PositiveFloat = key(0.2, "lower clip of `ppo`, `gspo`, `decoupled_ppo`")
     epsilon_high: PositiveFloat = key(0.2, "upper clip")
-    token_tis: PositiveFloat | None = key(None, "correction, weight min(ρ, C). Null = off")
+    token_tis: PositiveFloat | None = key(None, "correction, bounds the weight at C. Null = off")
     sequence_tis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
-    token_mis: PositiveFloat | None = key(None, "correction, weight ρ and 0 beyond C. Null = off")
+    token_mis: PositiveFloat | None = key(None, "correction, drops tokens with ρ beyond C. Null = off")
     sequence_mis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
     veto: float | None = key(None, "drop a sequence with any ρ below this (1e-4). Null = off", gt=0, lt=1)
     kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference model (§3)")

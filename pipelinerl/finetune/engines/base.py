@@ -19,7 +19,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
 

@@ -22,7 +22,7 @@ from pipelinerl.finetune.engines.base import (
 )
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 
 BUCKET_BYTES = 64 * 2**20
 

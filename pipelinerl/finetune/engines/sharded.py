@@ -26,7 +26,7 @@ from pipelinerl.finetune.engines.base import (
 )
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 
 
 class ShardedEngine(Engine):

@@ -28,7 +28,7 @@ from pipelinerl.finetune.engines.base import (
 )
 from pipelinerl.finetune.model import Policy, PolicyOutput
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.finetune.rl.losses import LossSettings
+from pipelinerl.finetune.rl.objective import LossSettings
 
 UNCLIPPED = 1e12
 """DeepSpeed computes the gradient norm only when it clips."""

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.finetune.rl.losses import LagInputs, LossSettings, clipped_tokens, kl_k3, segment_sum
+from pipelinerl.finetune.rl.objective import LossSettings, kl_k3, policy_term
+from pipelinerl.finetune.rl.tokens import LagInputs, segment_sum
 
 SUMS = (
     "loss",
@@ -22,6 +23,7 @@ SUMS = (
     "abs_log_ratio",
     "k3",
     "clipped",
+    "corrected",
     "entropy",
     "kl",
     "value_loss",
@@ -69,6 +71,8 @@ class StepDiagnostics:
         fresh_K = lags.lag_K == 0
         kl = inputs.ref_logprobs_K
         zero = log_ratio_K.new_zeros(())
+        loss, tokens = policy_term(logprobs_K, inputs, settings)
+        clipped = zero if loss.clipped_K is None else loss.clipped_K.sum().double()
         self._sums += torch.stack(
             [
                 output.loss.double(),
@@ -78,7 +82,8 @@ class StepDiagnostics:
                 log_ratio_K.sum(),
                 log_ratio_K.abs().sum(),
                 (ratio_K - log_ratio_K - 1.0).sum(),
-                clipped_tokens(logprobs_K, inputs, settings).sum().double(),
+                clipped,
+                tokens.corrected_K.sum().double(),
                 entropy_K.double().sum(),
                 zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
                 output.value_loss.double(),
@@ -140,6 +145,7 @@ def step_metrics(totals: dict[str, float]) -> dict[str, float]:
         "logratio_abs_max": totals["max_abs_log_ratio"] if trained else 0.0,
         "logratio_abs_max_lag0": totals["max_abs_log_ratio_fresh"] if trained else 0.0,
         "clip_fraction": totals["clipped"] / tokens,
+        "corrected_fraction": totals["corrected"] / tokens,
         "lag_min": -totals["max_negative_lag"] if trained else 0.0,
         "lag_mean": totals["lag"] / tokens,
         "lag_max": totals["max_lag"] if trained else 0.0,

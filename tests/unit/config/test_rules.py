@@ -4,6 +4,7 @@ import pytest
 
 from pipelinerl.config import rules
 from pipelinerl.config.load import compose, parse
+from pipelinerl.config.objective_rules import kl_has_reference
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 
@@ -50,8 +51,11 @@ REFUSED = {
     "external_redis_has_address": {"streams__external": True},
     "head_precision_agrees": {"finetune__fp32_lm_head": False},
     "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
-    "epsilon_is_used": {"finetune__rl__epsilon_low": 0.1},
-    "ratio_clamp_is_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
+    "objective_is_known": {"finetune__rl__policy_loss": "reinforced"},
+    "loss_keys_are_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
+    "ratio_clamp_is_not_replaced": {"finetune__rl__token_mis": 2.0, "finetune__rl__ratio_clamp": 3.0},
+    "ratio_is_counted_once": {"finetune__rl__policy_loss": "gspo", "finetune__rl__sequence_tis": 2.0},
+    "proximal_policy_is_used": {"finetune__rl__proximal_every": 1},
     "kl_clamp_is_used": {"finetune__rl__kl_clamp": 2.0},
     "filter_knows_advantages": {
         "preprocess__filter_zero_advantage_groups": True,
@@ -95,7 +99,6 @@ def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
     [
         ("reinforce", "epsilon_low", 0.1),
         ("reinforce", "epsilon_high", 0.28),
-        ("decoupled_ppo", "epsilon_high", 0.28),
         ("ppo", "ratio_clamp", 2.0),
         ("gspo", "ratio_clamp", 2.0),
         ("decoupled_ppo", "ratio_clamp", 2.0),
@@ -107,6 +110,26 @@ def test_bound_that_the_policy_loss_does_not_have_is_refused_by_name(
     changes = {"finetune__rl__policy_loss": loss, f"finetune__rl__{key}": value}
     with pytest.raises(ConfigError, match=rf"`finetune\.rl\.{key}`={value} has no effect.*is {loss}"):
         rules.check(changed(base, **changes))
+
+
+def test_ratio_truncated_at_both_levels_is_refused(base: Config) -> None:
+    both = changed(base, finetune__rl__token_tis=2.0, finetune__rl__sequence_tis=3.0)
+    with pytest.raises(ConfigError, match=r"token_tis`=2.0 and .*sequence_tis`=3.0.*remove one"):
+        rules.check(both)
+
+
+def test_truncation_is_accepted_where_the_weight_is_outside_the_clip(base: Config) -> None:
+    for changes in (
+        {"finetune__rl__policy_loss": "decoupled_ppo"},
+        {"finetune__rl__policy_loss": "gspo", "finetune__rl__proximal_every": 1},
+        {},
+    ):
+        rules.check(changed(base, finetune__rl__token_tis=2.0, **changes))
+
+
+def test_kwargs_without_a_function_of_ones_own_are_refused(base: Config) -> None:
+    with pytest.raises(ConfigError, match=r"policy_loss_kwargs` is for functions of yours"):
+        rules.check(changed(base, finetune__rl__policy_loss_kwargs={"cap": 2}))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +164,7 @@ def test_veto_that_would_drop_on_policy_sequences_is_refused(base: Config) -> No
 
 
 def test_kl_with_a_reference_server_is_accepted(base: Config) -> None:
-    assert rules.kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1)) is None
+    assert kl_has_reference(changed(base, finetune__rl__kl_coef=0.1, world__preprocessor_fraction=1)) is None
 
 
 @pytest.mark.parametrize("phase", [1, 2, 5])
@@ -154,6 +177,7 @@ def test_lag_bound_of_a_phase_is_its_length_minus_one(base: Config, phase: int) 
 
 
 HINTED = {
+    "clip_is_idle": {"finetune__rl__policy_loss": "decoupled_ppo", "finetune__rl__epsilon_high": 0.28},
     "reference_without_kl": {"world__preprocessor_fraction": 1},
     "address_without_redis": {"streams__port": 6379},
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},

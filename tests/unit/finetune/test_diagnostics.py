@@ -8,7 +8,8 @@ import torch
 
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
-from pipelinerl.finetune.rl.losses import LagInputs, LossSettings, TokenInputs
+from pipelinerl.finetune.rl.objective import LossSettings
+from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.observability.catalogue import undeclared
 
 RATIOS = [1.0, 2.0, 10.0, 0.5]

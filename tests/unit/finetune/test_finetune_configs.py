@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.config.load import CONF_DIR, compose, validate
-from pipelinerl.finetune.rl.losses import settings_at
+from pipelinerl.finetune.rl.objective import settings_at
 
 NAMES = sorted(path.stem for path in (CONF_DIR / "finetune").glob("*.yaml"))
 
@@ -12,7 +12,7 @@ NAMES = sorted(path.stem for path in (CONF_DIR / "finetune").glob("*.yaml"))
 def test_finetune_group_composes(name: str) -> None:
     overrides = [f"finetune={name}", "output_dir=x", "dataset_loader=os.getcwd", "actor.rollout_policy=os.getcwd"]
     cfg = validate(compose("base", overrides))
-    assert settings_at(cfg.finetune.rl, 0, 10).policy_loss == cfg.finetune.rl.policy_loss
+    assert settings_at(cfg, 0).policy_loss == cfg.finetune.rl.policy_loss
 
 
 def test_the_algorithms_users_expect_are_there() -> None:

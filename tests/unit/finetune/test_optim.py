@@ -3,14 +3,18 @@
 import pytest
 
 from pipelinerl.config.load import compose, parse
-from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.config.sections import Config, FinetuneSection
 from pipelinerl.finetune.optim import learning_rate
-from pipelinerl.finetune.rl.losses import settings_at
+from pipelinerl.finetune.rl.objective import settings_at
+
+
+def make_config(*overrides: str) -> Config:
+    base = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.learning_rate=1.0"]
+    return parse(compose("base", [*base, *(f"finetune.{o}" for o in overrides)]))
 
 
 def make(*overrides: str) -> FinetuneSection:
-    base = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.learning_rate=1.0"]
-    return parse(compose("base", [*base, *(f"finetune.{o}" for o in overrides)])).finetune
+    return make_config(*overrides).finetune
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,7 @@ def test_learning_rate_follows_its_schedule(kind: str, expected: list[float]) ->
 
 
 def test_coefficients_decay_linearly_to_their_final_values() -> None:
-    rl = make("rl.kl_coef=0.4", "rl.final_kl_coef=0.0", "rl.entropy_bonus=0.1").rl
-    assert [settings_at(rl, step, 5).kl_coef for step in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
-    assert settings_at(rl, 4, 5).entropy_bonus == pytest.approx(0.1)
+    overrides = ("max_train_steps=5", "rl.kl_coef=0.4", "rl.final_kl_coef=0.0", "rl.entropy_bonus=0.1")
+    cfg = make_config(*overrides)
+    assert [settings_at(cfg, step).kl_coef for step in range(5)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0])
+    assert settings_at(cfg, 4).entropy_bonus == pytest.approx(0.1)

@@ -1,0 +1,156 @@
+"""Constraints within `finetune.rl`: what a loss takes by the registry, and no ratio counted twice."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from pipelinerl.config.keys import declared
+from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES
+from pipelinerl.config.sections import Config, RLSection
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Default values of `finetune.rl`."""
+    return {key.last: key.default for key in declared(RLSection)}
+
+
+def _changed(config: Config, *names: str) -> str:
+    """Those of the keys of `finetune.rl` that differ from their defaults, with their values; empty if none does."""
+    values = {name: getattr(config.finetune.rl, name) for name in names}
+    return " and ".join(f"`finetune.rl.{name}`={value}" for name, value in values.items() if value != defaults()[name])
+
+
+def objective_is_known(config: Config) -> str | None:
+    for name, registry in (("policy_loss", POLICY_LOSSES), ("advantage", ADVANTAGES)):
+        value, kwargs = getattr(config.finetune.rl, name), getattr(config.finetune.rl, f"{name}_kwargs")
+        if value not in registry and "." not in value:
+            return (
+                f"`finetune.rl.{name}` is {value!r}: it is none of {', '.join(registry)}; write the dotted name of a "
+                "function of yours as module.function"
+            )
+        if value in registry and kwargs:
+            return (
+                f"`finetune.rl.{name}_kwargs` is for functions of yours, but `finetune.rl.{name}` is {value}: remove it"
+            )
+    return None
+
+
+def loss_keys_are_used(config: Config) -> str | None:
+    """Of a built-in loss: what it takes is in the registry; a function of yours is asked when the domain is tried."""
+    loss = config.finetune.rl.policy_loss
+    if loss not in POLICY_LOSSES:
+        return None
+    every = {key for entry in POLICY_LOSSES.values() for key in entry.keys}
+    changed = _changed(config, *sorted(every - set(POLICY_LOSSES[loss].keys)))
+    if not changed:
+        return None
+    return (
+        f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}, which takes "
+        f"{' and '.join(POLICY_LOSSES[loss].keys)}; remove it"
+    )
+
+
+def ratio_clamp_is_not_replaced(config: Config) -> str | None:
+    rl, changed = config.finetune.rl, _changed(config, "ratio_clamp")
+    masked = rl.token_mis is not None or rl.sequence_mis is not None
+    if rl.policy_loss != "reinforce" or not changed or not masked or rl.token_tis or rl.sequence_tis:
+        return None
+    return f"{changed} has no effect: a mask (token_mis, sequence_mis) takes the place of the clamp; remove one"
+
+
+def ratio_is_counted_once(config: Config) -> str | None:
+    rl = config.finetune.rl
+    loss, known = rl.policy_loss, POLICY_LOSSES.get(rl.policy_loss)
+    truncated = [name for name in ("token_tis", "sequence_tis") if getattr(rl, name) is not None]
+    if len(truncated) == 2:
+        return (
+            f"`finetune.rl.token_tis`={rl.token_tis} and `finetune.rl.sequence_tis`={rl.sequence_tis}: the weight is "
+            "the token's ratio or the sequence's, truncated; remove one"
+        )
+    if known and known.proximal == "optional" and rl.proximal_every is None and truncated:
+        return (
+            f"`finetune.rl.{truncated[0]}`={getattr(rl, truncated[0])}: {loss} already holds π/μ in its clip, so that "
+            "truncating it would count it twice; use token_mis, sequence_mis or veto, or set finetune.rl.proximal_every"
+        )
+    return None
+
+
+def proximal_policy_is_used(config: Config) -> str | None:
+    rl = config.finetune.rl
+    known = POLICY_LOSSES.get(rl.policy_loss)
+    if (config.proximal_steps or 1) > 1:
+        return f"`finetune.rl.proximal_every` is {config.proximal_steps}: only 1 is there yet"
+    if rl.proximal_every is None or known is None or known.proximal != "never":
+        return None
+    return (
+        f"`finetune.rl.proximal_every`={rl.proximal_every} has no effect: {rl.policy_loss} clips no ratio to a "
+        "proximal policy; remove it"
+    )
+
+
+def kl_clamp_is_used(config: Config) -> str | None:
+    rl, changed = config.finetune.rl, _changed(config, "kl_clamp")
+    if rl.kl_coef == 0 and rl.final_kl_coef == 0 and changed:
+        return f"{changed} has no effect: `finetune.rl.kl_coef` and `finetune.rl.final_kl_coef` are 0; remove it"
+    return None
+
+
+def kl_has_reference(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if (rl.kl_coef == 0 and rl.final_kl_coef == 0) or config.world.preprocessor_fraction > 0:
+        return None
+    return (
+        f"`finetune.rl.kl_coef` is {rl.kl_coef} and `finetune.rl.final_kl_coef` is {rl.final_kl_coef} but "
+        "`world.preprocessor_fraction` is 0: a KL term needs a reference server; set it to 1 or "
+        "more, or both coefficients to 0"
+    )
+
+
+def value_advantage_has_value_loss(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if rl.advantage == "value" and rl.value_loss_coef == 0:
+        return (
+            "`finetune.rl.advantage` is value but `finetune.rl.value_loss_coef` is 0: the value head would "
+            "never learn; set it to 0.5"
+        )
+    if rl.advantage != "value" and rl.value_loss_coef > 0:
+        return (
+            f"`finetune.rl.value_loss_coef` is {rl.value_loss_coef} but `finetune.rl.advantage` is "
+            f"{rl.advantage}: only the "
+            "value advantage has a value head; set the first to 0 or the second to value"
+        )
+    return None
+
+
+def group_has_baseline(config: Config) -> str | None:
+    if config.attempts > 1 or config.finetune.rl.advantage == "value":
+        return None
+    return (
+        f"`attempts` is 1 but `finetune.rl.advantage` is {config.finetune.rl.advantage}: a group of "
+        "one has advantage 0 and "
+        "nothing would be learned; raise `attempts` or use the value advantage"
+    )
+
+
+def clip_is_idle(config: Config) -> str | None:
+    if config.proximal_steps != 1 or not _changed(config, "epsilon_low", "epsilon_high"):
+        return None
+    return (
+        "finetune.rl.epsilon_low and epsilon_high clip nothing: the proximal policy changes with every optimizer step, "
+        "so that its ratio is 1; finetune.rl.proximal_every=4 shares one over four steps"
+    )
+
+
+OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
+    objective_is_known,
+    loss_keys_are_used,
+    ratio_clamp_is_not_replaced,
+    ratio_is_counted_once,
+    proximal_policy_is_used,
+    kl_clamp_is_used,
+    kl_has_reference,
+    value_advantage_has_value_loss,
+    group_has_baseline,
+)
+OBJECTIVE_HINTS: tuple[Callable[[Config], str | None], ...] = (clip_is_idle,)

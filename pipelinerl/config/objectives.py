@@ -1,0 +1,74 @@
+"""Registry of the built-in policy losses and advantages, and how a function of either kind gets its arguments.
+
+A built-in one is a dotted name like anybody's own (`finetune.rl.policy_loss=my_module.my_loss`) with a short name in
+front. Light: nothing here imports torch, so that the rules can ask what a loss uses.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipelinerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BuiltInLoss:
+    """A line of the registry."""
+
+    function: str
+    """Dotted name."""
+    keys: tuple[str, ...]
+    """Keys of `finetune.rl` that it takes: its keyword-only parameters."""
+    proximal: Literal["never", "optional", "always"]
+    """Whether it clips a ratio to a proximal policy (`finetune.rl.proximal_every`)."""
+
+
+_CLIP = ("epsilon_low", "epsilon_high")
+POLICY_LOSSES: Mapping[str, BuiltInLoss] = {
+    "reinforce": BuiltInLoss("pipelinerl.finetune.rl.reinforce.reinforce", ("ratio_clamp",), "never"),
+    "ppo": BuiltInLoss("pipelinerl.finetune.rl.ppo.ppo", _CLIP, "optional"),
+    "gspo": BuiltInLoss("pipelinerl.finetune.rl.gspo.gspo", _CLIP, "optional"),
+    "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.ppo.ppo", _CLIP, "always"),
+}
+ADVANTAGES: Mapping[str, str] = {
+    "loo": "pipelinerl.preprocess.advantages.leave_one_out",
+    "group_mean": "pipelinerl.preprocess.advantages.group_mean",
+    "group_std": "pipelinerl.preprocess.advantages.group_std",
+    "batch_std": "pipelinerl.preprocess.advantages.leave_one_out",
+    "value": "pipelinerl.preprocess.advantages.returns",
+}
+
+
+def names(registry: Mapping[str, Any]) -> str:
+    """For descriptions of keys: `a`, `b` or a dotted name."""
+    return ", ".join(f"`{name}`" for name in registry) + ", or the dotted name of a function of yours"
+
+
+def keyword_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Those that the configuration gives."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def keyword_arguments(
+    key: str, function: Callable[..., Any], settings: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a loss or an advantage: ``own`` from the YAML first, then keys of `finetune.rl` of the same name.
+
+    Raises:
+        ConfigError: ``own`` has what the function does not take, or a parameter without default has no value.
+    """
+    parameters = {parameter.name: parameter for parameter in keyword_parameters(function)}
+    name = getattr(function, "__qualname__", type(function).__name__)
+    unknown = sorted(own.keys() - parameters.keys())
+    if unknown:
+        raise ConfigError(
+            f"`finetune.rl.{key}_kwargs.{unknown[0]}` is no keyword-only parameter of {name}, which takes "
+            f"{', '.join(parameters) or 'none'}"
+        )
+    given = {n: own[n] if n in own else settings[n] for n in parameters if n in own or n in settings}
+    missing = [n for n, p in parameters.items() if n not in given and p.default is inspect.Parameter.empty]
+    if missing:
+        raise ConfigError(f"`finetune.rl.{key}_kwargs.{missing[0]}` is missing: {name} needs it")
+    return given

@@ -1,0 +1,81 @@
+"""Off-policy corrections: what becomes of the ratio of the proximal policy (or the trained one) to the sampler.
+
+A ratio is counted ONCE. Truncation (TIS) bounds it, masking (MIS) and veto set it to 0; the loss decides whether it
+multiplies by the corrected ratio or, where it holds the ratio already, by the mask alone (docs/algorithms.md §2).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipelinerl.finetune.rl.tokens import LARGEST_EXPONENT, TokenInputs, segment_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """The configured bounds C; None = off. The sequence forms take ρ as the product over the sequence's tokens."""
+
+    token_tis: float | None = None
+    sequence_tis: float | None = None
+    token_mis: float | None = None
+    sequence_mis: float | None = None
+    veto: float | None = None
+
+    @property
+    def truncation(self) -> float | None:
+        """Bound of the weight."""
+        return self.token_tis if self.token_tis is not None else self.sequence_tis
+
+    @property
+    def masks(self) -> bool:
+        return any(bound is not None for bound in (self.token_mis, self.sequence_mis, self.veto))
+
+    @property
+    def sequence_level(self) -> bool:
+        return any(bound is not None for bound in (self.sequence_tis, self.sequence_mis, self.veto))
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether the ratio that is counted is the sequence's instead of the token's: where only its form is set."""
+        if self.truncation is not None:
+            return self.token_tis is None
+        return self.sequence_mis is not None and self.token_mis is None
+
+    @property
+    def mask_bounds_weight(self) -> bool:
+        """Whether masking alone bounds the ratio that is counted: ρ·1[ρ ≤ C]."""
+        own = self.sequence_mis if self.weighs_sequences else self.token_mis
+        return self.truncation is None and own is not None
+
+
+class Corrected(NamedTuple):
+    weight_K: Tensor
+    """The ratio, truncated and masked; without gradient."""
+    mask_K: Tensor
+    """0 or 1"""
+    changed_K: Tensor
+    """bool: truncated or masked."""
+
+
+def correct(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections) -> Corrected:
+    """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within the inputs' group."""
+    log_ratio_K = log_ratio_K.detach()
+    kept_K = torch.ones_like(log_ratio_K, dtype=torch.bool)
+    whole_K = log_ratio_K
+    if corrections.sequence_tis is not None or corrections.sequence_mis is not None:
+        whole_K = segment_sum(log_ratio_K, inputs)[inputs.segments_K]
+    if corrections.token_mis is not None:
+        kept_K &= log_ratio_K <= math.log(corrections.token_mis)
+    if corrections.sequence_mis is not None:
+        kept_K &= whole_K <= math.log(corrections.sequence_mis)
+    if corrections.veto is not None:
+        below_K = log_ratio_K < math.log(corrections.veto)
+        kept_K &= (segment_sum(below_K.to(log_ratio_K.dtype), inputs) == 0)[inputs.segments_K]
+    counted_K = whole_K if corrections.weighs_sequences else log_ratio_K
+    bound = LARGEST_EXPONENT if corrections.truncation is None else math.log(corrections.truncation)
+    mask_K = kept_K.to(log_ratio_K.dtype)
+    weight_K = counted_K.clamp(max=bound).exp() * mask_K
+    return Corrected(weight_K, mask_K, ~kept_K | (counted_K > bound))

@@ -1,0 +1,116 @@
+"""What a policy loss is given and what it gives back: the interface of the built-in ones and of your own.
+
+A policy loss is a function ``loss(logprobs_K, tokens, *, …) -> TokenLoss`` (or the [K] losses alone). It returns one
+number per trained token, to be minimised; advantages and the ratio are its business, while KL, entropy and aggregation
+are added for every loss alike. Its keyword-only parameters come from the configuration: those named like a key of
+`finetune.rl` from there, others from `finetune.rl.policy_loss_kwargs`.
+
+Shapes: K trained tokens of one micro-batch.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipelinerl.finetune.rl.corrections import Corrected, Corrections, correct
+from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, segment_sum
+
+
+class TokenLoss(NamedTuple):
+    """What a policy loss returns."""
+
+    losses_K: Tensor
+    """Differentiable with respect to the log-probabilities."""
+    clipped_K: Tensor | None = None
+    """bool: where the loss's own clip acts (metric `clip_fraction`); None = it has none."""
+
+
+class PolicyTokens:
+    """Constants of the trained tokens, and the ratios that a loss may use. Only ``ratio`` has a gradient."""
+
+    def __init__(self, logprobs_K: Tensor, inputs: TokenInputs, corrections: Corrections, proximal: bool):
+        self._inputs, self._corrections = inputs, corrections
+        self._logprobs_K = logprobs_K.detach()
+        self.has_proximal = proximal
+        """Whether ratios are taken to a proximal policy instead of the sampler."""
+        self.read_weights = self.read_masks = False
+
+    @property
+    def advantages_K(self) -> Tensor:
+        return self._inputs.advantages_K
+
+    @property
+    def sampler_logprobs_K(self) -> Tensor:
+        """log μ"""
+        return self._inputs.sampler_logprobs_K
+
+    @property
+    def reference_logprobs_K(self) -> Tensor:
+        """log π_prox with a proximal policy, else log μ: what ``ratio`` divides by."""
+        return self._proximal_logprobs_K if self.has_proximal else self.sampler_logprobs_K
+
+    @property
+    def weight_K(self) -> Tensor:
+        """π/μ (with a proximal policy π_prox/μ) with all corrections: the factor of −A·log π in a policy gradient."""
+        self.read_weights = True
+        return self._corrected.weight_K
+
+    @property
+    def mask_K(self) -> Tensor:
+        """0 where a correction drops the token, else 1: for a loss that holds π/μ already."""
+        self.read_masks = True
+        return self._corrected.mask_K
+
+    @property
+    def outer_weight_K(self) -> Tensor:
+        """Factor of a loss in ``ratio``: π_prox/μ, corrected, or the mask alone where ``ratio`` is π/μ itself."""
+        return self.weight_K if self.has_proximal else self.mask_K
+
+    @property
+    def mask_bounds_weight(self) -> bool:
+        """Whether ``weight_K`` is bounded by a mask (ρ·1[ρ ≤ C]) and needs no clamp."""
+        return self._corrections.mask_bounds_weight
+
+    @property
+    def corrected_K(self) -> Tensor:
+        """bool: tokens that a correction truncates or drops."""
+        return self._corrected.changed_K
+
+    def ratio(self, logprobs_K: Tensor) -> Tensor:
+        """π_θ over the reference policy, differentiable, bounded so that it is a float32."""
+        return bounded_exp(logprobs_K - self.reference_logprobs_K)
+
+    def sequence_mean(self, values_K: Tensor) -> Tensor:
+        """[K] mean over the trained tokens of the token's sequence; only in a loss that is not ``token_level``."""
+        counts_S = segment_sum(torch.ones_like(values_K), self._inputs).clamp(min=1.0)
+        return (segment_sum(values_K, self._inputs) / counts_S)[self._inputs.segments_K]
+
+    @property
+    def _proximal_logprobs_K(self) -> Tensor:
+        given_K = self._inputs.proximal_logprobs_K
+        return self._logprobs_K if given_K is None else given_K
+
+    @cached_property
+    def _corrected(self) -> Corrected:
+        base_K = self._proximal_logprobs_K if self.has_proximal else self._logprobs_K
+        return correct(base_K - self.sampler_logprobs_K, self._inputs, self._corrections)
+
+
+PolicyLoss = Callable[..., TokenLoss | Tensor]
+
+
+def token_level(function: PolicyLoss) -> PolicyLoss:
+    """Mark a loss in which a token's loss depends on no other token.
+
+    The output head then calls it with a few tokens at a time. Without the mark it gets all tokens of a micro-batch at
+    once, which costs a second pass over the head where they are more than `finetune.head_chunk_tokens`.
+    """
+    function.token_level = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_token_level(function: Callable[..., Any]) -> bool:
+    return bool(getattr(function, "token_level", False))

@@ -1,0 +1,151 @@
+"""The whole objective of a micro-batch: policy loss + KL term − entropy bonus, weighted (docs/algorithms.md §2 to §4).
+
+The loss of an optimizer batch is ``Σ weight_t · loss_t``, where the weight carries the whole aggregation. Every term is
+a pure function of the trained policy's log-probabilities (differentiable) and of constants, so that every loss composes
+with every correction that is defined for it, with KL and with entropy.
+
+Shapes: K trained tokens of one micro-batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from pipelinerl.config.load import resolve_function
+from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.rl.corrections import Corrections
+from pipelinerl.finetune.rl.interface import PolicyLoss, PolicyTokens, TokenLoss, is_token_level
+from pipelinerl.finetune.rl.tokens import TokenInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The part of ``finetune.rl`` that shapes the loss of one optimizer step."""
+
+    policy_loss: str = "reinforce"
+    """Name in the registry, or dotted name of a function."""
+    policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    proximal: bool = False
+    """Whether ratios are taken to a proximal policy, whatever the loss is; `decoupled_ppo` always does."""
+    ratio_clamp: float = 5.0
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    token_tis: float | None = None
+    sequence_tis: float | None = None
+    token_mis: float | None = None
+    sequence_mis: float | None = None
+    veto: float | None = None
+    kl_coef: float = 0.0
+    kl_clamp: float = 5.0
+    entropy_bonus: float = 0.0
+
+    @property
+    def has_proximal(self) -> bool:
+        known = POLICY_LOSSES.get(self.policy_loss)
+        return self.proximal or (known is not None and known.proximal == "always")
+
+    @property
+    def corrections(self) -> Corrections:
+        return Corrections(**{name: getattr(self, name) for name in Corrections.__dataclass_fields__})
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether a token's loss depends on the other tokens of its sequence."""
+        return self.corrections.sequence_level or not is_token_level(find_loss(self.policy_loss))
+
+
+def settings_at(cfg: Config, step: int) -> LossSettings:
+    """Settings of optimizer step ``step``: coefficients decay linearly and reach their final value in the last step."""
+    rl = cfg.finetune.rl
+    done = step / max(cfg.finetune.max_train_steps - 1, 1)
+    names = LossSettings.__dataclass_fields__.keys() - {"proximal"}
+    settings = LossSettings(**{name: getattr(rl, name) for name in names}, proximal=cfg.proximal_steps is not None)
+    return replace(
+        settings,
+        kl_coef=rl.kl_coef + (rl.final_kl_coef - rl.kl_coef) * done,
+        entropy_bonus=rl.entropy_bonus + (rl.final_entropy_bonus - rl.entropy_bonus) * done,
+    )
+
+
+@cache
+def find_loss(name: str) -> PolicyLoss:
+    """The function of a short or dotted name."""
+    return resolve_function(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)
+
+
+def bound_loss(settings: LossSettings) -> Callable[[Tensor, PolicyTokens], TokenLoss | Tensor]:
+    """The policy loss with its keyword arguments."""
+    function = find_loss(settings.policy_loss)
+    arguments = keyword_arguments("policy_loss", function, vars(settings), settings.policy_loss_kwargs)
+    return partial(function, **arguments)
+
+
+def policy_term(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> tuple[TokenLoss, PolicyTokens]:
+    """The policy loss of each token, corrected, and what it was given.
+
+    Raises:
+        ConfigError: a configured correction has no effect on this loss.
+    """
+    tokens = PolicyTokens(logprobs_K, inputs, settings.corrections, settings.has_proximal)
+    found = bound_loss(settings)(logprobs_K, tokens)
+    loss = found if isinstance(found, TokenLoss) else TokenLoss(found)
+    _refuse_unused_corrections(settings, tokens)
+    return loss, tokens
+
+
+def _refuse_unused_corrections(settings: LossSettings, tokens: PolicyTokens) -> None:
+    if settings.corrections.truncation is not None and not tokens.read_weights:
+        name = "token_tis" if settings.token_tis is not None else "sequence_tis"
+        raise ConfigError(
+            f"`finetune.rl.{name}` bounds the weight π/μ, but `finetune.rl.policy_loss` {settings.policy_loss} already "
+            "holds that ratio in its clip and would count it twice: remove it, use a mask (token_mis, sequence_mis, "
+            "veto), or set finetune.rl.proximal_every"
+        )
+    if settings.corrections.masks and not (tokens.read_weights or tokens.read_masks):
+        raise ConfigError(
+            f"`finetune.rl.policy_loss` {settings.policy_loss} reads neither weight_K nor mask_K: token_mis, "
+            "sequence_mis and veto would have no effect; remove them or multiply by tokens.mask_K"
+        )
+
+
+def kl_k3(logprobs_K: Tensor, ref_logprobs_K: Tensor, clamp: float) -> Tensor:
+    """e^d − d − 1 with d = log π_ref − log π clamped at ±clamp (k3; http://joschu.net/blog/kl-approx.html)."""
+    d_K = (ref_logprobs_K - logprobs_K).clamp(-clamp, clamp)
+    return d_K.exp() - d_K - 1.0
+
+
+def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> Tensor:
+    """[K] loss of each token: corrected policy loss + KL term − entropy bonus, before the token's weight."""
+    losses_K = policy_term(logprobs_K, inputs, settings)[0].losses_K
+    if settings.kl_coef:
+        assert inputs.ref_logprobs_K is not None, "a KL term without the reference's log-probs would be no KL term"
+        losses_K = losses_K + settings.kl_coef * kl_k3(logprobs_K, inputs.ref_logprobs_K, settings.kl_clamp)
+    if settings.entropy_bonus:
+        losses_K = losses_K - settings.entropy_bonus * entropy_K
+    return losses_K
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The weighted loss of a micro-batch as the output head evaluates it, chunk by chunk or at once."""
+
+    inputs: TokenInputs
+    settings: LossSettings
+    sequence_level: bool = field(init=False)
+    uses_entropy: bool = field(init=False)
+    all_at_once: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        sequence_level = self.settings.sequence_level
+        object.__setattr__(self, "all_at_once", sequence_level and self.inputs.group is not None)
+        object.__setattr__(self, "sequence_level", sequence_level)
+        object.__setattr__(self, "uses_entropy", self.settings.entropy_bonus != 0.0)
+
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
+        inputs = self.inputs[start : start + logprobs_C.shape[0]]
+        return (inputs.weights_K * token_losses(logprobs_C, entropy_C, inputs, self.settings)).sum()
