@@ -7,7 +7,7 @@ batch and of its group, but its tokens count in no denominator.
 Shapes: N rollouts of the optimizer batch.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -15,21 +15,28 @@ import numpy as np
 AggregationKind = Literal["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"]
 
 
-def rollout_weights(
-    kind: AggregationKind, tokens_N: np.ndarray, groups: Sequence[str], weighted_N: np.ndarray
-) -> np.ndarray:
-    """Weight of each trained token of each rollout.
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """What decides about the weights of N rollouts."""
 
-    Args:
-        tokens_N: int64, trained tokens of each rollout, all positive.
-        groups: group id of each rollout; a group cut by the end of the batch counts with the part that is in it.
-        weighted_N: bool, False where the rollout's weight is zero.
+    tokens_N: np.ndarray
+    """int64, trained tokens of each rollout, all positive."""
+    weighted_N: np.ndarray
+    """bool, False where the rollout's weight is zero."""
+    group_sizes_N: np.ndarray
+    """int64, rollouts of its whole group that can be trained, in whichever step they are."""
+    group_tokens_N: np.ndarray
+    """int64, trained tokens of those that have a weight."""
 
-    Returns:
-        float64 [N]
+
+def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
+    """float64 [N]: weight of each trained token of each rollout.
+
+    In `prompt_mean` a group is worth 1 / (groups of the batch), shared by its tokens. A group that the end of the batch
+    cuts keeps its weights: a rollout is worth its share of its own group, and counts as 1 / size of a group.
     """
-    counted_N = np.where(weighted_N, tokens_N, 0).astype(np.float64)
-    n = len(tokens_N)
+    n, weighted_N = len(members.tokens_N), members.weighted_N
+    counted_N = np.where(weighted_N, members.tokens_N, 0).astype(np.float64)
     if kind == "sum_over_batch":
         denominators_N = np.full(n, float(n))
     elif kind == "token_mean":
@@ -37,7 +44,5 @@ def rollout_weights(
     elif kind == "sample_mean":
         denominators_N = n * counted_N
     else:
-        _, group_N = np.unique(np.asarray(groups), return_inverse=True)
-        tokens_G = np.bincount(group_N, weights=counted_N)
-        denominators_N = len(tokens_G) * tokens_G[group_N]
+        denominators_N = (1.0 / members.group_sizes_N).sum() * members.group_tokens_N
     return np.divide(1.0, denominators_N, out=np.zeros(n), where=weighted_N & (denominators_N > 0))

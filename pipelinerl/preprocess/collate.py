@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl.preprocess.advantages import batch_std_scale
-from pipelinerl.preprocess.aggregation import AggregationKind, rollout_weights
+from pipelinerl.preprocess.aggregation import AggregationKind, Members, rollout_weights
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
@@ -62,12 +62,13 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
 
 
 def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
-    weights_N = rollout_weights(
-        collation.aggregation,
-        np.array([sample.num_trained for sample in samples], dtype=np.int64),
-        [sample.group_id for sample in samples],
-        np.array([sample.weighted for sample in samples], dtype=bool),
+    members = Members(
+        tokens_N=np.array([sample.num_trained for sample in samples], dtype=np.int64),
+        weighted_N=np.array([sample.weighted for sample in samples], dtype=bool),
+        group_sizes_N=np.array([sample.group_size for sample in samples], dtype=np.int64),
+        group_tokens_N=np.array([sample.group_tokens for sample in samples], dtype=np.int64),
     )
+    weights_N = rollout_weights(collation.aggregation, members)
     scale = 1.0
     if collation.advantage == "batch_std":
         scale = batch_std_scale(np.array([advantage for sample in samples for advantage in sample.members]))

@@ -5,7 +5,7 @@ training sequences are trained in the same optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,10 @@ class Sample:
     """False: weight zero (overlong filtering)."""
     num_tokens: int = 0
     num_trained: int = 0
+    group_size: int = 1
+    """Rollouts of the group that can be trained, this one included."""
+    group_tokens: int = 0
+    """Trained tokens of those that have a weight."""
     oldest_version: int = 0
     newest_version: int = 0
     drop_reason: str | None = None
@@ -91,10 +95,13 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
     _check_numbers(group, advantages)
     zero = shaping.filter_zero_advantage_groups and shaping.advantage != "value"
     drop_group = ZERO_ADVANTAGE if zero and all_advantages_zero(np.concatenate(advantages)) else None
-    return [
+    samples = [
         _prepare_rollout(group, rollout, (offset, i), member, drop_group, shaping)
         for i, (rollout, member) in enumerate(zip(group.rollouts, advantages, strict=True))
     ]
+    trained = [sample for sample in samples if sample.drop_reason is None]
+    tokens = sum(sample.num_trained for sample in trained if sample.weighted)
+    return [replace(sample, group_size=max(len(trained), 1), group_tokens=tokens) for sample in samples]
 
 
 def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:

@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages
-from pipelinerl.preprocess.aggregation import rollout_weights
+from pipelinerl.preprocess.aggregation import Members, rollout_weights
 from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages
 from pipelinerl.preprocess.shaping import soft_overlong_penalty
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
@@ -150,7 +151,13 @@ def test_prepare_group_infinite_advantage_is_refused_with_the_samples_identity()
 
 
 TOKENS = np.array([10, 30, 20, 40])
-GROUPS = ["g", "g", "h", "h"]
+
+
+def members(weighted: list[bool]) -> Members:
+    """Two groups of two rollouts."""
+    counted = np.where(weighted, TOKENS, 0)
+    sums = counted.reshape(2, 2).sum(1).repeat(2)
+    return Members(tokens_N=TOKENS, weighted_N=np.array(weighted), group_sizes_N=np.full(4, 2), group_tokens_N=sums)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +170,7 @@ GROUPS = ["g", "g", "h", "h"]
     ],
 )
 def test_rollout_weights_by_hand(kind, expected):
-    actual = rollout_weights(kind, TOKENS, GROUPS, np.ones(4, bool))
+    actual = rollout_weights(kind, members([True] * 4))
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
@@ -177,10 +184,51 @@ def test_rollout_weights_by_hand(kind, expected):
     ],
 )
 def test_rollout_weights_zero_weight_rollouts_stay_members_but_their_tokens_count_nowhere(kind, expected):
-    actual = rollout_weights(kind, TOKENS, GROUPS, np.array([True, False, True, True]))
+    actual = rollout_weights(kind, members([True, False, True, True]))
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"])
 def test_rollout_weights_nothing_weighted_is_all_zero(kind):
-    assert rollout_weights(kind, TOKENS, GROUPS, np.zeros(4, bool)).tolist() == [0, 0, 0, 0]
+    assert rollout_weights(kind, members([False] * 4)).tolist() == [0, 0, 0, 0]
+
+
+def test_prompt_mean_rollout_left_alone_in_a_batch_weighs_an_eighth_of_its_group():
+    """A batch of one whole group of 8 and one rollout of the next group of 8, ten tokens each.
+
+    1 + 1/8 groups; each has 80 tokens: 1/90 per token, whoever they belong to. As a group of its own the lone rollout
+    would get 1/(2·10): eight times the 1/(2·80) of the others.
+    """
+    lone = Members(
+        tokens_N=np.full(9, 10),
+        weighted_N=np.ones(9, bool),
+        group_sizes_N=np.full(9, 8),
+        group_tokens_N=np.full(9, 80),
+    )
+    np.testing.assert_allclose(rollout_weights("prompt_mean", lone), np.full(9, 1 / 90), rtol=1e-12)
+
+
+def test_prompt_mean_cut_anywhere_gives_every_token_the_weight_of_the_whole_group():
+    """Three groups of different sizes, equal batches cut across them: within a batch, tokens of a group weigh as
+    1/(its tokens), and the batch's weights add up to 1."""
+    sizes, tokens = [4, 2, 6], [7, 30, 5]
+    groups = [g for g, size in enumerate(sizes) for _ in range(size)]
+    for first in range(0, 12, 3):
+        part = groups[first : first + 3]
+        batch = Members(
+            tokens_N=np.array([tokens[g] for g in part]),
+            weighted_N=np.ones(3, bool),
+            group_sizes_N=np.array([sizes[g] for g in part]),
+            group_tokens_N=np.array([sizes[g] * tokens[g] for g in part]),
+        )
+        weights = rollout_weights("prompt_mean", batch)
+        assert (weights * batch.tokens_N).sum() == pytest.approx(1.0)
+        np.testing.assert_allclose(weights * batch.group_tokens_N, weights[0] * batch.group_tokens_N[0], rtol=1e-12)
+
+
+def test_prepare_group_knows_its_size_without_the_members_that_cannot_be_trained():
+    untrained = msgspec.structs.replace(rollout(1, 0.0), sequences=())
+    samples = prepare_group(
+        0, group(rollout(0, 1.0), untrained, rollout(2, 0.0, sequence(0, 7))), Shaping(seq_length=99)
+    )
+    assert [(sample.group_size, sample.group_tokens) for sample in samples] == [(2, 10)] * 3

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import TokenInputs
-from pipelinerl.preprocess.aggregation import rollout_weights
+from pipelinerl.preprocess.aggregation import Members, rollout_weights
 
 VOCAB, HIDDEN, TEMPERATURE = 37, 6, 0.7
 LOSSES = ("reinforce", "ppo", "gspo", "decoupled_ppo", "ppo with π_prox", "gspo with π_prox")
@@ -202,8 +202,15 @@ def aggregate(kind: str, per_rollout: list[tuple[Rollout, int, Tensor]]) -> Tens
 
 def inputs_of(case: Case, aggregation: str, with_reference: bool, with_proximal: bool = False) -> TokenInputs:
     tokens = np.array([sum(len(s) for s in rollout.sequences) for rollout in case.rollouts])
-    groups = [rollout.group for rollout in case.rollouts]
-    weights = rollout_weights(aggregation, tokens, groups, np.ones(len(tokens), dtype=bool))
+    groups = np.array([rollout.group for rollout in case.rollouts])
+    same = groups[:, None] == groups
+    members = Members(
+        tokens_N=tokens,
+        weighted_N=np.ones(len(tokens), dtype=bool),
+        group_sizes_N=same.sum(1),
+        group_tokens_N=(same * tokens).sum(1),
+    )
+    weights = rollout_weights(aggregation, members)
     columns: list[tuple[float, float, int]] = []
     segment = 0
     for rollout, weight in zip(case.rollouts, weights, strict=True):

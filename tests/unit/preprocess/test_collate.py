@@ -39,6 +39,8 @@ A = by_hand(
     members=(0.5, -0.5),
     ref_logprobs=(np.array([-7.0, -8.0, -9.0], np.float32), np.array([-3.0], np.float32)),
     num_trained=4,
+    group_size=2,
+    group_tokens=5,
 )
 B = by_hand(
     sample_id="0-0/1",
@@ -49,6 +51,8 @@ B = by_hand(
     members=(3.0,),
     ref_logprobs=(np.array([-5.0], np.float32),),
     num_trained=1,
+    group_size=2,
+    group_tokens=5,
 )
 BATCH = OptimizerBatch(step=6, samples=(A, B), next_source=(0, 2))
 
