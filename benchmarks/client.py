@@ -26,8 +26,9 @@ from aiohttp import web
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
-from pipelinerl.actor.scheduler import Scheduler, Settings
+from pipelinerl.actor.transport import Client, RequestLimits
 from pipelinerl.async_llm import GENERATE_ROUTE, llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -86,30 +87,25 @@ async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.C
 
 
 async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[str, float]:
-    """Groups side by side for ``seconds`` through the worker's scheduler."""
+    """Groups side by side for ``seconds`` through the worker's executor."""
     llm = TrainableLLM(
         model_name="policy",
         tokenizer=byte_tokenizer(),
         parameters={"max_tokens": length, "temperature": 1.0} | ({} if join else {"seed": 0}),
         collect_logprobs=True,
     )
-    settings = Settings(
-        rollout_timeout_s=60,
-        request_timeout_s=60,
-        max_request_retries=0,
-        max_completions_per_request=64,
-        seq_length=10**6,
-    )
+    limits = RequestLimits(timeout_s=60, max_retries=0, max_completions=64)
+    rules = RolloutRules(timeout_s=60, seq_length=10**6)
     encode = Codec(FromWorker).encode
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        scheduler = Scheduler(OmegaConf.create({}), [rollout], (llm, llm), session, settings)
-        scheduler.pool.update({"server": url})
+        executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
+        executor.servers.update({"server": url})
         count = 0
 
         async def groups(until: float) -> None:
             nonlocal count
             while time.perf_counter() < until:
-                finished = await scheduler.run_group(group(count))
+                finished = await executor.run_group(group(count))
                 assert not finished.failures, finished.failures[0].detail
                 for done in finished.rollouts:
                     encode(RolloutDone(ticket=finished.ticket, rollout=done))

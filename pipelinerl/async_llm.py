@@ -7,6 +7,7 @@ a finite log-probability for every token is a server failure, never a shorter or
 
 import asyncio
 import copy
+import hashlib
 import json
 import random
 from typing import Any
@@ -224,7 +225,15 @@ def _sampling_params(llm: TrainableLLM) -> bytes:
     if llm.collect_logprobs:
         params["logprobs"] = 0
     params["detokenize"] = bool(params.get("stop"))
+    if params.get("seed") is not None and llm._rollout:
+        params["seed"] = _call_seed(params["seed"], llm._rollout, llm._num_calls)
     return msgspec.json.encode(params)
+
+
+def _call_seed(seed: int, rollout: str, call: int) -> int:
+    """A seed of its own for every call of every rollout: with one seed for all, a group's attempts would be equal."""
+    digest = hashlib.blake2b(f"{seed}/{rollout}/{call}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # vLLM takes int64
 
 
 def _plain(value: Any) -> Any:

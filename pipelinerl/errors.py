@@ -43,6 +43,10 @@ class StreamError(PipelineRLError):
     """A topic cannot be read or written."""
 
 
+class RecordTooLarge(StreamError):
+    """A record exceeds ``streams.max_record_mb``; the message says by how much."""
+
+
 class CorruptStreamError(StreamError):
     """Stream bytes fail their frame or checksum."""
 

@@ -190,6 +190,8 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     _transport: Transport | None = PrivateAttr(default=None)
     _turns: list[Turn] | None = PrivateAttr(default=None)
     _num_calls: int = PrivateAttr(default=0)
+    _rollout: str = PrivateAttr(default="")
+    """The actor's name of the rollout: a seed in ``parameters`` becomes one of this rollout and call."""
     _failure: BaseException | None = PrivateAttr(default=None)
 
     def load_tokenizer(self) -> None:

@@ -1,5 +1,7 @@
 """The actor: problems in, whole groups of rollouts out.
 
-``problems`` chooses what comes next, ``lag`` when it may start, ``workers`` and ``scheduler`` run it, ``sequences``
-turns a domain's result into a record, ``progress`` remembers what is settled, ``loop`` holds them together.
+In the actor: ``problems`` chooses what comes next, ``lag`` when it may start, ``loop`` holds everything together,
+``progress`` remembers what is settled, ``workers`` knows the worker processes. In a ``worker``: ``executor`` runs the
+rollouts, ``transport`` carries their requests to ``servers``, ``sequences`` turns a domain's result into a record.
+``connection`` is between the two.
 """

@@ -9,16 +9,17 @@ from pipelinerl.actor.sequences import SequenceTooLong
 from pipelinerl.async_llm import is_retryable
 from pipelinerl.errors import DomainError, PipelineRLError, RecordError, ServerError, TransportError, VerifierError
 
-TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS = (
+TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
     "transport",
     "timeout",
     "verifier",
     "domain_error",
     "too_long",
+    "too_large",
     "empty",
     "poisonous",
 )
-REASONS = (TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, EMPTY, POISONOUS)
+REASONS = (TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
 WORTH_REPEATING = frozenset({TRANSPORT, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself: the missing attempts are tried again."""
 

@@ -26,7 +26,7 @@ from pipelinerl.actor.mixing import counted, furthest_behind
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import Progress
 from pipelinerl.actor.workers import Lost
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DomainError, RecordTooLarge
 from pipelinerl.records import ActorRecord, EvaluationStarted, GroupDropped, Rollout, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
 
@@ -395,10 +395,12 @@ class ActorLoop:
 
     def _publish_group(self, work: _Work) -> None:
         rollouts = tuple(sorted(work.rollouts, key=lambda rollout: rollout.attempt))
-        self._settle(
-            work,
-            RolloutGroup(**self._identity(work), rollouts=rollouts, dispatched_version=work.start.version),
-        )
+        group = RolloutGroup(**self._identity(work), rollouts=rollouts, dispatched_version=work.start.version)
+        try:
+            self._settle(work, group)
+        except RecordTooLarge as error:
+            self._drop_group(work, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
+            return
         domain = self._domains[work.start.domain].name
         self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else _dataset_of(work.start.problem))
         self._status.progress(published=self._progress.published)

@@ -11,8 +11,8 @@ from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
-from pipelinerl.actor.setup import domains_of, load_problems, make_settings
-from pipelinerl.actor.workers import WorkerPool
+from pipelinerl.actor.setup import domains_of, load_problems, request_limits
+from pipelinerl.actor.workers import RolloutWorkers
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.observability.metrics import MetricsLogger
@@ -40,7 +40,7 @@ def run(context: RoleContext) -> None:
     kind = "actor" if replica == 0 else f"actor_{replica}"
     metrics = MetricsLogger(cfg, run_dir, kind)
     warn_of_open_files(cfg, len(context.world.servers_of(context.job)))
-    workers = WorkerPool(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
+    workers = RolloutWorkers(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
     try:
         with (
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,
@@ -82,7 +82,7 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     """Says when the system's limit on open files lets fewer requests run at once than the configuration asks for."""
     limit = raise_open_files()
     wanted = -(-num_servers * cfg.actor.llm_max_rollouts // cfg.actor.rollout_workers)
-    possible = make_settings(cfg).max_requests
+    possible = request_limits(cfg).max_requests
     if possible < wanted:
         log.warning(
             "open files are limited to %d: a worker has %d requests under way at once, not %d "

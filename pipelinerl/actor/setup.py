@@ -2,15 +2,16 @@
 
 import inspect
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.failures import shorten
-from pipelinerl.actor.scheduler import RolloutFunction, Settings
-from pipelinerl.actor.workers import require_coroutines
+from pipelinerl.actor.transport import RequestLimits
 from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_function
 from pipelinerl.config.sections import Config, DomainSection, LLMSection
 from pipelinerl.config.servers import server_options
@@ -37,7 +38,8 @@ class RolloutSide:
     functions: list[RolloutFunction]
     llms: tuple[TrainableLLM, TrainableLLM]
     """For training and for evaluation."""
-    settings: Settings
+    rules: RolloutRules
+    limits: RequestLimits
 
 
 def domains_of(cfg: Config) -> tuple[DomainSection, ...]:
@@ -103,15 +105,18 @@ def context_size(cfg: Config) -> int:
     return int(server_options(cfg).get("max-model-len") or DEFAULT_CONTEXT)
 
 
-def make_settings(cfg: Config) -> Settings:
-    return Settings(
-        rollout_timeout_s=cfg.actor.rollout_timeout_s,
-        request_timeout_s=cfg.actor.request_timeout_s,
-        max_request_retries=cfg.actor.max_request_retries,
-        max_completions_per_request=cfg.actor.llm_max_rollouts,
-        seq_length=cfg.finetune.seq_length,
+def rollout_rules(cfg: Config) -> RolloutRules:
+    return RolloutRules(
+        timeout_s=cfg.actor.rollout_timeout_s, seq_length=cfg.finetune.seq_length, rewards=cfg.actor.rewards
+    )
+
+
+def request_limits(cfg: Config) -> RequestLimits:
+    return RequestLimits(
+        timeout_s=cfg.actor.request_timeout_s,
+        max_retries=cfg.actor.max_request_retries,
+        max_completions=cfg.actor.llm_max_rollouts,
         max_connections=connections_of(raise_open_files()),
-        rewards=cfg.actor.rewards,
     )
 
 
@@ -128,4 +133,12 @@ def load_rollout_side(run_dir: Path) -> RolloutSide:
     functions = [resolve_function(domain.rollout_policy) for domain in domains_of(cfg)]
     require_coroutines(functions)
     llms = (make_llm(cfg, cfg.llm), make_llm(cfg, cfg.test_llm))
-    return RolloutSide(cfg=raw, functions=functions, llms=llms, settings=make_settings(cfg))
+    return RolloutSide(cfg=raw, functions=functions, llms=llms, rules=rollout_rules(cfg), limits=request_limits(cfg))
+
+
+def require_coroutines(functions: Iterable[Callable]) -> None:
+    """A rollout function must be ``async def``."""
+    for function in functions:
+        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
+            name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+            raise DomainError(f"{name} is not a coroutine function: define it with `async def`")

@@ -1,28 +1,20 @@
-"""Worker processes: each runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
+"""The actor's worker processes, as the actor sees them: who has which work, who lives.
 
-A worker loads the domain and the tokenizer itself, from the run folder; problems and results travel as msgpack. A
-worker that dies (a domain can take its process down) is noticed, replaced, and the work it had is named to the caller,
-who decides what is tried again. A thread of the worker writes its heartbeat to shared memory, which no message delays;
-one whose heartbeat ends is killed. Workers die with the actor.
+A worker that dies (a domain can take its process down) is noticed and replaced, and the work it had is named to the
+caller, who decides what is tried again. One whose heartbeat ends is killed. Problems and results travel as msgpack.
 """
 
-import asyncio
 import contextlib
-import inspect
 import logging
 import multiprocessing
-import os
 import selectors
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.actor.connection import ActorConnection, WorkerConnection
+from pipelinerl.actor.connection import ActorConnection
 from pipelinerl.actor.messages import (
     Cancel,
     Failure,
@@ -38,6 +30,7 @@ from pipelinerl.actor.messages import (
     ToWorker,
     WorkerFailed,
 )
+from pipelinerl.actor.worker import worker_main
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.records import Rollout
 from pipelinerl.streams.codec import Codec
@@ -47,7 +40,6 @@ log = logging.getLogger(__name__)
 _to_worker: Codec[ToWorker] = Codec(ToWorker)
 _from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
-BEAT_S = 2.0
 PAUSE_S = 5.0
 """After a longer pause between two polls a heartbeat may be old because everything stood still: it gets time anew."""
 
@@ -86,7 +78,7 @@ class _Worker:
         return sum(group.missing for group in self.groups.values())
 
 
-class WorkerPool:
+class RolloutWorkers:
     """The actor's workers. Used by one thread.
 
     Consumes results of the connections in ``poll``, produces ``GroupFinished`` and ``Lost``; raises ``DomainError``
@@ -269,85 +261,3 @@ def encode_start(start: StartGroup) -> bytes:
             f"a problem holds a value that cannot be sent to a worker ({error}); its fields: {keys}; "
             "problems must consist of strings, numbers, lists, dicts and numpy arrays"
         ) from error
-
-
-def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:
-    """Entry of the process. Ends on ``Stop``, when the connection closes, or with ``WorkerFailed``."""
-    from pipelinerl.observability.logging import setup_role_logging
-    from pipelinerl.observability.role import die_with_parent, raise_open_files
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent(signal.SIGKILL)
-    raise_open_files()
-    setup_role_logging(f"{job_name}.worker{index}")
-    threading.Thread(target=_beat, args=(heartbeat,), name="heartbeat", daemon=True).start()
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_work(Path(run_dir), sock))
-    os._exit(code)
-
-
-def _beat(heartbeat: Any) -> None:
-    """A thread's sign of life, for a domain may keep the loop busy. Ends with the process."""
-    while True:
-        heartbeat.value = time.monotonic()
-        time.sleep(BEAT_S)
-
-
-async def _work(run_dir: Path, sock: socket.socket) -> int:
-    """The worker's life; returns its exit code."""
-    connection = await WorkerConnection.open(sock)
-
-    async def send(message: FromWorker) -> None:
-        await connection.send(_from_worker.encode(message))
-
-    try:
-        await _serve(run_dir, connection, send)
-    except Exception as error:  # the process boundary
-        log.exception("worker failed")
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        with contextlib.suppress(OSError):
-            await send(WorkerFailed(error=f"{type(error).__name__}: {error}"))
-            await connection.close()
-        return 1
-    return 0
-
-
-async def _serve(
-    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
-) -> None:
-    """Consumes messages of the actor, starts groups, sends what comes of them."""
-    import aiohttp
-
-    from pipelinerl.actor.scheduler import Scheduler, WorkSet
-    from pipelinerl.actor.setup import load_rollout_side
-
-    side = load_rollout_side(run_dir)
-    connector = aiohttp.TCPConnector(limit=side.settings.max_connections, keepalive_timeout=30)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(side.cfg, side.functions, side.llms, session, side.settings)
-        work = WorkSet(scheduler, send, tasks)
-        await send(Ready())
-        async for payload in connection.messages():
-            match _to_worker.decode(payload):
-                case Servers() as servers:
-                    scheduler.pool.update(servers.urls)
-                case StartGroup() as start:
-                    work.start(start)
-                case Cancel() as cancel:
-                    work.cancel(cancel.ticket)
-                case Stop():
-                    break
-        work.close()
-
-
-def require_coroutines(functions: Iterable[Callable]) -> None:
-    """A rollout function must be ``async def``."""
-    for function in functions:
-        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
-            name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-            raise DomainError(f"{name} is not a coroutine function: define it with `async def`")

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.errors import ConfigError, RecordTooLarge, StreamError
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
 from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
@@ -57,10 +57,13 @@ class TopicWriter(_Closing, Generic[R]):
         return self._appender.next_offset
 
     def write(self, record: R) -> int:
-        """Appends ``record`` and returns its offset; raises ``StreamError`` when it is not there afterwards."""
+        """Appends ``record`` and returns its offset; raises ``StreamError`` when it is not there afterwards.
+
+        Raises ``RecordTooLarge`` for a record beyond ``streams.max_record_mb``, before anything is written.
+        """
         payload = self._codec.encode(record)
         if len(payload) > self._max_record_bytes:
-            raise StreamError(
+            raise RecordTooLarge(
                 f"{self.spec}: record {self.next_offset} has {len(payload)} bytes, but streams.max_record_mb is "
                 f"{self._max_record_bytes >> 20}: raise it or write smaller records"
             )

@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 from omegaconf import OmegaConf
 
+from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.scheduler import Scheduler, Settings
+from pipelinerl.actor.transport import Client, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.finetune.publish import EvaluationLease, Publisher
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -46,15 +47,14 @@ async def test_completions_with_weights_from_disk_are_repeated_until_the_server_
         return TOKENIZER.encode("ab")
 
     server.answer = answer
-    settings = Settings(
-        rollout_timeout_s=20, request_timeout_s=20, max_request_retries=3, max_completions_per_request=8, seq_length=100
-    )
+    limits = RequestLimits(timeout_s=20, max_retries=3, max_completions=8)
+    rules = RolloutRules(timeout_s=20, seq_length=100)
     llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 8}, collect_logprobs=True)
     start = StartGroup(ticket=1, group_id="g", domain=0, problem={}, attempts=(0,), evaluation=False, version=6)
     async with aiohttp.ClientSession() as session:
-        scheduler = Scheduler(OmegaConf.create({}), [rollout], (llm, llm), session, settings)
-        scheduler.pool.update({"actor_llm_0": server.url})
-        finished = await scheduler.run_group(start)
+        executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
+        executor.servers.update({"actor_llm_0": server.url})
+        finished = await executor.run_group(start)
     assert finished.failures == ()
     (sequence,) = finished.rollouts[0].sequences
     assert set(sequence.spans[:, 2].tolist()) == {7}

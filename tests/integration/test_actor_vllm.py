@@ -6,8 +6,9 @@ import aiohttp
 import numpy as np
 from omegaconf import OmegaConf
 
+from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.scheduler import Scheduler, Settings
+from pipelinerl.actor.transport import Client, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -39,17 +40,12 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
         collect_logprobs=True,
     )
     llm.load_tokenizer()
-    settings = Settings(
-        rollout_timeout_s=120,
-        request_timeout_s=120,
-        max_request_retries=1,
-        max_completions_per_request=8,
-        seq_length=2048,
-    )
+    limits = RequestLimits(timeout_s=120, max_retries=1, max_completions=8)
+    rules = RolloutRules(timeout_s=120, seq_length=2048)
     async with aiohttp.ClientSession() as session:
         await label_weights(session, vllm_server, "0")
-        scheduler = Scheduler(OmegaConf.create({}), [two_turns], (llm, llm), session, settings)
-        scheduler.pool.update({"actor_llm_0": vllm_server.job.url})
+        executor = Executor(OmegaConf.create({}), [two_turns], (llm, llm), Client(session, limits), rules)
+        executor.servers.update({"actor_llm_0": vllm_server.job.url})
         start = StartGroup(
             ticket=1,
             group_id="0-0",
@@ -59,7 +55,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
             evaluation=False,
             version=0,
         )
-        finished = await scheduler.run_group(start)
+        finished = await executor.run_group(start)
         assert finished.failures == ()
         for rollout in finished.rollouts:
             (sequence,) = rollout.sequences

@@ -18,11 +18,11 @@ def sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def receive(connection: ActorConnection, count: int) -> list[memoryview]:
-    """Reads and writes as ``WorkerPool.poll`` does until ``count`` messages are here."""
+    """Reads and writes as ``RolloutWorkers.poll`` does until ``count`` messages are here and everything is sent."""
     messages: list[memoryview] = []
     with selectors.DefaultSelector() as selector:
         key = selector.register(connection, selectors.EVENT_READ)
-        while len(messages) < count:
+        while len(messages) < count or connection.has_outgoing:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_outgoing else 0)
             if key.events != wanted:
                 key = selector.modify(connection, wanted)

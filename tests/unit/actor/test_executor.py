@@ -8,8 +8,9 @@ import aiohttp
 import pytest
 from omegaconf import OmegaConf
 
+from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, GroupFinished, RolloutFailed, StartGroup
-from pipelinerl.actor.scheduler import JoinPolicy, Scheduler, Settings
+from pipelinerl.actor.transport import Client, JoinPolicy, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import ServerError, TransportError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -50,27 +51,26 @@ async def run() -> AsyncIterator[Run]:
         async def run_group(
             function: Callable, *servers: FakeServer, attempts: int = 4, problem: dict | None = None, **changes: Any
         ) -> GroupFinished:
-            settings = {
-                "rollout_timeout_s": 10.0,
-                "request_timeout_s": 10.0,
-                "max_request_retries": 2,
-                "max_completions_per_request": 64,
-                "seq_length": 1000,
-            } | changes
-            parameters = settings.pop("parameters", {"max_tokens": 8})
+            rules = {"timeout_s": changes.pop("rollout_timeout_s", 10.0), "seq_length": changes.pop("seq_length", 1000)}
+            limits = {"timeout_s": changes.pop("request_timeout_s", 10.0), "max_completions": 64}
+            limits |= {"max_retries": changes.pop("max_request_retries", 2)}
+            parameters = changes.pop("parameters", {"max_tokens": 8})
+            group_id = changes.pop("group_id", "g")
+            assert not changes
             llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters=parameters, collect_logprobs=True)
-            scheduler = Scheduler(OmegaConf.create({}), [function], (llm, llm), session, Settings(**settings))
-            scheduler.pool.update({str(i): running.url for i, running in enumerate(servers)})
+            client = Client(session, RequestLimits(**limits))
+            executor = Executor(OmegaConf.create({}), [function], (llm, llm), client, RolloutRules(**rules))
+            executor.servers.update({str(i): running.url for i, running in enumerate(servers)})
             start = StartGroup(
                 ticket=1,
-                group_id="g",
+                group_id=group_id,
                 domain=0,
                 problem=problem or {"p": 1},
                 attempts=tuple(range(attempts)),
                 evaluation=False,
                 version=0,
             )
-            return await scheduler.run_group(start)
+            return await executor.run_group(start)
 
         yield run_group
 
@@ -92,6 +92,26 @@ async def test_a_seed_or_different_prompts_keep_requests_apart(run: Run, server:
 
     await run(different, server)
     assert len(server.requests) == 8
+
+
+async def test_seed_gives_every_attempt_and_call_of_every_group_a_seed_of_its_own(run: Run, server: FakeServer) -> None:
+    """One seed for all would make a group's attempts equal and every advantage zero."""
+
+    async def two_turns(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        await ask(llm, session)
+        return await ask(llm, session)
+
+    async def seeds(group_id: str, seed: int) -> list[int]:
+        server.requests.clear()
+        await run(two_turns, server, parameters={"max_tokens": 8, "seed": seed}, group_id=group_id)
+        return sorted(request["sampling_params"]["seed"] for request in server.requests)
+
+    first, again, next_epoch, other = [
+        await seeds(group, seed) for group, seed in [("0-1", 5), ("0-1", 5), ("1-1", 5), ("0-1", 6)]
+    ]
+    assert first == again
+    assert len({*first, *next_epoch, *other}) == 3 * 4 * 2
+    assert all(0 <= seed < 2**63 for seed in first)
 
 
 def test_requests_are_joined_only_while_completions_have_equal_lengths() -> None:
@@ -118,15 +138,10 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
         llm = TrainableLLM(
             model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 99}, collect_logprobs=True
         )
-        settings = Settings(
-            rollout_timeout_s=10,
-            request_timeout_s=10,
-            max_request_retries=0,
-            max_completions_per_request=64,
-            seq_length=1000,
-        )
-        scheduler = Scheduler(OmegaConf.create({}), [plain], (llm, llm), session, settings)
-        scheduler.pool.update({"0": server.url})
+        client = Client(session, RequestLimits(timeout_s=10, max_retries=0, max_completions=64))
+        rules = RolloutRules(timeout_s=10, seq_length=1000)
+        executor = Executor(OmegaConf.create({}), [plain], (llm, llm), client, rules)
+        executor.servers.update({"0": server.url})
         for ticket in range(20):
             start = StartGroup(
                 ticket=ticket,
@@ -137,7 +152,7 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
                 evaluation=False,
                 version=0,
             )
-            assert len((await scheduler.run_group(start)).rollouts) == 4
+            assert len((await executor.run_group(start)).rollouts) == 4
     sizes = [request["sampling_params"].get("n", 1) for request in server.requests]
     assert (sizes[0], sizes[-1]) == (4, 1)
 

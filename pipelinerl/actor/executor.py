@@ -1,0 +1,193 @@
+"""The executor in a worker: runs groups with the domains' functions, the attempts of a group side by side.
+
+Consumes ``StartGroup``; produces each attempt's rollout or failure as it ends, then ``GroupEnded``. An attempt has a
+deadline; a failure is typed and never becomes a reward, even if the domain swallows it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.actor import failures
+from pipelinerl.actor.messages import (
+    Failure,
+    FromWorker,
+    GroupEnded,
+    GroupFinished,
+    RolloutDone,
+    RolloutFailed,
+    StartGroup,
+)
+from pipelinerl.actor.sequences import to_rollout
+from pipelinerl.actor.servers import ServerPool
+from pipelinerl.actor.transport import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.records import Rollout
+from pipelinerl.rollouts import RewardMode, RolloutResult
+
+RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
+Report = Callable[[Rollout | Failure], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRules:
+    """What the configuration says about a rollout."""
+
+    timeout_s: float
+    seq_length: int
+    rewards: RewardMode = "rollout"
+
+
+class Executor:
+    """Runs groups with the domains' functions."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        functions: list[RolloutFunction],
+        llms: tuple[TrainableLLM, TrainableLLM],
+        client: Client,
+        rules: RolloutRules,
+    ):
+        self._cfg = cfg
+        self._functions = functions
+        self._train_llm, self._eval_llm = llms
+        self._client, self._rules = client, rules
+        self._policy = JoinPolicy()
+        self.servers = ServerPool()
+
+    async def run_group(self, start: StartGroup) -> GroupFinished:
+        """Every attempt at the problem, side by side; ends when all have ended."""
+        outcomes: list[Rollout | Failure] = []
+
+        async def collect(outcome: Rollout | Failure) -> None:
+            outcomes.append(outcome)
+
+        aborted_requests = await self.stream_group(start, collect)
+        rollouts = (outcome for outcome in outcomes if isinstance(outcome, Rollout))
+        return GroupFinished(
+            ticket=start.ticket,
+            rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.attempt)),
+            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
+            aborted_requests=aborted_requests,
+        )
+
+    async def stream_group(self, start: StartGroup, report: Report) -> int:
+        """Reports every attempt as it ends; returns how many requests ended without a completion.
+
+        An attempt lasts until its report is taken: who reads slowly slows down the rollouts and fills no memory.
+        """
+        route = GroupRoute(self.servers, self._client, len(start.attempts))
+        join_limit = min(len(start.attempts), self._client.limits.max_completions)
+        temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
+        transport = GroupTransport(route, self._policy, join_limit, temperature)
+
+        async def run(attempt: int, server_url: str) -> None:
+            llm = self._llm(start, attempt, transport, server_url)
+            await report(await self._run_attempt(start, attempt, llm))
+
+        try:
+            server = await route.settle()
+            async with asyncio.TaskGroup() as group:
+                for attempt in start.attempts:
+                    group.create_task(run(attempt, server.url))
+        finally:
+            transport.close()
+        return route.aborted_requests
+
+    async def _run_attempt(self, start: StartGroup, attempt: int, llm: TrainableLLM) -> Rollout | Failure:
+        function = self._functions[start.domain]
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._rules.timeout_s) as deadline:
+                result = await function(self._cfg, llm, start.problem, self._client.session)
+            if llm._failure is not None:
+                raise llm._failure
+            return self._checked(result, start, attempt, llm, time.monotonic() - started)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            cause = llm._failure or error
+            if deadline.expired():
+                cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
+            reason = failures.classify(cause)
+            detail = failures.describe(cause, function_name(function), start.problem)
+            return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
+
+    def _llm(self, start: StartGroup, attempt: int, transport: GroupTransport, server_url: str) -> TrainableLLM:
+        """The language model of one attempt."""
+        template = self._eval_llm if start.evaluation else self._train_llm
+        llm = template.model_copy()
+        llm.base_url = server_url
+        llm.parameters = dict(template.parameters)
+        llm._transport = transport
+        llm._turns = []
+        llm._num_calls = 0
+        llm._rollout = f"{start.group_id}/{attempt}"
+        llm._failure = None
+        return llm
+
+    def _checked(
+        self, result: Any, start: StartGroup, attempt: int, llm: TrainableLLM, latency_s: float
+    ) -> Rollout | Failure:
+        if not isinstance(result, RolloutResult):
+            raise DomainError(
+                f"{function_name(self._functions[start.domain])} returned {type(result).__name__}: "
+                "it must return a pipelinerl.rollouts.RolloutResult"
+            )
+        rollout = to_rollout(
+            result,
+            attempt=attempt,
+            latency_s=latency_s,
+            num_llm_calls=llm._num_calls,
+            fallback_version=start.version,
+            seq_length=self._rules.seq_length,
+            rewards=self._rules.rewards,
+        )
+        if not rollout.sequences and not start.evaluation:
+            detail = f"{function_name(self._functions[start.domain])} returned no sampled token to train on"
+            return Failure(attempt=attempt, reason=failures.EMPTY, detail=detail, latency_s=latency_s)
+        return rollout
+
+
+def function_name(function: Callable) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+class GroupTasks:
+    """The groups under way in a worker, by ticket. What goes wrong outside a domain's function ends ``tasks``."""
+
+    def __init__(self, executor: Executor, send: Callable[[FromWorker], Awaitable[None]], tasks: asyncio.TaskGroup):
+        self._executor, self._send, self._tasks = executor, send, tasks
+        self._groups: dict[int, asyncio.Task] = {}
+
+    def start(self, start: StartGroup) -> None:
+        self._groups[start.ticket] = self._tasks.create_task(self._run(start))
+
+    def cancel(self, ticket: int) -> None:
+        group = self._groups.pop(ticket, None)
+        if group is not None:
+            group.cancel()
+
+    def close(self) -> None:
+        for ticket in list(self._groups):
+            self.cancel(ticket)
+
+    async def _run(self, start: StartGroup) -> None:
+        ticket = start.ticket
+
+        async def report(outcome: Rollout | Failure) -> None:
+            if isinstance(outcome, Rollout):
+                await self._send(RolloutDone(ticket=ticket, rollout=outcome))
+            else:
+                await self._send(RolloutFailed(ticket=ticket, failure=outcome))
+
+        aborted_requests = await self._executor.stream_group(start, report)
+        await self._send(GroupEnded(ticket=ticket, aborted_requests=aborted_requests))
+        self._groups.pop(ticket, None)

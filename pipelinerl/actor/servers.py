@@ -1,0 +1,54 @@
+"""The servers in service as one worker sees them: how loaded each is, and which failed just now."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+
+COOL_DOWN_S = 2.0
+"""A server that failed is chosen only after all others for this long."""
+
+
+@dataclass(eq=False)
+class InferenceServer:
+    """A server, its load from this worker, and its requests under way."""
+
+    name: str
+    url: str
+    load: int = 0
+    """Rollouts of the groups that use it."""
+    cool_until: float = 0.0
+    in_service: bool = True
+    requests: set[asyncio.Task] = field(default_factory=set)
+
+    def cool_down(self) -> None:
+        """The server failed: others are chosen for a while."""
+        self.cool_until = time.monotonic() + COOL_DOWN_S
+
+
+class ServerPool:
+    """The servers in service. Knows load and recent failures; never talks to them."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, InferenceServer] = {}
+        self._changed = asyncio.Event()
+
+    def update(self, urls: dict[str, str]) -> None:
+        """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere."""
+        for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
+            server = self._servers.pop(name)
+            server.in_service = False
+            for request in server.requests:
+                request.cancel()
+        for name, url in urls.items():
+            if name not in self._servers:
+                self._servers[name] = InferenceServer(name, url)
+        self._changed.set()
+
+    async def choose(self) -> InferenceServer:
+        """The least loaded server that did not fail just now; waits while none is in service."""
+        while not self._servers:
+            self._changed.clear()
+            await self._changed.wait()
+        now = time.monotonic()
+        return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load, random.random()))

@@ -1,0 +1,251 @@
+"""How a group's requests reach a server: joined when equal, all on one server, repeated elsewhere when that fails.
+
+A request has a deadline, which begins when it has a place among the worker's connections. Requests of a group that ask
+the same thing at the same time travel as one request with ``n`` completions.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from pipelinerl.actor.servers import InferenceServer, ServerPool
+from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
+from pipelinerl.config.rules import distortions
+from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.llm import GenerateRequest, TrainableLLM
+from pipelinerl.rollouts import CallTokens
+
+log = logging.getLogger(__name__)
+
+COALESCE_WINDOW_S = 0.002
+"""How long a request waits for equal ones of its group; it goes at once when all attempts have joined."""
+FIRST_BACKOFF_S = 0.25
+MIN_EVENNESS = 0.8
+"""Mean over longest completion of a prompt, below which requests are not joined."""
+EVENNESS_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Bounds on requests, from the configuration and the system."""
+
+    timeout_s: float
+    max_retries: int
+    max_completions: int
+    """Completions of one request."""
+    max_connections: int = 768
+    """Connections that the worker may have open at once, of the policy's requests and the domains' own."""
+
+    @property
+    def max_requests(self) -> int:
+        """Requests to the policy at once: a quarter of the connections is left to verifiers and tools."""
+        return max(1, self.max_connections - self.max_connections // 4)
+
+
+class Client:
+    """Sends requests to servers, no more at once than there are connections. One per worker."""
+
+    def __init__(self, session: aiohttp.ClientSession, limits: RequestLimits):
+        self.session, self.limits = session, limits
+        self._places = asyncio.Semaphore(limits.max_requests)
+
+    async def post(self, server: InferenceServer, request: GenerateRequest, n: int) -> list[CallTokens]:
+        """``n`` completions; raises ``TransportError`` for whatever keeps the server from giving them."""
+        async with self._places:
+            if not server.in_service:
+                raise TransportError(f"{server.name} left service")
+            task = asyncio.get_running_loop().create_task(
+                post_generate(self.session, server.url, request, n=n, token="")
+            )
+            server.requests.add(task)
+            try:
+                async with asyncio.timeout(self.limits.timeout_s):
+                    return _with_known_weights(await task, server)
+            except TimeoutError as error:
+                raise TransportError(
+                    f"{server.name} gave no completion within actor.request_timeout_s={self.limits.timeout_s}"
+                ) from error
+            except asyncio.CancelledError:
+                if server.in_service or is_cancelled():
+                    raise
+                raise TransportError(f"{server.name} left service") from None
+            finally:
+                task.cancel()
+                server.requests.discard(task)
+
+
+def _with_known_weights(completions: list[CallTokens], server: InferenceServer) -> list[CallTokens]:
+    """A server that restarted samples from the weights on disk until the trainer has sent it the current ones."""
+    if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
+        raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
+    return completions
+
+
+def is_cancelled() -> bool:
+    """Whether the running task itself was asked to stop (and not only something that it waited for)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class GroupRoute:
+    """The server of one group; another one when that fails or leaves service."""
+
+    def __init__(self, pool: ServerPool, client: Client, attempts: int):
+        self._pool, self._client, self._attempts = pool, client, attempts
+        self.server: InferenceServer | None = None
+        self.aborted_requests = 0
+        """Requests that ended without a completion, repeated or not."""
+
+    async def settle(self) -> InferenceServer:
+        """The group's server; a new one when there is none or it left service."""
+        if self.server is None or not self.server.in_service:
+            self.leave()
+            server = await self._pool.choose()
+            if self.server is None:  # nobody else of the group chose in the meantime
+                self.server = server
+                server.load += self._attempts
+        return self.server
+
+    def leave(self) -> None:
+        """Takes the group's load off its server."""
+        if self.server is not None:
+            self.server.load -= self._attempts
+            self.server = None
+
+    async def request(self, request: GenerateRequest, n: int) -> list[CallTokens]:
+        """Repeats until an answer, a refusal, or the end of the retries. Waiting for a server costs no retry."""
+        repetition = 0
+        while True:
+            server = await self.settle()
+            try:
+                return await self._client.post(server, request, n)
+            except TransportError as error:
+                self.aborted_requests += 1
+                if server.in_service:
+                    if repetition >= self._client.limits.max_retries or not is_retryable(error):
+                        raise
+                    server.cool_down()
+                    log.warning("request repeated server=%s repetition=%d error=%s", server.name, repetition + 1, error)
+                    await asyncio.sleep(backoff_s(repetition, FIRST_BACKOFF_S))
+                    repetition += 1
+                if self.server is server:
+                    self.leave()
+
+
+class JoinPolicy:
+    """Whether equal requests of a group travel as one.
+
+    One request for all costs the server half the CPU, but answers when its longest completion does: places of the
+    shorter ones stay empty. So requests are joined while completions of a prompt have about equal lengths.
+    """
+
+    def __init__(self) -> None:
+        self._evenness = 1.0
+
+    @property
+    def joins(self) -> bool:
+        return self._evenness >= MIN_EVENNESS
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        """Lengths of the completions of one prompt, in tokens."""
+        if len(lengths) > 1 and max(lengths) > 0:
+            evenness = sum(lengths) / (len(lengths) * max(lengths))
+            self._evenness += EVENNESS_WEIGHT * (evenness - self._evenness)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Equal requests that wait to leave together."""
+
+    request: GenerateRequest
+    waiters: list[asyncio.Future[CallTokens]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class GroupTransport:
+    """Carries the requests of one group and joins equal ones; see ``async_llm.Transport``.
+
+    Args:
+        join_limit: the most requests that travel as one.
+        trained_temperature: what is sampled will be trained at this one; None = it will not be trained.
+    """
+
+    def __init__(
+        self, route: GroupRoute, policy: JoinPolicy, join_limit: int, trained_temperature: float | None = None
+    ):
+        self._route, self._policy, self._join_limit = route, policy, join_limit
+        self._trained_temperature = trained_temperature
+        self._checked = b""
+        self._lengths: dict[tuple[bytes, bytes], list[int]] = {}
+        self._buckets: dict[tuple[bytes, bytes], _Bucket] = {}
+        self._sending: set[asyncio.Task] = set()
+
+    async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
+        """One completion; see ``async_llm.Transport``."""
+        self._refuse_distortion(request.body_key)
+        loop = asyncio.get_running_loop()
+        key = request.key
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(request)
+            bucket.timer = loop.call_later(COALESCE_WINDOW_S, self._send, key)
+        waiter: asyncio.Future[CallTokens] = loop.create_future()
+        bucket.waiters.append(waiter)
+        alone = not self._policy.joins or b'"seed"' in request.body_key
+        if alone or len(bucket.waiters) >= self._join_limit:
+            self._send(key)
+        tokens = await waiter
+        self._lengths.setdefault(key, []).append(len(tokens.completion_ids))
+        return tokens
+
+    def _refuse_distortion(self, body_key: bytes) -> None:
+        """A domain may choose lengths and stop strings, but what is trained comes from the run's distribution."""
+        if self._trained_temperature is None or body_key == self._checked:
+            return
+        parameters = msgspec.json.decode(body_key)
+        wrong = distortions(parameters)
+        if parameters.get("temperature", 1.0) != self._trained_temperature:
+            wrong.append("temperature")
+        if wrong:
+            raise DomainError(
+                f"the rollout function sets llm.parameters[{wrong[0]!r}]={parameters.get(wrong[0])!r}, but the trainer "
+                f"knows the whole distribution at temperature {self._trained_temperature} only: leave it as it is"
+            )
+        self._checked = body_key
+
+    def close(self) -> None:
+        """Gives up what is still under way; tells the policy what the group taught."""
+        for lengths in self._lengths.values():
+            self._policy.observe(lengths)
+        for bucket in self._buckets.values():
+            if bucket.timer:
+                bucket.timer.cancel()
+        for task in self._sending:
+            task.cancel()
+        self._route.leave()
+
+    def _send(self, key: tuple[bytes, bytes]) -> None:
+        bucket = self._buckets.pop(key, None)
+        if bucket is None:
+            return
+        if bucket.timer:
+            bucket.timer.cancel()
+        task = asyncio.get_running_loop().create_task(self._deliver(bucket))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, bucket: _Bucket) -> None:
+        try:
+            completions = await self._route.request(bucket.request, len(bucket.waiters))
+        except Exception as error:  # handed to those who wait for the answer
+            for waiter in bucket.waiters:
+                if not waiter.done():
+                    waiter.set_exception(error)
+            return
+        for waiter, tokens in zip(bucket.waiters, completions, strict=True):
+            if not waiter.done():
+                waiter.set_result(tokens)

@@ -1,0 +1,102 @@
+"""A worker process: runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
+
+It loads the domain and the tokenizer itself, from the run folder. A thread writes its heartbeat to shared memory, which
+no message delays. The process ends with the actor's.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.actor.connection import WorkerConnection
+from pipelinerl.actor.messages import Cancel, FromWorker, Ready, Servers, StartGroup, Stop, ToWorker, WorkerFailed
+from pipelinerl.streams.codec import Codec
+
+log = logging.getLogger(__name__)
+
+_to_worker: Codec[ToWorker] = Codec(ToWorker)
+_from_worker: Codec[FromWorker] = Codec(FromWorker)
+BEAT_S = 2.0
+
+
+def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:
+    """Entry of the process. Ends on ``Stop``, when the connection closes, or with ``WorkerFailed``."""
+    from pipelinerl.observability.logging import setup_role_logging
+    from pipelinerl.observability.role import die_with_parent, raise_open_files
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(signal.SIGKILL)
+    raise_open_files()
+    setup_role_logging(f"{job_name}.worker{index}")
+    threading.Thread(target=_beat, args=(heartbeat,), name="heartbeat", daemon=True).start()
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_live(Path(run_dir), sock))
+    os._exit(code)
+
+
+def _beat(heartbeat: Any) -> None:
+    """A thread's sign of life, for a domain may keep the loop busy. Ends with the process."""
+    while True:
+        heartbeat.value = time.monotonic()
+        time.sleep(BEAT_S)
+
+
+async def _live(run_dir: Path, sock: socket.socket) -> int:
+    """The worker's life; returns its exit code."""
+    connection = await WorkerConnection.open(sock)
+
+    async def send(message: FromWorker) -> None:
+        await connection.send(_from_worker.encode(message))
+
+    try:
+        await _serve(run_dir, connection, send)
+    except Exception as error:  # the process boundary
+        log.exception("worker failed")
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        with contextlib.suppress(OSError):
+            await send(WorkerFailed(error=f"{type(error).__name__}: {error}"))
+            await connection.close()
+        return 1
+    return 0
+
+
+async def _serve(
+    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
+) -> None:
+    """Consumes messages of the actor, starts groups, sends what comes of them."""
+    import aiohttp
+
+    from pipelinerl.actor.executor import Executor, GroupTasks
+    from pipelinerl.actor.setup import load_rollout_side
+    from pipelinerl.actor.transport import Client
+
+    side = load_rollout_side(run_dir)
+    connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        executor = Executor(side.cfg, side.functions, side.llms, Client(session, side.limits), side.rules)
+        groups = GroupTasks(executor, send, tasks)
+        await send(Ready())
+        async for payload in connection.messages():
+            match _to_worker.decode(payload):
+                case Servers() as servers:
+                    executor.servers.update(servers.urls)
+                case StartGroup() as start:
+                    groups.start(start)
+                case Cancel() as cancel:
+                    groups.cancel(cancel.ticket)
+                case Stop():
+                    break
+        groups.close()
