@@ -32,7 +32,7 @@ from pipelinerl.records import Rollout
 from pipelinerl.rollouts import RewardMode, RolloutResult
 
 RolloutFunction = Callable[[DictConfig, TrainableLLM, dict, aiohttp.ClientSession], Awaitable[RolloutResult]]
-Report = Callable[[Rollout | Failure], Awaitable[None]]
+TakeOutcome = Callable[[Rollout | Failure], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Executor:
             aborted_requests=aborted_requests,
         )
 
-    async def stream_group(self, start: StartGroup, report: Report) -> int:
+    async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
         """Reports every attempt as it ends; returns how many requests ended without a completion.
 
         An attempt lasts until its report is taken: who reads slowly slows down the rollouts and fills no memory.

@@ -16,12 +16,10 @@ MAX_MODULE_LINES = 400
 REASON = "# structure: "
 
 BEING_MENDED = {
-    # actor: the loop becomes tickets, groups and evaluation; the executor is split from transport and server pool
+    # actor: the loop becomes tickets, groups and evaluation
     "actor/loop.py",
     "actor/loop.py: ActorLoop",
     "actor/metrics.py: ActorMetrics",
-    "actor/scheduler.py",
-    "actor/scheduler.py: GroupTransport",
     # launcher and roles
     "launcher/supervisor.py: Supervisor",
     "observability/status.py: RoleStatus",
@@ -37,7 +35,6 @@ BEING_MENDED = {
 
 TWO_MEANINGS = {
     "Limits": {"actor/loop.py", "sandbox/runner.py"},
-    "Report": {"actor/scheduler.py", "finetune/publish.py"},
     "Snapshot": {"actor/progress.py", "weights/sender.py"},
     "Test": {"domains/coding/judge.py", "sandbox/inside/syscalls.py"},
     "Trainer": {"actor/loop.py", "finetune/loop.py"},
