@@ -1,0 +1,175 @@
+"""Are the live tensors the bytes that were sent? Exact, for updates far below what log-probabilities can show.
+
+Two links make the proof. `checksum` of the staged bytes equals the trainer's, so the right bytes arrived. `differing`
+finds no live tensor that is not a copy of staged bytes, so they are in use. Which live elements come from which bytes
+is learned once: `learn` runs the model's own loaders on tensors without memory and records every copy they make. What
+a loader computes instead of copying is not learned, and the log-probabilities alone decide about it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelinerl.weights.layout import torch_dtype
+from pipelinerl.weights.protocol import ParamSpec
+
+WIDTH = 1024
+"""Words in a row of the checksum's matrix."""
+CPU_ROWS, GPU_ROWS = 64, 1 << 14
+"""Rows per step: a CPU's fit its cache."""
+
+
+def checksum(buffer: torch.Tensor) -> str:
+    """Hexadecimal digest of a flat uint8 tensor whose length is a multiple of 8.
+
+    The 64-bit words are the rows of a matrix of width 1024, the last one filled with zeros. The digest is the sum of
+    the words times their row (from 1) and of the words times their column (from 1), modulo 2⁶⁴.
+    """
+    words = buffer.view(torch.int64)
+    whole = len(words) // WIDTH * WIDTH
+    parts = list(words[:whole].view(-1, WIDTH).split(GPU_ROWS if buffer.is_cuda else CPU_ROWS))
+    if whole < len(words):
+        parts.append(torch.nn.functional.pad(words[whole:], (0, whole + WIDTH - len(words)))[None])
+    columns = torch.zeros(WIDTH, dtype=torch.int64, device=buffer.device)
+    row_sums = [columns[:0]]
+    for part in parts:
+        row_sums.append(part.sum(1))
+        columns += part.sum(0)
+    rows = torch.cat(row_sums)
+    return "".join(f"{int((sums * _places(sums)).sum()) % 2**64:016x}" for sums in (rows, columns))
+
+
+def _places(sums: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, len(sums) + 1, device=sums.device)
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements of a tensor's storage."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "View":
+        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A loader's assignment: elements of a live parameter are those of a sent one."""
+
+    target: str
+    target_view: View
+    source: str
+    source_view: View
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Where a model's parameters come from."""
+
+    copies: tuple[Copy, ...]
+    unlearned: tuple[str, ...]
+    """Live parameters that are more than copies of what is sent."""
+
+    def of(self, targets: Iterable[str]) -> tuple[Copy, ...]:
+        """The copies into some parameters."""
+        wanted = set(targets)
+        return tuple(copy for copy in self.copies if copy.target in wanted)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every assignment into an existing tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assignments: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.assignments.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def learn(
+    model: nn.Module, load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any], specs: Sequence[ParamSpec]
+) -> LoadPlan:
+    """The plan of a model without memory (device `meta`).
+
+    Args:
+        load: the model's own way to load named tensors, e.g. ``model.load_weights``.
+        specs: parameters as they are sent.
+    """
+    sources = [(spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")) for spec in specs]
+    sent = {_storage(tensor): name for name, tensor in sources}
+    live = {_storage(parameter): name for name, parameter in model.named_parameters()}
+    with _Recorder() as recorder:
+        load(iter(sources))
+    copies, computed = [], set()
+    for target, source in recorder.assignments:
+        name, origin = live.get(_storage(target)), source is not None and sent.get(_storage(source))
+        if name is None:
+            continue
+        if origin:
+            assert source is not None
+            copies.append(Copy(name, View.of(target), origin, View.of(source)))
+        else:
+            computed.add(name)
+    copied = {copy.target for copy in copies} - computed
+    unlearned = tuple(sorted(set(live.values()) - copied))
+    return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned)
+
+
+def differing(
+    copies: Iterable[Copy], live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Names of live parameters with any bit that is not the staged one, cast once to the parameter's dtype."""
+    for copy in copies:
+        target = copy.target_view.read(live[copy.target])
+        source = copy.source_view.read(staged[copy.source]).to(target)
+        if not _same_bits(target, source):
+            yield copy.target
+
+
+def differing_columns(
+    copies: Iterable[Copy], columns: torch.Tensor, values: torch.Tensor, staged: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether columns of a matrix [N, K], read from where it lies packed, are not the staged ones.
+
+    Args:
+        copies: of the one parameter.
+        columns: int64 [C], ascending.
+        values: [C, N] what was read.
+    """
+    for copy in copies:
+        width = copy.target_view.stride[0]
+        row, first = divmod(copy.target_view.offset, width)
+        rows, count = copy.target_view.size
+        inside = (columns >= first) & (columns < first + count)
+        source = copy.source_view.read(staged[copy.source])[:, columns[inside] - first].T
+        if not _same_bits(values[inside, row : row + rows], source.to(values)):
+            return True
+    return False
+
+
+def is_matrix_block(copy: Copy) -> bool:
+    """Whether the elements are a block of rows and columns of a matrix stored by rows."""
+    return len(copy.target_view.size) == 2 and copy.target_view.stride[1] == 1
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory, also of tensors that have none."""
+    return tensor.untyped_storage()._cdata
