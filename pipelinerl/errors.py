@@ -11,6 +11,7 @@
     │   └── ServerError              an HTTP status that says the server failed
     ├── VerifierError                the verifier could not judge (never a reward)
     ├── WeightUpdateError            a server did not take an update
+    │   └── ServersExpelledError     no server is left that uses what it is sent
     ├── CheckpointError              a checkpoint cannot be written or read
     ├── DeadlineError (TimeoutError) a named wait expired: who was awaited, where its log is
     └── RoleFailed                   a role ended the run: name, log file, last error
@@ -69,6 +70,10 @@ class VerifierError(PipelineRLError):
 
 class WeightUpdateError(PipelineRLError):
     """An inference server did not take a weight update."""
+
+
+class ServersExpelledError(WeightUpdateError):
+    """No inference server is left: each of them did not use the weights that it was sent."""
 
 
 class CheckpointError(PipelineRLError):

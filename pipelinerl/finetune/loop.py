@@ -105,7 +105,7 @@ class Trainer:
         self.outputs = self._open_outputs(make_sender(ctx)) if self.rank == 0 else None
         publisher = self.outputs.publisher if self.outputs else None
         dtype = DTYPES[self.cfg.finetune.dtype]
-        self.updates = WeightUpdates(self.engine, self.cfg, dtype, publisher, ctx.status, ctx.stop.is_set)
+        self.updates = WeightUpdates(self.engine, self.cfg, dtype, publisher, ctx.status, ctx.stop.is_set, ctx.run_dir)
 
     def run(self, *, stay: bool = False) -> None:
         """Train until done or stopped.
@@ -334,6 +334,7 @@ def make_weight_sender(ctx: RoleContext) -> Sender:
         port_base=ctx.world.weight_port,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
+        probe_tolerance=weights.probe_tolerance if weights.probe else None,
     )
 
 

@@ -3,21 +3,25 @@
 Consumes: versions begun by the training loop, evaluation leases on topic `evaluation`, servers that come back.
 Produces: weight updates through the `WeightSender`, and a `WeightUpdateSuccess` for each on topic `trainer`.
 Waits for: nothing itself; every push of the sender has its own deadline.
-Ends: at ``close``, or with the first error, which the training loop sees at its next call.
+Ends: at ``close``, or with the first error, which the training loop sees at its next call; when no server is left that
+uses what it is sent, that is such an error.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from pipelinerl.errors import WeightUpdateError
-from pipelinerl.records import EvaluationDone, EvaluationStarted, WeightUpdateSuccess
-from pipelinerl.weights.probe import Probe
+from pipelinerl.errors import ServersExpelledError, WeightUpdateError
+from pipelinerl.records import EvaluationDone, EvaluationStarted, ServerFailed, WeightUpdateSuccess
+from pipelinerl.weights.attestor import Miss
+from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.protocol import ParamSpec
 
 log = logging.getLogger(__name__)
@@ -51,8 +55,15 @@ class Sender(Protocol):
         version: int,
         params: Iterable[tuple[str, Tensor]],
         metadata: Sequence[ParamSpec],
-        probe: Probe | None = None,
+        scores: "Future[np.ndarray] | None" = None,
     ) -> None: ...
+    @property
+    def wants_scores(self) -> bool: ...
+    @property
+    def is_exhausted(self) -> bool: ...
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None: ...
+    def attest_with(self, text: ProbeText) -> None: ...
+    def take_misses(self) -> Sequence[Miss]: ...
     def readmit_async(self) -> bool: ...
     @property
     def is_pushing(self) -> bool: ...
@@ -105,13 +116,14 @@ class Publisher:
     def __init__(
         self,
         sender: Sender,
-        announce: Callable[[WeightUpdateSuccess], object],
+        announce: Callable[[WeightUpdateSuccess | ServerFailed], object],
         lease: EvaluationLease,
     ):
         self._sender, self._announce, self._lease = sender, announce, lease
         self._condition = threading.Condition(threading.RLock())
         self._error: Exception | None = None
         self._closed = False
+        self._last_miss = ""
         self.stats = PushStats()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -120,6 +132,26 @@ class Publisher:
         """Whether an evaluation forbids an update to ``version`` now; a resumed trainer may send the evaluated one."""
         self._raise_error()
         return self._lease.held(version)
+
+    def check(self) -> None:
+        """Raise the error that ended the updates, if one did."""
+        self._raise_error()
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the next version's log-probabilities should be compared."""
+        return self._sender.wants_scores
+
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
+        """A text for the probe from the first server that answers within ``timeout_s``, else None."""
+        deadline = time.monotonic() + timeout_s
+        while (text := self._sender.sample_text(shape, vocab_size, seed)) is None and time.monotonic() < deadline:
+            time.sleep(IDLE_S)
+        return text
+
+    def attest_with(self, text: ProbeText) -> None:
+        """Servers count as up when they are calibrated on this text."""
+        self._sender.attest_with(text)
 
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
         """Wait until ``count`` servers answer or the time is up; returns how many do."""
@@ -133,7 +165,7 @@ class Publisher:
         version: int,
         parameters: Iterable[tuple[str, Tensor]],
         specs: Sequence[ParamSpec],
-        probe: Probe | None = None,
+        scores: "Future[np.ndarray] | None" = None,
     ) -> float:
         """Start an update; return when the parameters are copied: the seconds it first waited for the previous one."""
         started = time.perf_counter()
@@ -141,7 +173,7 @@ class Publisher:
             self._condition.wait_for(lambda: not self._sender.is_pushing or self._error)
             self._raise_error()
             waited = time.perf_counter() - started
-            self._sender.send_async(version, parameters, specs, probe)
+            self._sender.send_async(version, parameters, specs, scores)
             self._condition.notify_all()
         return waited
 
@@ -163,6 +195,8 @@ class Publisher:
         return self.stats.version >= version and bool(self.stats.servers)
 
     def _raise_error(self) -> None:
+        if isinstance(self._error, ServersExpelledError):
+            raise self._error
         if self._error is not None:
             raise WeightUpdateError(f"weight updates ended: {self._error}") from self._error
 
@@ -177,6 +211,7 @@ class Publisher:
 
     def _look_after(self) -> None:
         """Collect a finished push, or start one for servers that came back; then rest a moment."""
+        self._announce_misses()
         if self._sender.is_pushing and self._sender.is_done:
             self._record(self._sender.wait())
             return
@@ -186,6 +221,26 @@ class Publisher:
         with self._condition:
             if not self._closed:
                 self._condition.wait(PUSHING_S if self._sender.is_pushing else IDLE_S)
+
+    def _announce_misses(self) -> None:
+        """Tell everybody at once who failed; the message about who serves follows with the next push."""
+        for miss in self._sender.take_misses():
+            self._last_miss = f"{miss.server}: version {miss.version} {miss.reason}"
+            self._announce(
+                ServerFailed(
+                    server=miss.server,
+                    version=miss.version,
+                    since=miss.since,
+                    is_final=miss.is_final,
+                    reason=miss.reason,
+                    timestamp=time.time(),
+                )
+            )
+        if self._sender.is_exhausted:
+            raise ServersExpelledError(
+                f"no inference server is left: each missed its weight probe twice. The last one was {self._last_miss}. "
+                "The figures of the others are in this log. If the servers are healthy, raise weights.probe_tolerance"
+            )
 
     def _record(self, report: Report) -> None:
         for server, error in report.errors.items():

@@ -7,7 +7,10 @@ alone has a ``Publisher``. A version that an evaluation holds back is deferred; 
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from pipelinerl.config.sections import Config
@@ -17,7 +20,7 @@ from pipelinerl.finetune.export import exported_parameters, exported_specs
 from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.publish import Publisher
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.weights.probe import Probe, probe_tokens
+from pipelinerl.weights.probe import MAX_LENGTH, ProbeText, text_shape
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +44,19 @@ def last_needed(step: int, cfg: Config) -> int:
     return min(step + cfg.steps_per_phase, cfg.finetune.max_train_steps) - 1
 
 
-def make_probe(engine: Engine, cfg: Config) -> Probe:
-    """What servers must answer with the trainer's present weights. Collective."""
-    ids = probe_tokens(engine.policy.lm.config.get_text_config().vocab_size, cfg.seed)
-    tokens = torch.tensor(ids, device=engine.device)
-    positions = torch.arange(len(ids), device=engine.device)
-    scored = engine.evaluate(Tokens(tokens[None], positions[None], tokens.roll(-1)))
-    logprobs = scored.float().roll(1).cpu().numpy()
-    return Probe(token_ids=ids, logprobs=logprobs, tolerance=cfg.weights.probe_tolerance)
+def max_model_len(cfg: Config) -> int:
+    """Tokens that a server takes in one request; vLLM's option in either spelling."""
+    options = {name.replace("-", "_"): value for name, value in cfg.vllm_config.vllm_kwargs.items()}
+    return int(options.get("max_model_len") or MAX_LENGTH)
+
+
+def score_text(engine: Engine, text: ProbeText) -> np.ndarray:
+    """float32 [S·(L−1)]: log-probabilities of the probe's text under the trainer's present weights. Collective."""
+    ids = torch.from_numpy(text.token_ids).long().to(engine.device)
+    rows, length = ids.shape
+    positions = torch.arange(length, device=engine.device).repeat(rows)
+    scored_N = engine.evaluate(Tokens(ids.reshape(1, -1), positions[None], ids.roll(-1, 1).flatten()))
+    return scored_N.float().view(rows, length)[:, :-1].flatten().cpu().numpy()
 
 
 class WeightUpdates:
@@ -62,10 +70,12 @@ class WeightUpdates:
         publisher: Publisher | None,
         status: RoleStatus,
         stop: Callable[[], bool],
+        run_dir: Path,
     ):
         """``publisher``: on rank 0 only."""
         self._engine, self._cfg, self._dtype = engine, cfg, dtype
         self._publisher, self._status, self._stop = publisher, status, stop
+        self._run_dir, self._text = run_dir, None
         self.deferred = False
         """An update is due that an evaluation held back; equal on all ranks."""
 
@@ -74,18 +84,45 @@ class WeightUpdates:
 
         A new run waits for every server. A resumed one needs one: the others may be restarting and come back later.
         """
-        timeout_s = self._cfg.launcher.startup_timeout_s
-        deadline = time.monotonic() + timeout_s
-        if self._publisher is not None:
-            with self._status.waiting("inference servers to start", on="actor_llm"):
-                needed, up = (1 if resumed else num_servers), 0
+        deadline = time.monotonic() + self._cfg.launcher.startup_timeout_s
+        needed = 1 if resumed else num_servers
+        with self._status.waiting("inference servers to start", on="actor_llm"):
+            if self._cfg.weights.probe:
+                self._prepare_probe(version, deadline)
+            if self._publisher is not None:
+                up = 0
                 while not self._stop() and (up := self._publisher.wait_for_servers(needed, POLL_S)) < needed:
-                    if time.monotonic() > deadline:
-                        raise DeadlineError(
-                            f"{needed - up} of {needed} awaited inference servers did not answer within "
-                            f"launcher.startup_timeout_s={timeout_s:g}; see actor_llm_*/log.txt in the run folder"
-                        )
+                    self._check_start(deadline, needed, up)
         self._send_when_allowed(version)
+
+    def _check_start(self, deadline: float, needed: int, up: int) -> None:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"{needed - up} of {needed} awaited inference servers did not answer within "
+                f"launcher.startup_timeout_s={self._cfg.launcher.startup_timeout_s:g}; "
+                "see actor_llm_*/log.txt in the run folder"
+            )
+
+    def _prepare_probe(self, version: int, deadline: float) -> None:
+        """The run's text for the probe with the trainer's scores of version 0: from the run folder, or made now."""
+        text, is_new = None, False
+        if self._publisher is not None:
+            text = ProbeText.load(self._run_dir)
+            is_new = text is None
+            vocab_size = self._engine.policy.lm.config.get_text_config().vocab_size
+            shape = text_shape(max_model_len(self._cfg))
+            while text is None and not self._stop():
+                text = self._publisher.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
+                self._check_start(deadline, 1, 0)
+        self._text, is_new = self._engine.broadcast_object((text, is_new))
+        if self._text is None:
+            return
+        if is_new and version == 0:
+            self._text = self._text.with_scores(score_text(self._engine, self._text))
+        if self._publisher is not None:
+            if is_new:
+                self._text.save(self._run_dir)
+            self._publisher.attest_with(self._text)
 
     def after_step(self, step: int) -> float:
         """Send the new version if it is due; returns the seconds that the previous update made rank 0 wait."""
@@ -94,7 +131,13 @@ class WeightUpdates:
         return self._send_or_defer(step)
 
     def retry(self, step: int) -> None:
-        """Send the version that was held back, if the evaluation has ended."""
+        """Send the version that was held back, if the evaluation has ended.
+
+        Raises:
+            ServersExpelledError: no server is left.
+        """
+        if self._publisher is not None:
+            self._publisher.check()
         if self.deferred:
             self._send_or_defer(step)
 
@@ -104,18 +147,26 @@ class WeightUpdates:
 
     def _send_or_defer(self, version: int) -> float:
         held = self._publisher is not None and self._publisher.held(version)
-        self.deferred = bool(self._engine.broadcast_object(held))
-        return 0.0 if self.deferred else self._send(version)
+        scored = self._text is not None and self._publisher is not None and self._publisher.wants_scores
+        self.deferred, scored = self._engine.broadcast_object((held, scored))
+        return 0.0 if self.deferred else self._send(version, scored)
 
-    def _send(self, version: int) -> float:
-        probe = make_probe(self._engine, self._cfg) if self._cfg.weights.probe else None
+    def _send(self, version: int, scored: bool) -> float:
+        """The push first, the trainer's scores after it: servers are asked when they hold the version anyway."""
         parameters = exported_parameters(self._engine, self._dtype)
+        scores: Future[np.ndarray] = Future()
+        waited = 0.0
         if self._publisher is not None:
+            specs = exported_specs(self._engine, self._dtype)
             with self._status.waiting("the previous weight update", on="actor_llm"):
-                return self._publisher.begin(version, parameters, exported_specs(self._engine, self._dtype), probe)
-        for _ in parameters:
-            pass
-        return 0.0
+                waited = self._publisher.begin(version, parameters, specs, scores if scored else None)
+        else:
+            for _ in parameters:
+                pass
+        if scored:
+            assert self._text is not None
+            scores.set_result(score_text(self._engine, self._text))
+        return waited
 
     def _send_when_allowed(self, version: int) -> bool:
         self._send_or_defer(version)

@@ -57,6 +57,8 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     settings = own | _shared_cache(cfg, world, job, gpu_bytes) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
         settings["max-model-len"] += 1  # scoring n tokens asks for one more than was generated
+    if job.kind == "actor_llm" and cfg.weights.probe and isinstance(settings.get("max-num-seqs"), int):
+        settings["max-num-seqs"] += 1  # the weight probe takes no place from the rollouts
     head = _head_overrides(cfg, settings)
     if head:
         settings["hf-overrides"] = head

@@ -10,14 +10,23 @@ the server then ends (the supervisor starts another) instead of serving them.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.protocol import INFO_PATH, PATH, WeightInfo, WeightUpdateAnswer, WeightUpdateRequest
+from pipelinerl.weights.protocol import (
+    CHECK_PATH,
+    INFO_PATH,
+    PATH,
+    WeightCheck,
+    WeightCheckRequest,
+    WeightInfo,
+    WeightUpdateAnswer,
+    WeightUpdateRequest,
+)
 from pipelinerl.weights.receiver import RECEIVING, STAGED
 
 log = logging.getLogger(__name__)
@@ -142,8 +151,29 @@ class UpdateControl:
             raise
         await self._engine.set_version(str(version))
 
+    async def check(self, version: int) -> WeightCheck:
+        """Whether the live tensors are the bytes of ``version``, on all workers."""
+        await self._engine.call_workers("begin_weight_check", version)
+        poll_s = POLL_S
+        while None in (results := await self._engine.call_workers("weight_check_result")):
+            await asyncio.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, MAX_POLL_S)
+        return combined(msgspec.convert(results, list[WeightCheck]))
+
     async def info(self) -> WeightInfo:
         return WeightInfo(weight_version=await self._engine.version(), transfer_workers=self.num_workers)
+
+
+def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
+    """The server's answer from its workers'. Workers that received different bytes have no checksum in common."""
+    checksums = {check.checksum for check in checks}
+    return WeightCheck(
+        is_checked=all(check.is_checked for check in checks),
+        checksum=checksums.pop() if len(checksums) == 1 else "",
+        differing=tuple(sorted({name for check in checks for name in check.differing})),
+        unlearned=tuple(sorted({name for check in checks for name in check.unlearned})),
+        check_ms=max(check.check_ms for check in checks),
+    )
 
 
 def build_router(updates: UpdateControl | None) -> APIRouter:
@@ -168,6 +198,16 @@ def build_router(updates: UpdateControl | None) -> APIRouter:
             return _json(200, msgspec.to_builtins(await asyncio.shield(updates.update(request, raw.is_disconnected))))
         except UpdateFailed as error:
             return _json(error.status, {"error": str(error)})
+
+    @router.post(CHECK_PATH)
+    async def check_weights(raw: Request) -> Response:
+        if updates is None:
+            return _json(409, {"error": "this server's weights are frozen"})
+        try:
+            request = msgspec.json.decode(await raw.body(), type=WeightCheckRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _json(422, {"error": f"not a weight check request: {error}"})
+        return _json(200, msgspec.to_builtins(await updates.check(request.version)))
 
     return router
 

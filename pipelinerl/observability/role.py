@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, DomainError, PipelineRLError, WorldError
+from pipelinerl.errors import ConfigError, DomainError, PipelineRLError, ServersExpelledError, WorldError
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 
@@ -35,7 +35,7 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 MAX_OPEN_FILES = 2**20
 """More than any role needs. Programs that close every possible descriptor at their start take seconds beyond it."""
-UNMENDABLE = (ConfigError, DomainError, WorldError, ImportError, SyntaxError)
+UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 
 

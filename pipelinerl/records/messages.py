@@ -17,6 +17,23 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     timestamp: float = 0.0
 
 
+class ServerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="server_failed"):
+    """A server did not use the weights that it was sent: what it sampled from ``since`` on must not be trained.
+
+    Whatever is sampled on it after a later `WeightUpdateSuccess` that names it is not meant.
+    """
+
+    server: str
+    version: int
+    """The version that its probe missed."""
+    since: int
+    """First version that its probe did not confirm."""
+    is_final: bool
+    """False: it is sent the weights again."""
+    reason: str
+    timestamp: float = 0.0
+
+
 class SamplesProcessed(msgspec.Struct, frozen=True, kw_only=True, tag="samples_processed"):
     """Running totals after an optimizer step."""
 
@@ -35,7 +52,7 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     timestamp: float = 0.0
 
 
-TrainerMessage = WeightUpdateSuccess | SamplesProcessed | TrainingDone
+TrainerMessage = WeightUpdateSuccess | ServerFailed | SamplesProcessed | TrainingDone
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):

@@ -1,38 +1,62 @@
-"""Probe attestation: after an update a server scores fixed tokens, and the trainer compares with its own values.
+"""The probe's text: tokens that a server of the run sampled from the model's file, and the trainer's scores of them.
 
-Bytes that arrived are not yet weights that are used (a stale tied head, a LoRA that is not attached, scrambled
-shards), so the proof is the model's output. Pure; the sender asks the question.
+Sampled tokens are likely ones, whose log-probabilities differ least between healthy kernels. Text and scores of
+version 0 are kept in the run folder, so that a server that starts late or again is calibrated before its first update.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-PROBE_TOKENS = 48
+NUM_TOKENS = 1024
+MAX_LENGTH = 256
+FILE = "weights/probe.npz"
+"""In the run folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What a server must answer for one version."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProbeText:
+    """S sequences of L tokens."""
 
-    token_ids: tuple[int, ...]
-    logprobs: np.ndarray
-    """float32 [T]: the trainer's log p(token t | tokens 0 … t−1) at temperature 1; entry 0 is ignored."""
-    tolerance: float
-    """Largest allowed difference in nats."""
+    token_ids: np.ndarray
+    """int32 [S, L]; the first token of each is not scored."""
+    logprobs: np.ndarray | None = None
+    """float32 [S·(L−1)]: the trainer's scores at version 0; None = this text was made at a later version."""
 
-    def difference(self, answer: np.ndarray) -> float:
-        """Largest |server − trainer| over the scored tokens; infinite if anything is missing or not a number."""
-        if answer.shape != self.logprobs.shape:
-            return float("inf")
-        difference = np.abs(answer[1:].astype(np.float64) - self.logprobs[1:].astype(np.float64))
-        return float(np.max(difference, initial=0.0)) if np.isfinite(difference).all() else float("inf")
+    def with_scores(self, logprobs: np.ndarray) -> "ProbeText":
+        return replace(self, logprobs=logprobs)
 
-    def accepts(self, answer: np.ndarray) -> bool:
-        return self.difference(answer) <= self.tolerance
+    def save(self, run_dir: Path) -> None:
+        """Published by one rename."""
+        path = run_dir / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            if self.logprobs is None:
+                np.savez(file, token_ids=self.token_ids)
+            else:
+                np.savez(file, token_ids=self.token_ids, logprobs=self.logprobs)
+            file.flush()
+            os.fsync(file.fileno())
+        path.with_suffix(".tmp").rename(path)
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "ProbeText | None":
+        """The run's text; None if it has none yet."""
+        path = run_dir / FILE
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(token_ids=arrays["token_ids"], logprobs=arrays.get("logprobs"))
 
 
-def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_TOKENS) -> tuple[int, ...]:
-    """The run's fixed probe: tokens drawn over the whole vocabulary, so that no part of it goes unseen for long."""
-    generator = np.random.default_rng(seed)
-    return tuple(int(token) for token in generator.integers(0, vocab_size, size=length))
+def text_shape(max_model_len: int) -> tuple[int, int]:
+    """(sequences, tokens of each) for servers that take ``max_model_len`` tokens; a scored text asks for one more."""
+    length = max(2, min(MAX_LENGTH, max_model_len - 1))
+    return -(-NUM_TOKENS // length), length
+
+
+def first_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    """Different beginnings, so that the sampled texts differ."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, size=count)]

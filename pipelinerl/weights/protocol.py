@@ -11,6 +11,7 @@ from msgspec import Meta
 
 PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
+CHECK_PATH = "/check_weights"
 STALE = "stale"
 """In a refusal's error: the server has lost (restart, another sender) what the request builds on, the transfer group
 or the version that a delta starts from. Send everything through a new group."""
@@ -81,3 +82,23 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The label that vLLM gives to tokens: optimizer steps as a decimal number; "default" before the first update."""
     transfer_workers: int = 1
     """Workers of this server that join a transfer group."""
+
+
+class WeightCheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST /check_weights``: compare the live tensors with the bytes that were sent."""
+
+    version: Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Its answer, and one worker's part of it."""
+
+    is_checked: bool
+    """False: the bytes of this version are not there any more, because a newer one is coming in."""
+    checksum: str = ""
+    """`pipelinerl.weights.digest.checksum` of the bytes that were received."""
+    differing: tuple[str, ...] = ()
+    """Live parameters that are not what was received."""
+    unlearned: tuple[str, ...] = ()
+    """Live parameters that could not be compared."""
+    check_ms: float = 0.0

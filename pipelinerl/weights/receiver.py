@@ -7,7 +7,8 @@ transfer keeps its own buffer until its thread has ended, so nothing late can wr
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,8 @@ class Receiver:
         self._buffer_version: int | None = None
         """Version whose bytes the staging buffer holds; None while they are being replaced."""
         self._transfer: Transfer | None = None
+        self._reading = threading.Lock()
+        """Held while somebody reads the staged bytes of the live version."""
 
     @property
     def transfer(self) -> Transfer:
@@ -74,6 +77,15 @@ class Receiver:
         assert self.transfer.state == STAGED, "nothing is staged"
         assert self._buffer is not None
         return self.transfer.layout, self._buffer
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[tuple[Layout, torch.Tensor] | None]:
+        """The staged bytes of ``version``, which stay as they are meanwhile; None if a newer transfer has begun."""
+        with self._reading:
+            if self._buffer_version != version or self._layout is None or self._buffer is None:
+                yield None
+            else:
+                yield self._layout, self._buffer
 
     def begin(self, request: WeightUpdateRequest) -> None:
         """Start receiving; returns at once.
@@ -145,7 +157,8 @@ class Receiver:
             assert self._buffer is not None, "held by the check in begin"
             payload = torch.empty(request.payload_bytes, dtype=torch.uint8)
             self._receive_into(payload, group, transfer, deadline)
-            buffer, self._buffer_version = self._buffer, None
+            buffer = self._buffer
+            self._end_reading()
             apply_delta(buffer, payload)
         self._check(transfer)
         self._layout, self._buffer_version = layout, request.version
@@ -167,11 +180,17 @@ class Receiver:
     def _staging(self, transfer: Transfer) -> torch.Tensor:
         """The kept buffer if it fits; the model's size does not change between updates."""
         self._check(transfer)
-        self._buffer_version = None
+        self._end_reading()
         if self._buffer is None or self._buffer.numel() != transfer.layout.num_bytes:
             self._buffer = None
             self._buffer = self._allocate(transfer.layout.num_bytes)
         return self._buffer
+
+    def _end_reading(self) -> None:
+        """The bytes are about to change: nobody begins to read them, and who reads them ends first."""
+        self._buffer_version = None
+        with self._reading:
+            pass
 
     @staticmethod
     def _check(transfer: Transfer) -> None:

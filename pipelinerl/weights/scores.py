@@ -21,12 +21,43 @@ class _Scores(msgspec.Struct):
     prompt_logprobs: list[dict[int, _Logprob] | None]
 
 
+class _Label(msgspec.Struct):
+    version: str
+
+
+class _Choice(msgspec.Struct):
+    weight_versions: list[_Label]
+
+
+class _Labels(msgspec.Struct):
+    choices: list[_Choice]
+
+
 def score_request(token_ids: Sequence[int] | np.ndarray) -> dict[str, Any]:
     """The body that asks for the log-probability of every given token."""
     return {
         "token_ids": [int(token) for token in token_ids],
         "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
     }
+
+
+def sample_request(first: int, count: int, seed: int) -> dict[str, Any]:
+    """The body that asks for ``count`` tokens after one, from the model's whole distribution."""
+    sampling = {"max_tokens": count, "temperature": 1.0, "seed": seed, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": [first], "sampling_params": sampling}
+
+
+def read_version(body: bytes) -> str:
+    """The label of the weights that a scored answer comes from; empty if it names none or several."""
+    try:
+        labels = {
+            label.version
+            for choice in msgspec.json.decode(body, type=_Labels).choices
+            for label in choice.weight_versions
+        }
+    except msgspec.DecodeError as error:
+        raise TransportError(f"not an answer with weight versions: {error}") from error
+    return labels.pop() if len(labels) == 1 else ""
 
 
 def read_scores(body: bytes, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ The trainer goes on while a push runs: `send_async` returns when the snapshot is
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 import uuid
@@ -18,14 +19,17 @@ from dataclasses import dataclass, field
 
 import httpx
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.attestor import FROM_FILE, Attestor, Expected, Miss
 from pipelinerl.weights.delta import encode_delta
+from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.group import TransferGroup, first_line, host_store, join
 from pipelinerl.weights.layout import Layout, buckets
-from pipelinerl.weights.probe import Probe
+from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.protocol import (
     INFO_PATH,
     PATH,
@@ -36,7 +40,6 @@ from pipelinerl.weights.protocol import (
     WeightUpdateAnswer,
     WeightUpdateRequest,
 )
-from pipelinerl.weights.scores import SCORE_PATH, read_scores, score_request
 from pipelinerl.world import Job
 from pipelinerl.world.map import WEIGHT_PORTS_PER_SERVER
 
@@ -46,8 +49,6 @@ WATCH_S = 1.0
 WATCH_TIMEOUT_S = 5.0
 RECEIVE_SHARE = 0.9
 """Share of the time-out in which all bytes must arrive, so that the server's own error comes before ours."""
-NEVER_UPDATED = "default"
-"""vLLM's label of weights that came from disk."""
 GONE = "gone"
 """Instead of a version: nobody listens at the server's address."""
 
@@ -82,7 +83,7 @@ class Snapshot:
     """Delta mode: the previous version's bytes, until the delta is encoded."""
     base_version: int | None = None
     delta: torch.Tensor | None = None
-    probe: Probe | None = None
+    checksum: "Future[str] | None" = None
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Link:
     is_up: bool = True
     """Worth a push: it answers, or nobody has asked yet."""
     is_expelled: bool = False
-    """It said it took an update and then answered the probe with something else: never used again in this run."""
+    """It missed its probe twice: never used again in this run."""
     pushes: int = 0
     """Counts ended pushes, so that the watcher can tell an answer that is older than one."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -133,6 +134,7 @@ class WeightSender:
         port_base: first of two ports per server; 0 = free ones.
         device: where buckets must lie for the backend (the trainer's GPU); the snapshot itself is in host memory.
         delta: send only what changed where the server holds the previous version and that is smaller.
+        probe_tolerance: servers are asked whether they use what they are sent (`attestor`); None = they are not.
 
     >>> sender = WeightSender(world.get("actor_llm"), backend="gloo", ...)
     >>> sender.send_async(version, named_tensors, specs)   # returns after the snapshot
@@ -152,6 +154,7 @@ class WeightSender:
         port_base: int = 0,
         device: torch.device | str = "cpu",
         delta: bool = False,
+        probe_tolerance: float | None = None,
     ):
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_mb << 20, timeout_s
         self._host, self._device, self._delta = host, _indexed(torch.device(device)), delta
@@ -162,12 +165,22 @@ class WeightSender:
                 port=port_base + WEIGHT_PORTS_PER_SERVER * index if port_base else 0,
                 client=httpx.Client(base_url=server.url, headers=headers, timeout=WATCH_TIMEOUT_S),
                 watch_client=httpx.Client(base_url=server.url, timeout=WATCH_TIMEOUT_S),
+                is_up=probe_tolerance is None,
             )
             for index, server in enumerate(servers)
         }
+        self._attestor = None
+        if probe_tolerance is not None:
+            self._attestor = Attestor(
+                servers, secret=secret, tolerance=probe_tolerance, timeout_s=timeout_s, report=self._take_miss
+            )
+        self._misses: queue.SimpleQueue[Miss] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(max(len(servers), 1), thread_name_prefix="weight-push")
         self._snapshot: Snapshot | None = None
         self._spare: torch.Tensor | None = None
+        self._spare_read: Future[str] | None = None
+        """The checksum that may still read the spare buffer."""
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="weight-digest")
         self._push: Future[UpdateReport] | None = None
         self._announced: tuple[str, ...] = ()
         self._closed = threading.Event()
@@ -184,15 +197,42 @@ class WeightSender:
         """Servers out of service that answer."""
         return tuple(name for name, link in self._links.items() if link.is_up and not link.in_service)
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every server has missed its probe for good."""
+        return bool(self._links) and all(link.is_expelled for link in self._links.values())
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the next version's log-probabilities should be compared."""
+        return self._attestor is not None and self._attestor.wants_scores
+
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
+        """A text for the probe, from the first server that answers; None while none does."""
+        return None if self._attestor is None else self._attestor.sample(shape, vocab_size, seed)
+
+    def attest_with(self, text: ProbeText) -> None:
+        """From now on servers that answer are calibrated on this text, and then count as up."""
+        if self._attestor is not None:
+            self._attestor.begin(text)
+
+    def take_misses(self) -> list[Miss]:
+        """Missed probes since the last call."""
+        misses = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                misses.append(self._misses.get_nowait())
+        return misses
+
     def send(
         self,
         version: int,
         params: Iterable[tuple[str, torch.Tensor]],
         metadata: Sequence[ParamSpec],
-        probe: Probe | None = None,
+        scores: "Future[np.ndarray] | None" = None,
     ) -> UpdateReport:
         """`send_async` and `wait`."""
-        self.send_async(version, params, metadata, probe)
+        self.send_async(version, params, metadata, scores)
         return self.wait()
 
     def send_async(
@@ -200,7 +240,7 @@ class WeightSender:
         version: int,
         params: Iterable[tuple[str, torch.Tensor]],
         metadata: Sequence[ParamSpec],
-        probe: Probe | None = None,
+        scores: "Future[np.ndarray] | None" = None,
     ) -> None:
         """Take a snapshot and push it in the background to all servers that answer.
 
@@ -209,11 +249,14 @@ class WeightSender:
             params: full tensors under the checkpoint's names, in the order of ``metadata``; consumed one by one, so
                 a sharded trainer may gather each when it is asked for.
             metadata: every parameter's name, dtype and full shape.
-            probe: what a server must answer with these weights before it counts as in service; None = no probe.
+            scores: the trainer's log-probabilities of the probe's text with these weights, when it has them; None =
+                they are not compared for this version.
         """
         assert self._push is None, "wait() for the previous update first"
         snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
-        snapshot.probe = probe
+        if self._attestor is not None:
+            snapshot.checksum = self._digests.submit(checksum, snapshot.buffer)
+            self._attestor.expect(version, Expected(snapshot.checksum, scores))
         targets = [link for link in self._links.values() if link.in_service or link.is_up]
         self._start_push(snapshot, targets)
 
@@ -252,13 +295,18 @@ class WeightSender:
         """Stop watching and let go of all connections."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._digests.shutdown(wait=False, cancel_futures=True)
         self._watcher.join(WATCH_TIMEOUT_S)
+        if self._attestor is not None:
+            self._attestor.close()
         for link in self._links.values():
             link.close()
 
     def _take_snapshot(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
         """Copy into host memory that is allocated once (twice with delta: the previous version is the base)."""
         previous = self._snapshot
+        if self._spare_read is not None:
+            self._spare_read.result()
         if self._spare is None or self._spare.numel() != layout.num_bytes:
             self._spare = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         buffer, self._spare = self._spare, None
@@ -269,7 +317,7 @@ class WeightSender:
         if self._delta and previous is not None and previous.layout == layout:
             snapshot.base, snapshot.base_version = previous.buffer, previous.version
         if previous is not None:
-            self._spare = previous.buffer
+            self._spare, self._spare_read = previous.buffer, previous.checksum
         self._snapshot = snapshot
         return snapshot
 
@@ -310,8 +358,6 @@ class WeightSender:
         deadline = time.monotonic() + self._timeout_s
         try:
             answer, num_bytes = self._update(link, snapshot, deadline)
-            if snapshot.probe is not None:
-                self._attest(link, snapshot.probe, deadline)
         except BaseException:
             with link.lock:
                 link.pushes += 1
@@ -319,25 +365,10 @@ class WeightSender:
             raise
         with link.lock:
             link.pushes += 1
-            link.held, link.in_service, link.is_up = snapshot.version, True, False
+            link.held, link.in_service, link.is_up = snapshot.version, not link.is_expelled, False
+        if self._attestor is not None:
+            self._attestor.took(link.server.name, snapshot.version)
         return answer, num_bytes
-
-    def _attest(self, link: Link, probe: Probe, deadline: float) -> None:
-        """The server's own log-probabilities decide whether the weights are in use."""
-        timeout = max(deadline - time.monotonic(), WATCH_TIMEOUT_S)
-        try:
-            response = link.watch_client.post(SCORE_PATH, json=score_request(probe.token_ids), timeout=timeout)
-        except httpx.HTTPError as error:
-            raise WeightUpdateError(f"{link.server.name} did not score the probe: {first_line(error)}") from error
-        if response.status_code != 200:
-            raise WeightUpdateError(f"{link.server.name} did not score the probe: {response.text[:500]}")
-        difference = probe.difference(read_scores(response.content, probe.token_ids))
-        if difference > probe.tolerance:
-            link.is_expelled = True
-            raise WeightUpdateError(
-                f"{link.server.name} took the update but its log-probabilities differ from the trainer's by "
-                f"{difference:.3g} nats (weights.probe_tolerance={probe.tolerance:g}): it is not used any more"
-            )
 
     def _update(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
         """Build on what the server has from earlier updates; where it lost that, send everything anew."""
@@ -447,11 +478,24 @@ class WeightSender:
         with link.lock:
             if link.pushes != pushes:
                 return
-            if link.in_service and version in (NEVER_UPDATED, GONE):
+            if link.in_service and version in (FROM_FILE, GONE):
                 log.warning("event=server_lost_weights server=%s version=%s", link.server.name, version)
                 link.drop()
+                if self._attestor is not None:
+                    self._attestor.left(link.server.name)
             if not link.in_service:
-                link.is_up = version not in (None, GONE) and not link.is_expelled
+                link.is_up = version is not None and version != GONE and self._admits(link, version)
+
+    def _admits(self, link: Link, version: str) -> bool:
+        return not link.is_expelled and (self._attestor is None or self._attestor.admits(link.server.name, version))
+
+    def _take_miss(self, miss: Miss) -> None:
+        """Out of service; back with a whole push unless it was the second miss."""
+        link = self._links[miss.server]
+        with link.lock:
+            link.held, link.in_service = None, False
+            link.is_up, link.is_expelled = not miss.is_final, miss.is_final
+        self._misses.put(miss)
 
 
 def _indexed(device: torch.device) -> torch.device:

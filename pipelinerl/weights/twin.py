@@ -6,7 +6,7 @@ model decodes; the swap then only moves references, so the pause does not grow w
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +20,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.digest import LoadPlan, differing_columns, is_matrix_block, learn
+from pipelinerl.weights.protocol import ParamSpec
 
+READ_COLUMNS = 4
+"""Columns of each packed matrix that are read back with every version; others the next time."""
 PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the multiplication with their packed weight."""
 
@@ -36,17 +40,20 @@ class Twin:
         }
         self._expected = {name for name, _ in twin.named_parameters()}
         """Tied parameters appear once."""
+        self._names = {id(param): name for name, param in twin.named_parameters()}
+        self._packed: dict[nn.Module, object] = {}
+        """Live modules and the multiplication that the newest swap gave them."""
 
     @classmethod
     def of(cls, live: nn.Module, vllm_config: VllmConfig) -> "Twin | None":
         """The twin of a live model, without memory for its weights; None if its layers are not all known."""
         if not all(_is_known(module) for module in live.modules()):
             return None
-        config = copy.copy(vllm_config)
-        config.compilation_config = copy.copy(vllm_config.compilation_config)
-        config.compilation_config.static_forward_context = {}
-        with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
-            return cls(live, initialize_model(config), vllm_config.model_config)
+        return cls(live, bare_model(vllm_config), vllm_config.model_config)
+
+    def learn(self, specs: Sequence[ParamSpec]) -> LoadPlan:
+        """Where the model's parameters come from."""
+        return learn(self._twin, self._twin.load_weights, specs)
 
     def load(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Build everything that the swap moves. The live model is not touched.
@@ -64,6 +71,46 @@ class Twin:
             raise WeightUpdateError(f"the update lacks {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
         process_weights_after_loading(self._twin, self._model_config, torch.device("cpu"))
 
+    @torch.no_grad()
+    def misread(self, plan: LoadPlan, staged: Mapping[str, torch.Tensor], version: int) -> list[str]:
+        """Packed weights, loaded and not yet swapped, of which some columns are not the staged ones.
+
+        Packed weights can only be multiplied with, and not while the live model does so: unit vectors read columns.
+        """
+        wrong = []
+        for module in self._packed_modules():
+            name = self._names[id(self._templates[module]["weight"])]
+            copies = plan.of([name])
+            if not copies or not all(map(is_matrix_block, copies)):
+                continue
+            template = self._templates[module]["weight"]
+            width = template.shape[1]
+            columns = (version * READ_COLUMNS + torch.arange(min(READ_COLUMNS, width))) % width
+            columns = columns.sort().values
+            units = torch.nn.functional.one_hot(columns, width).to(template.dtype)
+            values = getattr(module, PACKED)(units, module.weight, None)
+            if differing_columns(copies, columns, values, staged):
+                wrong.append(name)
+        return wrong
+
+    @property
+    def packed(self) -> frozenset[str]:
+        """Weights that the live model keeps packed."""
+        return frozenset(
+            self._names[id(self._templates[twin]["weight"])] for live, twin in self._pairs() if live in self._packed
+        )
+
+    def unused(self) -> list[str]:
+        """Packed weights of the newest swap that the live model does not multiply with."""
+        return [
+            self._names[id(self._templates[twin]["weight"])]
+            for live, twin in self._pairs()
+            if live in self._packed and live.__dict__.get(PACKED) is not self._packed[live]
+        ]
+
+    def _packed_modules(self) -> Iterator[nn.Module]:
+        return (module for module in self._twin.modules() if PACKED in module.__dict__)
+
     def swap(self) -> None:
         """Give the live model the twin's tensors and packed weights."""
         for live, twin in self._pairs():
@@ -73,7 +120,7 @@ class Twin:
                     assert target is not None, f"{name} is new"
                     target.data = param.data
             if PACKED in twin.__dict__:
-                live.__dict__[PACKED] = twin.__dict__.pop(PACKED)
+                live.__dict__[PACKED] = self._packed[live] = twin.__dict__.pop(PACKED)
         self._release()
 
     def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -92,6 +139,15 @@ class Twin:
             module._parameters.update(params)
 
 
+def bare_model(vllm_config: VllmConfig) -> nn.Module:
+    """The module tree of a server's model, without memory for its weights."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+        return initialize_model(config)
+
+
 def reload_in_place(model: nn.Module, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """vLLM's layerwise reload; a tied head's packed copy (CPU) is packed again, which the reload leaves out."""
     initialize_layerwise_reload(model)
@@ -100,6 +156,14 @@ def reload_in_place(model: nn.Module, model_config: ModelConfig, params: Iterabl
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and PACKED in module.__dict__:
             module.quant_method.process_weights_after_loading(module)
+
+
+def comparable(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Live parameters that lie in memory as they were loaded."""
+    owners = {id(param): module for module in model.modules() for param in module._parameters.values()}
+    return {
+        name: param.data for name, param in model.named_parameters() if param.numel() and _is_known(owners[id(param)])
+    }
 
 
 def _is_known(module: nn.Module) -> bool:

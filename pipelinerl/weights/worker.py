@@ -6,7 +6,9 @@ the swap. Until `finish_weight_update` nothing touches the model, so a sender ma
 """
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +24,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import WeightUpdateRequest
+from pipelinerl.weights.protocol import WeightCheck, WeightUpdateRequest
 from pipelinerl.weights.receiver import FAILED, RECEIVING, STAGED, Receiver
-from pipelinerl.weights.twin import Twin, reload_in_place
+from pipelinerl.weights.twin import Twin, bare_model, comparable, reload_in_place
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         super().__init__(config, vllm_config, device, model)
         self._twin = Twin.of(model, vllm_config) if device.type == "cpu" else None
         parallel = vllm_config.parallel_config
+        self._plan: tuple[Layout, LoadPlan] | None = None
+        self.check = LiveCheck()
         self.receiver = Receiver(
             rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
             device=device,
@@ -97,8 +102,47 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
+        if self._plan is None or self._plan[0] != layout:
+            self._plan = (layout, self._learn(layout))
         if self._twin is not None:
             self._twin.load(layout.views(buffer))
+            version = self.receiver.transfer.request.version
+            wrong = self._twin.misread(self._plan[1], dict(layout.views(buffer)), version)
+            if wrong:
+                raise WeightUpdateError(f"packed weights are not those that were sent, e.g. {wrong[0]}")
+
+    def _learn(self, layout: Layout) -> LoadPlan:
+        if self._twin is not None:
+            return self._twin.learn(layout.specs)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                model = bare_model(self.vllm_config)
+                return learn(model, model.load_weights, layout.specs)
+        except Exception as error:  # whatever a model's loaders raise: the log-probabilities decide alone
+            log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
+            return LoadPlan((), tuple(name for name, _ in self.model.named_parameters()))
+
+    @torch.no_grad()
+    def compare(self, version: int) -> WeightCheck:
+        """The live model against the staged bytes. Reads only, beside decoding."""
+        with self.receiver.reading(version) as staged:
+            if staged is None or self._plan is None:
+                return WeightCheck(is_checked=False)
+            layout, buffer = staged
+            plan, live = self._plan[1], comparable(self.model)
+            packed = self._twin.packed if self._twin is not None else frozenset()
+            copies = [copy for copy in plan.copies if copy.target in live]
+            wrong = {*differing(copies, live, dict(layout.views(buffer)))}
+            if self._twin is not None:
+                wrong |= {*self._twin.unused()}
+            known = {copy.target for copy in plan.copies} & (live.keys() | packed)
+            unlearned = {name for name, _ in self.model.named_parameters()} - known
+            return WeightCheck(
+                is_checked=True,
+                checksum=checksum(buffer),
+                differing=tuple(sorted(wrong)),
+                unlearned=tuple(sorted(unlearned)),
+            )
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -107,6 +151,31 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         if free > num_bytes + DEVICE_RESERVE_BYTES:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class LiveCheck:
+    """One comparison at a time, in a thread: the engine's loop goes on."""
+
+    def __init__(self) -> None:
+        self.result: WeightCheck | None = None
+        """None while a comparison runs."""
+        self._thread: threading.Thread | None = None
+
+    def begin(self, compare: Callable[[], WeightCheck]) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self.result = None
+        self._thread = threading.Thread(target=self._run, args=(compare,), name="weight-check", daemon=True)
+        self._thread.start()
+
+    def _run(self, compare: Callable[[], WeightCheck]) -> None:
+        started = time.monotonic()
+        try:
+            result = compare()
+        except Exception as error:  # the thread's boundary: nothing was proved
+            log.exception("event=weight_check_failed")
+            result = WeightCheck(is_checked=True, differing=(f"the comparison failed: {error}",))
+        self.result = msgspec.structs.replace(result, check_ms=1e3 * (time.monotonic() - started))
 
 
 class WeightUpdateExtension:
@@ -128,6 +197,16 @@ class WeightUpdateExtension:
     def abandon_weight_transfer(self) -> None:
         """Nobody waits for the current transfer any more."""
         self.weight_transfer_engine.receiver.abandon()
+
+    def begin_weight_check(self, version: int) -> None:
+        """Compare the live model with the bytes of ``version`` in the background; returns at once."""
+        engine = self.weight_transfer_engine
+        engine.check.begin(lambda: engine.compare(version))
+
+    def weight_check_result(self) -> dict[str, Any] | None:
+        """A `WeightCheck`; None while it runs."""
+        result = self.weight_transfer_engine.check.result
+        return None if result is None else msgspec.to_builtins(result)
 
     def swap_weights(self, version: int) -> None:
         """Make the staged version the live one. Generation must be paused."""

@@ -98,7 +98,8 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
         assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (2, 2)
         assert (arguments["dtype"], arguments["port"], arguments["host"]) == ("bfloat16", job.port, "0.0.0.0")
         assert arguments["model"] == config.model_path
-        assert arguments["max_num_seqs"] == config.actor.llm_max_rollouts
+        probes = 1 if job.kind == "actor_llm" else 0
+        assert arguments["max_num_seqs"] == config.actor.llm_max_rollouts + probes
         assert arguments["enable_prefix_caching"] is False
         assert arguments["logprobs_mode"] == "processed_logprobs"
         assert arguments["hf_overrides"] == {"head_dtype": "float32"}

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from pipelinerl.errors import ServerError
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.probe import Probe, probe_tokens
+from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.score_client import score_tokens
 from pipelinerl.weights.sender import UpdateReport, WeightSender
 
@@ -131,20 +131,80 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
     assert worst <= TOLERANCE
 
 
-def test_probe_accepts_the_right_weights_and_expels_a_server_with_others(
-    vllm_server: Any, trainer: Trainer, sender: WeightSender
-) -> None:
-    trainer.next_version(1000)
-    tokens = probe_tokens(256)
+@pytest.fixture
+def attesting_sender(vllm_server: Any) -> Iterator[WeightSender]:
+    settings = {"backend": "gloo", "bucket_mb": 1, "timeout_s": 60, "secret": vllm_server.secret}
+    sender = WeightSender([vllm_server.job], **settings, probe_tolerance=1e-3)
+    yield sender
+    sender.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+    return value
+
+
+def score(trainer: Trainer, text: ProbeText) -> "Future[np.ndarray]":
+    ids = torch.from_numpy(text.token_ids).long()
     with torch.no_grad():
-        logits = trainer.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-    own = logits.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
-    right = Probe(token_ids=tokens, logprobs=np.concatenate([[0], own]).astype(np.float32), tolerance=TOLERANCE)
-    assert trainer.send(sender, 1000, probe=right).servers == ("actor_llm_0",)
-    wrong = Probe(token_ids=tokens, logprobs=right.logprobs + np.float32(0.01), tolerance=1e-3)
-    report = trainer.send(sender, 1000, probe=wrong)
-    assert report.servers == ()
-    assert "differ from the trainer's by 0.01 nats" in report.errors["actor_llm_0"]
+        logprobs = trainer.model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])
+    scores: Future[np.ndarray] = Future()
+    scores.set_result(logprobs.flatten().numpy())
+    return scores
+
+
+def test_server_proves_its_updates_and_is_given_up_after_two_misses(
+    vllm_server: Any, trainer: Trainer, attesting_sender: WeightSender
+) -> None:
+    sender = attesting_sender
+    text = until(lambda: sender.sample_text((4, 256), 256, 0))
+    sender.attest_with(text)
+    until(lambda: sender.returning)
+    witness = sender._attestor._witnesses["actor_llm_0"]
+    for version in range(1000, 1003):
+        trainer.next_version(version)
+        assert trainer.send(sender, version, scores=score(trainer, text)).servers == ("actor_llm_0",)
+        until(lambda: not witness.is_busy)
+        assert (witness.passed, witness.is_scored) == (version, True)
+    assert witness.baseline.noise < 1e-3
+
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[0] += 1e-7  # far below what log-probabilities show
+    assert trainer.send(sender, 1003).servers == ("actor_llm_0",)
+    until(lambda: witness.passed == 1003)
+
+    check = {"headers": {"Authorization": f"Bearer {vllm_server.secret}"}, "json": {"version": 1003}}
+    answer = httpx.post(f"{vllm_server.job.url}/check_weights", **check).json()
+    assert answer["is_checked"]
+    assert (answer["differing"], answer["unlearned"]) == ([], [])
+
+    other = WeightSender([vllm_server.job], backend="gloo", bucket_mb=1, timeout_s=60, secret=vllm_server.secret)
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[0] += 1e-7
+    trainer.send(other, 1003)
+    other.close()
+    sender._attestor.took("actor_llm_0", 1003)
+    (miss,) = until(sender.take_misses)
+    assert "received other bytes" in miss.reason
+    assert (miss.version, miss.since, miss.is_final) == (1003, 1004, False)
+    assert sender.in_service == ()
+    until(lambda: sender.returning)
+    assert sender.readmit_async()
+    assert sender.wait().servers == ("actor_llm_0",)
+    until(lambda: not witness.is_busy)
+    assert sender.take_misses() == []
+
+    wrong: Future[np.ndarray] = Future()
+    wrong.set_result(score(trainer, text).result() + 0.5)
+    trainer.next_version(1004)
+    trainer.send(sender, 1004, scores=wrong)
+    (miss,) = until(sender.take_misses)
+    assert miss.is_final
+    assert "nats" in miss.reason
+    assert sender.is_exhausted
 
 
 async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer: Trainer, sender: WeightSender) -> None:

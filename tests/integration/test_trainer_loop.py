@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from pipelinerl.finetune.loop import Trainer
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
-from pipelinerl.weights.probe import Probe
+from pipelinerl.weights.probe import ProbeText
 from pipelinerl.world import Job
 from tests.models import save_qwen2
 from tests.states import read_state
@@ -31,7 +32,8 @@ class FakeSender:
 
     def __init__(self) -> None:
         self.received: list[tuple[int, dict[str, torch.Tensor]]] = []
-        self.probes: list[Probe] = []
+        self.scores: list[Future[np.ndarray] | None] = []
+        self.text: ProbeText | None = None
         self._report: Any = None
         self._in_service = False
 
@@ -39,13 +41,26 @@ class FakeSender:
     def returning(self) -> tuple[str, ...]:
         return () if self._in_service else ("actor_llm_0",)
 
-    def send_async(self, version: int, params: Any, metadata: Any, probe: Any) -> None:
+    wants_scores = True
+    is_exhausted = False
+
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText:
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
+        return ProbeText(token_ids=tokens.astype(np.int32))
+
+    def attest_with(self, text: ProbeText) -> None:
+        self.text = text
+
+    def take_misses(self) -> list[Any]:
+        return []
+
+    def send_async(self, version: int, params: Any, metadata: Any, scores: Any) -> None:
         taken = {name: tensor.clone() for name, tensor in params}
         assert [(s.name, s.dtype, s.shape) for s in metadata] == [
             (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in taken.items()
         ]
         self.received.append((version, taken))
-        self.probes.append(probe)
+        self.scores.append(scores)
         self._in_service = True
         self._report = SimpleNamespace(
             version=version, servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={}
@@ -148,17 +163,27 @@ def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> No
     assert any(not torch.equal(first[name], last[name]) for name in last)
 
 
-def test_trainer_probe_holds_the_pushed_models_logprobs(run_dir: Path) -> None:
+def test_trainer_scores_the_probes_text_with_the_weights_it_pushed(run_dir: Path) -> None:
     sender = train(run_dir)
 
-    probe = sender.probes[-1]
     lm = AutoModelForCausalLM.from_pretrained(run_dir / "exports" / f"step_{STEPS}", dtype=torch.float32)
-    ids = torch.tensor(probe.token_ids)
+    assert sender.text is not None
+    ids = torch.from_numpy(sender.text.token_ids).long()
     with torch.no_grad():
-        expected = lm(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    assert len(ids) == len(probe.logprobs)
-    assert (torch.from_numpy(probe.logprobs)[1:] - expected).abs().max() <= 1e-5
-    assert not np.array_equal(sender.probes[0].logprobs, probe.logprobs)
+        expected = lm(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten().numpy()
+    first, *_, last = (scores.result(0) for scores in sender.scores if scores is not None)
+    np.testing.assert_allclose(last, expected, atol=1e-5)
+    np.testing.assert_array_equal(first, sender.text.logprobs)
+    assert not np.array_equal(first, last)
+
+
+def test_resumed_trainer_calibrates_on_the_text_and_scores_of_version_0(run_dir: Path) -> None:
+    text = train(run_dir, "finetune.max_train_steps=2").text
+    again = train(run_dir).text
+    assert text is not None
+    assert again is not None
+    np.testing.assert_array_equal(again.token_ids, text.token_ids)
+    np.testing.assert_array_equal(again.logprobs, text.logprobs)
 
 
 def test_trainer_resumed_from_checkpoint_ends_bit_equal(

@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class Engine(ABC):
     def loaded(self, num_steps: int) -> None:
         """The pieces now hold the state after ``num_steps`` optimizer steps. Collective."""
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self.world_size == 1:
             return value

@@ -1,15 +1,17 @@
 """Weight updates beside training: announced when live, held during evaluations, servers taken back."""
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.errors import ServersExpelledError, WeightUpdateError
 from pipelinerl.finetune.publish import EvaluationLease, Publisher
 from pipelinerl.finetune.updates import is_push_due
-from pipelinerl.records import EvaluationDone, EvaluationStarted, WeightUpdateSuccess
+from pipelinerl.records import EvaluationDone, EvaluationStarted, ServerFailed, WeightUpdateSuccess
+from pipelinerl.weights.attestor import Miss
 
 
 class FakeSender:
@@ -20,9 +22,17 @@ class FakeSender:
         self.sent: list[int] = []
         self.returning: tuple[str, ...] = ()
         self.readmitted = 0
+        self.misses: list[Miss] = []
         self._version: int | None = None
 
-    def send_async(self, version: int, params: Any, metadata: Any, probe: Any) -> None:
+    wants_scores = False
+    is_exhausted = False
+
+    def take_misses(self) -> list[Miss]:
+        misses, self.misses = self.misses, []
+        return misses
+
+    def send_async(self, version: int, params: Any, metadata: Any, scores: Any) -> None:
         self.sent.append(version)
         self._version = version
 
@@ -115,6 +125,38 @@ def test_failing_announcement_reaches_the_training_loop() -> None:
     with pytest.raises(WeightUpdateError, match="disk full"):
         publisher.wait_live(1, 10)
     publisher.close()
+
+
+def miss(is_final: bool) -> Miss:
+    return Miss(server="s0", version=4, since=3, is_final=is_final, reason="0.9 nats, 0.1 are allowed")
+
+
+def test_a_missed_probe_is_announced_at_once(harness: Harness) -> None:
+    harness.sender.misses.append(miss(is_final=False))
+    wait_for(lambda: harness.announced)
+    (message,) = harness.announced
+    assert isinstance(message, ServerFailed)
+    assert (message.server, message.version, message.since, message.is_final) == ("s0", 4, 3, False)
+    harness.publisher.check()
+
+
+def test_when_every_server_has_missed_the_run_ends_with_the_figures() -> None:
+    sender, announced = FakeSender(), []
+    sender.misses.append(miss(is_final=True))
+    sender.is_exhausted = True
+    publisher = Publisher(sender, announced.append, EvaluationLease(lambda: []))
+    wait_for(lambda: publisher._error)
+    with pytest.raises(ServersExpelledError, match=r"s0: version 4 0\.9 nats.*weights\.probe_tolerance"):
+        publisher.check()
+    assert announced[0].is_final
+    publisher.close()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def started(version: int, deadline: float) -> EvaluationStarted:

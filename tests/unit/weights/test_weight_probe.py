@@ -1,37 +1,52 @@
-"""A server must answer the probe with the trainer's own values."""
+"""The probe's text, and what is asked of a server about it."""
+
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.errors import TransportError
-from pipelinerl.weights.probe import Probe, probe_tokens
-from pipelinerl.weights.scores import read_scores, score_request
+from pipelinerl.weights.probe import ProbeText, first_tokens, text_shape
+from pipelinerl.weights.scores import read_scores, read_version, score_request
 
-PROBE = Probe(token_ids=(5, 6, 7), logprobs=np.array([0, -1.5, -2.0], dtype=np.float32), tolerance=0.01)
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_text_is_kept_in_the_run_folder(tmp_path: Path, scored: bool) -> None:
+    assert ProbeText.load(tmp_path) is None
+    text = ProbeText(token_ids=np.arange(6, dtype=np.int32).reshape(2, 3))
+    if scored:
+        text = text.with_scores(np.array([-1.0, -2.0, -3.0, -4.0], dtype=np.float32))
+    text.save(tmp_path)
+    read = ProbeText.load(tmp_path)
+    assert read is not None
+    np.testing.assert_array_equal(read.token_ids, text.token_ids)
+    assert (read.logprobs is None) != scored
+    if scored:
+        np.testing.assert_array_equal(read.logprobs, text.logprobs)
 
 
 @pytest.mark.parametrize(
-    ("answer", "difference"),
-    [
-        ([9.0, -1.5, -2.0], 0.0),
-        ([0.0, -1.5, -1.75], 0.25),
-        ([0.0, -2.0, -2.0], 0.5),
-        ([0.0, np.nan, -2.0], np.inf),
-        ([0.0, -np.inf, -2.0], np.inf),
-        ([0.0, -1.5], np.inf),
-    ],
+    ("max_model_len", "shape"), [(10_000, (4, 256)), (256, (5, 255)), (64, (17, 63)), (2, (512, 2))]
 )
-def test_difference_is_the_largest_over_scored_tokens(answer: list[float], difference: float) -> None:
-    values = np.array(answer, dtype=np.float32)
-    assert PROBE.difference(values) == difference
-    assert PROBE.accepts(values) == (difference <= 0.01)
+def test_text_fits_the_servers_and_has_about_a_thousand_tokens(max_model_len: int, shape: tuple[int, int]) -> None:
+    assert text_shape(max_model_len) == shape
 
 
-def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
-    assert probe_tokens(1000, seed=3) == probe_tokens(1000, seed=3)
-    assert probe_tokens(1000, seed=3) != probe_tokens(1000, seed=4)
-    assert all(0 <= token < 7 for token in probe_tokens(7, length=500))
+def test_first_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
+    assert first_tokens(1000, 5, seed=3) == first_tokens(1000, 5, seed=3)
+    assert first_tokens(1000, 5, seed=3) != first_tokens(1000, 5, seed=4)
+    assert all(0 <= token < 7 for token in first_tokens(7, 500, seed=0))
+
+
+def test_version_of_a_scored_answer_is_that_of_its_one_token() -> None:
+    def body(*labels: str) -> bytes:
+        return msgspec.json.encode({"choices": [{"weight_versions": [{"version": label} for label in labels]}]})
+
+    assert read_version(body("7")) == "7"
+    assert read_version(body("7", "8")) == ""
+    with pytest.raises(TransportError, match="weight versions"):
+        read_version(b"{}")
 
 
 def answer(*rows: dict[str, dict[str, float]] | None) -> bytes:

@@ -1,0 +1,326 @@
+"""Asks every server whether it samples from the weights it was sent, beside generation and training.
+
+A version is live at once and provisional until its server was asked: the live tensors are compared with the sent bytes
+(`digest`), and at times the log-probabilities with the trainer's (`attestation`). The first fault of a server has it
+pushed again, the second one takes it out of the run. Scores are asked one sequence at a time and for at most 1 / `DUTY`
+of the time, so they hold up nobody. A server is calibrated before its first update, while it holds the model's file.
+
+Consumes: what the sender tells (which server answers, took a version, left), the trainer's scores.
+Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its own. Ends: at ``close``.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import numpy as np
+
+from pipelinerl.errors import TransportError
+from pipelinerl.weights.attestation import Baseline, Verdict, calibrate, judge
+from pipelinerl.weights.probe import ProbeText, first_tokens
+from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
+from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+FROM_FILE = "default"
+"""vLLM's label of weights that came from disk."""
+DUTY = 20
+"""Scores are asked for at most this fraction of the time."""
+RETRY_S = 1.0
+MAX_THREADS = 32
+KEPT_VERSIONS = 4
+ERRORS = (httpx.HTTPError, TransportError, FutureTimeoutError, msgspec.DecodeError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """A server that did not use what it was sent."""
+
+    server: str
+    version: int
+    since: int
+    """First version that may be wrong: the one after the newest that passed."""
+    is_final: bool
+    """The second in a row: the server is not used any more."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a server must show for one version."""
+
+    checksum: "Future[str]"
+    scores: "Future[np.ndarray] | None"
+    """The trainer's; None = log-probabilities are not asked for this version."""
+
+
+@dataclass(eq=False)
+class Witness:
+    """What is known of one server."""
+
+    job: Job
+    client: httpx.Client
+    baseline: Baseline | None = None
+    calibrating: bool = False
+    has_other_file: bool = False
+    """Its weights from disk are not the trainer's: the first update calibrates it."""
+    took: int | None = None
+    """Version that the server holds and was not asked for yet."""
+    passed: int = -1
+    """Newest version that passed."""
+    is_updated: bool = False
+    """It took an update since it was calibrated."""
+    is_serving: bool = False
+    is_scored: bool = False
+    """Its log-probabilities passed since it (re)entered service."""
+    misses: int = 0
+    is_busy: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Attestor:
+    """One per sender. Methods return at once, except for ``sample`` and ``close``.
+
+    Args:
+        servers: those that take weights.
+        secret: the run's bearer secret.
+        tolerance: `weights.probe_tolerance`.
+        timeout_s: a server that has not answered within this missed its probe.
+        report: called with every `Miss`, from a thread.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Job],
+        *,
+        secret: str,
+        tolerance: float,
+        timeout_s: float,
+        report: Callable[[Miss], None],
+    ):
+        self._tolerance, self._timeout_s, self._report = tolerance, timeout_s, report
+        headers = {"Authorization": f"Bearer {secret}"}
+        self._witnesses = {
+            job.name: Witness(job, httpx.Client(base_url=job.url, headers=headers, timeout=timeout_s))
+            for job in servers
+        }
+        self._pool = ThreadPoolExecutor(min(max(len(servers), 1), MAX_THREADS), thread_name_prefix="attest")
+        self._text: ProbeText | None = None
+        self._answering: set[str] = set()
+        self._expected: dict[int, Expected] = {}
+        self._scored_at, self._score_s = 0.0, 0.0
+        self._closed = threading.Event()
+
+    def sample(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
+        """A text from the first server that answers; None while none does."""
+        for name in sorted(self._answering):
+            witness = self._witnesses[name]
+            try:
+                rows = [
+                    [first, *self._sample(witness, first, shape[1] - 1, seed + i)]
+                    for i, first in enumerate(first_tokens(vocab_size, shape[0], seed))
+                ]
+            except ERRORS as error:
+                log.warning("event=probe_not_sampled server=%s error=%s", name, error)
+                continue
+            return ProbeText(token_ids=np.array(rows, dtype=np.int32))
+        return None
+
+    def begin(self, text: ProbeText) -> None:
+        """From now on servers are calibrated and admitted."""
+        self._text = text
+
+    def admits(self, name: str, label: str) -> bool:
+        """Whether a server that says it holds ``label`` may be updated; if not yet, what is missing is begun."""
+        witness = self._witnesses[name]
+        self._answering.add(name)
+        if self._text is None or witness.misses > 1:
+            return False
+        if label != FROM_FILE or self._text.logprobs is None:
+            return True
+        with witness.lock:
+            if witness.is_updated:  # it started anew
+                witness.baseline, witness.is_updated, witness.passed = None, False, -1
+                witness.has_other_file = False
+            if witness.baseline is not None or witness.has_other_file:
+                return True
+            if not witness.calibrating:
+                witness.calibrating = True
+                self._pool.submit(self._calibrate, witness)
+        return False
+
+    def expect(self, version: int, expected: Expected) -> None:
+        """Told before the version goes out."""
+        self._expected[version] = expected
+        for old in sorted(self._expected)[:-KEPT_VERSIONS]:
+            del self._expected[old]
+
+    def took(self, name: str, version: int) -> None:
+        """A server has the version: ask it."""
+        witness = self._witnesses[name]
+        with witness.lock:
+            witness.took, witness.is_updated, witness.is_serving = version, True, True
+            if witness.is_busy or version not in self._expected:
+                return
+            witness.is_busy = True
+        self._pool.submit(self._attest_all, witness)
+
+    def left(self, name: str) -> None:
+        """A server left service: nothing is asked until it takes an update."""
+        witness = self._witnesses[name]
+        with witness.lock:
+            witness.took, witness.is_scored, witness.is_serving = None, False, False
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the trainer should score the next version: a server has to prove itself, or it is time again."""
+        if self._text is None:
+            return False
+        unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in self._witnesses.values())
+        return unproved or time.monotonic() - self._scored_at >= DUTY * self._score_s
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for witness in self._witnesses.values():
+            witness.client.close()
+
+    def _calibrate(self, witness: Witness) -> None:
+        """Server and trainer hold the model's file: what differs now is healthy."""
+        try:
+            label, scores = self._scores(witness)
+            if label == FROM_FILE:
+                assert self._text is not None
+                assert self._text.logprobs is not None
+                witness.baseline, verdict = calibrate(scores, self._text.logprobs, self._tolerance)
+                if verdict.fault:  # the weights that it is sent may be right all the same
+                    witness.baseline, witness.has_other_file = None, True
+                log.info("event=server_calibrated server=%s %s", witness.job.name, _figures(verdict))
+        except ERRORS as error:
+            log.warning("event=server_not_calibrated server=%s error=%s", witness.job.name, error)
+            self._closed.wait(RETRY_S)
+        finally:
+            witness.calibrating = False
+
+    def _attest_all(self, witness: Witness) -> None:
+        """Asks for the newest version that the server took, until there is no newer one."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._closed.is_set():
+            with witness.lock:
+                version, witness.took = witness.took, None
+                expected = None if version is None else self._expected.get(version)
+                if version is None or expected is None:
+                    witness.is_busy = False
+                    return
+            try:
+                fault = self._fault(witness, version, expected)
+                deadline = time.monotonic() + self._timeout_s
+            except ERRORS as error:
+                if not witness.is_serving:
+                    continue
+                if time.monotonic() < deadline:
+                    self._closed.wait(RETRY_S)
+                    with witness.lock:
+                        witness.took = version if witness.took is None else witness.took
+                    continue
+                fault = f"did not answer its probe within weights.timeout_s={self._timeout_s:g}: {error}"
+            if fault and witness.is_serving:
+                self._miss(witness, version, fault)
+
+    def _fault(self, witness: Witness, version: int, expected: Expected) -> str:
+        """Reason why the server does not use the version; empty if it does or nothing can be said."""
+        check = self._check(witness, version)
+        if check.differing:
+            more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
+            return f"{check.differing[0]}{more} are not the bytes that it received"
+        if check.is_checked and check.checksum != expected.checksum.result(self._timeout_s):
+            return f"received other bytes: checksum {check.checksum} instead of {expected.checksum.result()}"
+        proved = check.is_checked and not check.unlearned
+        if expected.scores is not None:
+            verdict = self._judge(witness, version, expected.scores)
+            if verdict is not None and verdict.fault:
+                return f"{verdict.fault}: {_figures(verdict)}"
+            proved = proved or verdict is not None
+        if proved:
+            witness.passed = max(witness.passed, version)
+            if witness.is_scored:
+                witness.misses = 0
+        log.debug("event=attested server=%s version=%d proved=%s", witness.job.name, version, proved)
+        return ""
+
+    def _check(self, witness: Witness, version: int) -> WeightCheck:
+        body = msgspec.json.encode(WeightCheckRequest(version=version))
+        response = witness.client.post(CHECK_PATH, content=body, headers={"Content-Type": "application/json"})
+        if response.status_code != 200:
+            raise TransportError(f"{CHECK_PATH} answered {response.status_code}: {response.text[:200]}")
+        return msgspec.json.decode(response.content, type=WeightCheck)
+
+    def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> Verdict | None:
+        """Compare log-probabilities, twice if they miss; None if the server has gone on to another version."""
+        trainer = scores.result(self._timeout_s)
+        verdict = None
+        for _ in range(2):
+            label, server = self._scores(witness)
+            if label != str(version):
+                return None
+            if witness.baseline is None:
+                baseline, verdict = calibrate(server, trainer, self._tolerance)
+            else:
+                baseline, verdict = judge(witness.baseline, server, trainer)
+            if not verdict.fault:
+                witness.baseline, witness.is_scored = baseline, True
+                return verdict
+        return verdict
+
+    def _miss(self, witness: Witness, version: int, reason: str) -> None:
+        self.left(witness.job.name)
+        witness.misses += 1
+        miss = Miss(
+            server=witness.job.name,
+            version=version,
+            since=witness.passed + 1,
+            is_final=witness.misses > 1,
+            reason=reason,
+        )
+        log.error(
+            "event=probe_missed server=%s version=%d final=%s reason=%s", miss.server, version, miss.is_final, reason
+        )
+        self._report(miss)
+
+    def _scores(self, witness: Witness) -> tuple[str, np.ndarray]:
+        """(label, float32 [S·(L−1)]) of the probe's text, one sequence at a time; an empty label if it changed."""
+        assert self._text is not None
+        started, labels, parts = time.monotonic(), set(), []
+        for row in self._text.token_ids:
+            body = self._post(witness, score_request(row))
+            parts.append(read_scores(body, row)[1:])
+            labels.add(read_version(body))
+        self._scored_at = time.monotonic()
+        self._score_s = self._scored_at - started
+        return (labels.pop() if len(labels) == 1 else ""), np.concatenate(parts)
+
+    def _sample(self, witness: Witness, first: int, count: int, seed: int) -> list[int]:
+        body = self._post(witness, sample_request(first, count, seed))
+        (choice,) = msgspec.json.decode(body)["choices"]
+        if len(choice["token_ids"]) != count:
+            raise TransportError(f"{len(choice['token_ids'])} of {count} tokens were sampled")
+        return choice["token_ids"]
+
+    def _post(self, witness: Witness, request: dict) -> bytes:
+        response = witness.client.post(SCORE_PATH, json=request)
+        if response.status_code != 200:
+            raise TransportError(f"{SCORE_PATH} answered {response.status_code}: {response.text[:200]}")
+        return response.content
+
+
+def _figures(verdict: Verdict) -> str:
+    followed = "" if verdict.followed is None else f", {verdict.followed:.2f} of the trainer's change"
+    return f"{verdict.difference:.3g} nats, {verdict.limit:.3g} are allowed{followed}"

@@ -1,0 +1,217 @@
+"""The attestor against servers of a few lines: calibration, faults, what is pushed again and what is given up."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.weights.attestor import Attestor, Expected, Miss
+from pipelinerl.weights.probe import ProbeText
+from pipelinerl.world import Job
+
+TEXT = ProbeText(token_ids=np.arange(200, dtype=np.int32).reshape(4, 50))
+TRAINER = -np.linspace(0.1, 4.0, 4 * 49).astype(np.float32)
+NOISE = 0.02
+
+
+class Server:
+    """Answers scores as the trainer's plus noise, and checks as told."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.label, self.moved, self.checksum, self.differing = "default", 0.0, "right", []
+        self.unlearned: list[str] = []
+        self.is_checked, self.scored, self.answers = True, 0, True
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = json.dumps(server.check() if self.path == "/check_weights" else server.score(body)).encode()
+                self.send_response(200 if server.answers else 503)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def check(self) -> dict[str, Any]:
+        keys = ("is_checked", "checksum", "differing", "unlearned")
+        return {key: getattr(self, key) for key in keys}
+
+    def score(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.scored += 1
+        tokens = body["token_ids"]
+        label = [{"version": self.label, "start": 0, "end": 1}]
+        if len(tokens) == 1:
+            count = body["sampling_params"]["max_tokens"]
+            return {"choices": [{"token_ids": list(range(count)), "weight_versions": label}]}
+        row = tokens[0] // 50
+        values = TRAINER[49 * row : 49 * row + 49] + self.moved + NOISE * self.rng.standard_normal(49)
+        rows = [None, *({str(token): {"logprob": v}} for token, v in zip(tokens[1:], values.tolist(), strict=True))]
+        return {"choices": [{"token_ids": [0], "weight_versions": label}], "prompt_logprobs": rows}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+class Harness:
+    def __init__(self, tolerance: float = 0.2, timeout_s: float = 20.0) -> None:
+        self.server = Server()
+        self.misses: list[Miss] = []
+        job = Job(name="s0", kind="actor_llm", url=f"http://127.0.0.1:{self.server.http.server_port}")
+        self.attestor = Attestor([job], secret="x", tolerance=tolerance, timeout_s=timeout_s, report=self.misses.append)
+
+    def calibrate(self) -> None:
+        self.attestor.begin(TEXT.with_scores(TRAINER))
+        wait_for(lambda: self.attestor.admits("s0", "default"))
+
+    def push(self, version: int, *, scored: bool = True) -> None:
+        """The server took the version, and its probe has ended."""
+        self.server.label = str(version)
+        checksum: Future[str] = Future()
+        checksum.set_result("right")
+        scores: Future[np.ndarray] = Future()
+        scores.set_result(TRAINER)
+        self.attestor.expect(version, Expected(checksum, scores if scored else None))
+        self.attestor.took("s0", version)
+        wait_for(lambda: not self.witness.is_busy)
+
+    @property
+    def witness(self) -> Any:
+        return self.attestor._witnesses["s0"]
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    harness = Harness()
+    yield harness
+    harness.attestor.close()
+    harness.server.http.shutdown()
+    harness.server.http.server_close()
+
+
+def test_text_is_sampled_by_the_first_server_that_answers(harness: Harness) -> None:
+    assert harness.attestor.sample((4, 50), 1000, 0) is None
+    assert not harness.attestor.admits("s0", "default")
+    text = harness.attestor.sample((4, 50), 1000, 0)
+    assert text is not None
+    assert text.token_ids.shape == (4, 50)
+    assert text.token_ids[0, 1:].tolist() == list(range(49))
+
+
+def test_server_is_admitted_when_it_is_calibrated_and_keeps_its_place_when_it_is_right(harness: Harness) -> None:
+    harness.calibrate()
+    assert harness.witness.baseline.noise == pytest.approx(NOISE, rel=0.3)
+    for version in range(20):
+        harness.push(version)
+    assert harness.misses == []
+    assert harness.witness.passed == 19
+    assert harness.witness.is_scored
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"differing": ["qkv_proj", "o_proj"]}, "qkv_proj and 1 more are not the bytes that it received"),
+        ({"checksum": "wrong"}, "received other bytes: checksum wrong instead of right"),
+        ({"moved": 0.5}, r"are not those of the weights it was sent: 0\.\d+ nats, 0\.0\d+ are allowed"),
+    ],
+)
+def test_first_miss_is_pushed_again_and_the_second_is_final(harness: Harness, fault: Any, reason: str) -> None:
+    harness.calibrate()
+    harness.push(0)
+    harness.push(1)
+    vars(harness.server).update(fault)
+    harness.push(2)
+    harness.push(2)
+    assert [(m.version, m.since, m.is_final) for m in harness.misses] == [(2, 2, False), (2, 2, True)]
+    assert all(re.search(reason, miss.reason) for miss in harness.misses)
+    assert not harness.attestor.admits("s0", "2")
+    assert not harness.attestor.admits("s0", "default")
+
+
+def test_server_that_is_right_after_the_second_push_stays(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(0)
+    for version in (1, 3):
+        harness.server.differing = ["embed"]
+        harness.push(version)
+        harness.server.differing = []
+        assert harness.attestor.admits("s0", str(version))
+        harness.push(version)
+    assert [miss.is_final for miss in harness.misses] == [False, False]
+
+
+def test_digest_alone_decides_where_the_trainer_has_no_scores(harness: Harness) -> None:
+    harness.calibrate()
+    scored = harness.server.scored
+    harness.push(0, scored=False)
+    assert harness.server.scored == scored
+    assert harness.witness.passed == 0
+    assert harness.attestor.wants_scores  # it has not proved its log-probabilities yet
+    harness.server.unlearned = ["experts"]
+    harness.push(1, scored=False)
+    assert harness.witness.passed == 0
+
+
+def test_a_version_that_the_server_left_meanwhile_decides_nothing(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(0)
+    harness.server.is_checked, harness.server.moved = False, 3.0
+    harness.push(1, scored=False)
+    assert harness.misses == []
+    assert harness.witness.passed == 0
+
+
+def test_restarted_server_is_calibrated_again_before_it_is_admitted(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(5)
+    harness.attestor.left("s0")
+    before = harness.witness.baseline
+    assert not harness.attestor.admits("s0", "default")
+    harness.server.label = "default"
+    wait_for(lambda: harness.attestor.admits("s0", "default"))
+    assert harness.witness.baseline is not before
+
+
+def test_server_with_another_file_is_judged_by_what_it_is_sent(harness: Harness) -> None:
+    harness.server.moved = 1.0
+    harness.calibrate()
+    assert harness.witness.baseline is None
+    harness.server.moved = 0.0
+    harness.push(0)
+    assert harness.misses == []
+    assert harness.witness.baseline is not None
+
+
+def test_late_server_of_a_run_without_scores_of_version_0_is_calibrated_by_its_first_update(harness: Harness) -> None:
+    harness.attestor.begin(TEXT)
+    assert harness.attestor.admits("s0", "default")
+    harness.push(7)
+    assert harness.witness.baseline.noise == pytest.approx(NOISE, rel=0.3)
+
+
+def test_silent_probe_is_a_miss_after_the_time_out() -> None:
+    harness = Harness(timeout_s=0.3)
+    harness.calibrate()
+    harness.server.answers = False
+    harness.push(0)
+    assert "did not answer its probe within weights.timeout_s=0.3" in harness.misses[0].reason
+    harness.attestor.close()
+    harness.server.http.shutdown()
+    harness.server.http.server_close()
