@@ -45,7 +45,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.inspect import ledger
 from pipelinerl.inspect.outside import look_into, process_environment
-from pipelinerl.launcher.guardian import marked_processes, send, shared_memory_of
+from pipelinerl.launcher.reaper import marked_processes, send, shared_memory_of
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess

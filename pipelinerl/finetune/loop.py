@@ -27,9 +27,9 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules, train_step
+from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
-from pipelinerl.finetune.feed import Feed
 from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
@@ -253,14 +253,14 @@ class Trainer:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
         return Saver(self.engine, rules, tokenizer, lambda: self.feed.sync())
 
-    def _open_feed(self) -> Feed:
+    def _open_feed(self) -> BatchReader:
         readers = []
         for instance in range(max(len(self.ctx.world.get("preprocessor")), 1)):
             spec = SingleStreamSpec(self.ctx.run_dir, TRAINING_DATA, instance, self.rank)
             key = f"{instance}/{self.rank}"
             start = self.counters.positions.get(key, 0)
             readers.append((key, open_reader(spec, MicroBatch, name=f"finetune_{self.rank}", start=start)))
-        return Feed(readers)
+        return BatchReader(readers)
 
     def _open_outputs(self, sender: Sender) -> Outputs:
         topic = TrainerTopic(self.ctx.run_dir)

@@ -35,7 +35,7 @@ class NodeLostError(PipelineRLError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """What every launcher of the run must agree about."""
 
     host: str
@@ -49,9 +49,9 @@ class Meeting:
     node_timeout_s: float
 
 
-def plan_meeting(
+def plan_rendezvous(
     world: WorldMap, rank: int, container: Mapping[str, Any], env: Mapping[str, str], *, startup_s: float, node_s: float
-) -> Meeting:
+) -> Rendezvous:
     """Where and on what terms the launchers of this world meet."""
     secret = env.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
@@ -61,7 +61,7 @@ def plan_meeting(
         )
     settings = {key: value for key, value in container.items() if key != "output_dir"}
     document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
-    return Meeting(
+    return Rendezvous(
         host=world.nodes[0].hostname,
         port=world.launcher_port,
         num_nodes=len(world.nodes),
@@ -79,7 +79,7 @@ def shared_secrets(secret: str) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: password}
 
 
-class NodeLink(Others):
+class NodeConnection(Others):
     """This launcher's connection to the others."""
 
     async def follow(self, supervisor: Supervisor) -> None:
@@ -128,16 +128,16 @@ class Wire:
             await asyncio.wait_for(self._writer.wait_closed(), 2)
 
 
-def answer_of(meeting: Meeting, challenge: str, rank: int) -> str:
-    text = f"{challenge}/{rank}/{meeting.fingerprint}"
-    return hmac.new(meeting.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+def answer_of(rendezvous: Rendezvous, challenge: str, rank: int) -> str:
+    text = f"{challenge}/{rank}/{rendezvous.fingerprint}"
+    return hmac.new(rendezvous.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-class Leader(NodeLink):
+class Leader(NodeConnection):
     """Node 0: waits for all others, tells them to start, passes on every end."""
 
-    def __init__(self, meeting: Meeting, hosts: tuple[str, ...]):
-        self._meeting, self._hosts = meeting, hosts
+    def __init__(self, rendezvous: Rendezvous, hosts: tuple[str, ...]):
+        self._rendezvous, self._hosts = rendezvous, hosts
         self._wires: dict[int, Wire] = {}
         self._server: asyncio.Server | None = None
         self._complete = asyncio.Event()
@@ -145,15 +145,15 @@ class Leader(NodeLink):
 
     async def meet(self, say: Callable[[str], None], start: Mapping[str, Any]) -> None:
         """Returns when every node is there and told to start."""
-        self._server = await asyncio.start_server(self._welcome, None, self._meeting.port, limit=MAX_LINE_BYTES)
-        say(f"waiting for {self._meeting.num_nodes - 1} more launcher(s) on port {self._meeting.port}")
+        self._server = await asyncio.start_server(self._welcome, None, self._rendezvous.port, limit=MAX_LINE_BYTES)
+        say(f"waiting for {self._rendezvous.num_nodes - 1} more launcher(s) on port {self._rendezvous.port}")
         try:
-            await asyncio.wait_for(self._complete.wait(), self._meeting.meet_timeout_s)
+            await asyncio.wait_for(self._complete.wait(), self._rendezvous.meet_timeout_s)
         except TimeoutError:
-            missing = [self._hosts[r] for r in range(1, self._meeting.num_nodes) if r not in self._wires]
+            missing = [self._hosts[r] for r in range(1, self._rendezvous.num_nodes) if r not in self._wires]
             raise DeadlineError(
                 f"no launcher from {', '.join(missing)} within launcher.startup_timeout_s="
-                f"{self._meeting.meet_timeout_s:g} s: start the same command there with RANK set"
+                f"{self._rendezvous.meet_timeout_s:g} s: start the same command there with RANK set"
             ) from None
         if self._refusal:
             raise ConfigError(self._refusal)
@@ -168,11 +168,11 @@ class Leader(NodeLink):
         try:
             hello = await wire.receive(HANDSHAKE_TIMEOUT_S)
             rank = int(hello["rank"])
-            known = hmac.compare_digest(str(hello["proof"]), proof_of_secret(self._meeting, challenge))
-            agreed = hmac.compare_digest(str(hello["answer"]), answer_of(self._meeting, challenge, rank))
+            known = hmac.compare_digest(str(hello["proof"]), proof_of_secret(self._rendezvous, challenge))
+            agreed = hmac.compare_digest(str(hello["answer"]), answer_of(self._rendezvous, challenge, rank))
         except (NodeLostError, KeyError, ValueError, TypeError):
             known = False
-        if not known or not 0 < rank < self._meeting.num_nodes or rank in self._wires:
+        if not known or not 0 < rank < self._rendezvous.num_nodes or rank in self._wires:
             log.warning("turned a connection away")
             await wire.close()
             return
@@ -183,12 +183,12 @@ class Leader(NodeLink):
                 f"{wire.peer} was started with another configuration or world: start the same command on all nodes"
             )
             await wire.send(kind="end", ending="failed", reason=self._refusal)
-        if self._refusal or len(self._wires) == self._meeting.num_nodes - 1:
+        if self._refusal or len(self._wires) == self._rendezvous.num_nodes - 1:
             self._complete.set()
 
     async def follow(self, supervisor: Supervisor) -> None:
         """Consumes news of all nodes; the first loss or failure ends the run."""
-        interval = self._meeting.node_timeout_s / BEATS_PER_TIMEOUT
+        interval = self._rendezvous.node_timeout_s / BEATS_PER_TIMEOUT
         async with asyncio.TaskGroup() as group:
             for wire in self._wires.values():
                 group.create_task(wire.beat(interval))
@@ -197,7 +197,7 @@ class Leader(NodeLink):
     async def _listen(self, wire: Wire, supervisor: Supervisor) -> None:
         while True:
             try:
-                message = await wire.receive(self._meeting.node_timeout_s)
+                message = await wire.receive(self._rendezvous.node_timeout_s)
             except NodeLostError as error:
                 supervisor.fail(str(error))
                 return
@@ -222,11 +222,11 @@ class Leader(NodeLink):
             self._server.close()
 
 
-class Follower(NodeLink):
+class Follower(NodeConnection):
     """Every other node: finds the leader, waits for its word, and goes when it goes."""
 
-    def __init__(self, meeting: Meeting):
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous):
+        self._rendezvous = rendezvous
         self._wire: Wire | None = None
 
     @property
@@ -236,22 +236,22 @@ class Follower(NodeLink):
 
     async def meet(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Returns the leader's start message."""
-        meeting = self._meeting
-        leader = f"node 0 ({meeting.host}:{meeting.port})"
+        rendezvous = self._rendezvous
+        leader = f"node 0 ({rendezvous.host}:{rendezvous.port})"
         say(f"waiting for the launcher of {leader}")
         try:
-            async with asyncio.timeout(meeting.meet_timeout_s):
+            async with asyncio.timeout(rendezvous.meet_timeout_s):
                 self._wire = await self._connect(leader)
                 challenge = str((await self._wire.receive(HANDSHAKE_TIMEOUT_S))["challenge"])
                 await self._wire.send(
                     kind="hello",
-                    rank=meeting.rank,
-                    proof=proof_of_secret(meeting, challenge),
-                    answer=answer_of(meeting, challenge, meeting.rank),
+                    rank=rendezvous.rank,
+                    proof=proof_of_secret(rendezvous, challenge),
+                    answer=answer_of(rendezvous, challenge, rendezvous.rank),
                 )
-                message = await self._wire.receive(meeting.meet_timeout_s)
+                message = await self._wire.receive(rendezvous.meet_timeout_s)
         except TimeoutError:
-            limit = f"launcher.startup_timeout_s={meeting.meet_timeout_s:g} s"
+            limit = f"launcher.startup_timeout_s={rendezvous.meet_timeout_s:g} s"
             raise DeadlineError(f"{leader} did not start the run within {limit}: see its terminal") from None
         except NodeLostError as error:
             raise NodeLostError(f"{error}: is {SECRET_VARIABLE} the same on all nodes?") from error
@@ -263,7 +263,7 @@ class Follower(NodeLink):
         while True:
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(
-                    self._meeting.host, self._meeting.port, limit=MAX_LINE_BYTES
+                    self._rendezvous.host, self._rendezvous.port, limit=MAX_LINE_BYTES
                 )
                 return Wire(reader, writer, leader)
             await asyncio.sleep(CONNECT_RETRY_S)
@@ -271,13 +271,13 @@ class Follower(NodeLink):
     async def follow(self, supervisor: Supervisor) -> None:
         """Consumes the leader's word; losing it ends this node's part."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.wire.beat(self._meeting.node_timeout_s / BEATS_PER_TIMEOUT))
+            group.create_task(self.wire.beat(self._rendezvous.node_timeout_s / BEATS_PER_TIMEOUT))
             group.create_task(self._listen(supervisor))
 
     async def _listen(self, supervisor: Supervisor) -> None:
         while True:
             try:
-                message = await self.wire.receive(self._meeting.node_timeout_s)
+                message = await self.wire.receive(self._rendezvous.node_timeout_s)
             except NodeLostError as error:
                 supervisor.fail(str(error))
                 return
@@ -297,8 +297,8 @@ class Follower(NodeLink):
             await self._wire.close()
 
 
-def proof_of_secret(meeting: Meeting, challenge: str) -> str:
-    return hmac.new(meeting.secret.encode(), challenge.encode(), hashlib.sha256).hexdigest()
+def proof_of_secret(rendezvous: Rendezvous, challenge: str) -> str:
+    return hmac.new(rendezvous.secret.encode(), challenge.encode(), hashlib.sha256).hexdigest()
 
 
 def describe(ending: Ending) -> dict[str, str]:

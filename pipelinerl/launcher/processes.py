@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
-from pipelinerl.launcher import guardian
+from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 
 
@@ -99,7 +99,7 @@ def describe_exit(code: int) -> str:
     return f"killed by signal {-code}"
 
 
-class Guardian:
+class Reaper:
     """The process that ends the run if this one is killed; `dismiss` when everything has been ended."""
 
     def __init__(self, mark: RunMark, grace_s: float):
@@ -108,7 +108,7 @@ class Guardian:
         os.chmod(self.temporary, 0o711)  # a sandbox works in a folder below, as a user of its own
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", guardian.__file__, str(grace_s), self.temporary],
+            [sys.executable, "-S", "-E", reaper.__file__, str(grace_s), self.temporary],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -140,7 +140,7 @@ def run_helper(
     Whatever interrupts the wait (deadline, Ctrl-C) ends the helper and all it started.
     """
     mark = RunMark()
-    watchdog = Guardian(mark, grace_s=0)
+    watchdog = Reaper(mark, grace_s=0)
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -154,7 +154,7 @@ def run_helper(
         output, errors = process.communicate(stdin, timeout=timeout_s)
         return process.returncode, output, errors
     finally:
-        guardian.sweep(mark.run, grace_s=0)
+        reaper.sweep(mark.run, grace_s=0)
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream:

@@ -29,8 +29,8 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
     role_command,
 )
-from pipelinerl.launcher.nodes import Follower, Leader, Meeting, NodeLink, plan_meeting, shared_secrets
-from pipelinerl.launcher.processes import Guardian, RunMark
+from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous, shared_secrets
+from pipelinerl.launcher.processes import Reaper, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines
@@ -102,13 +102,13 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
 
 async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
     """Node 0 of several: meet the others, start together."""
-    link = Leader(meeting_of(plan), tuple(node.hostname for node in plan.world.nodes))
+    connection = Leader(rendezvous_of(plan), tuple(node.hostname for node in plan.world.nodes))
     marker = run_dir.mark_folder(claim.path)
     try:
-        await link.meet(say, {"marker": marker.name, "resumed": claim.resumed})
-        return await supervise(plan, claim.path, claim.resumed, started, link)
+        await connection.meet(say, {"marker": marker.name, "resumed": claim.resumed})
+        return await supervise(plan, claim.path, claim.resumed, started, connection)
     finally:
-        await link.close()
+        await connection.close()
         marker.unlink(missing_ok=True)
 
 
@@ -116,28 +116,28 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
     """Any other node: the leader owns the run folder where it is shared, else this node has its own."""
 
     async def run() -> Ending:
-        link = Follower(meeting_of(plan))
+        connection = Follower(rendezvous_of(plan))
         try:
-            start = await link.meet(say)
+            start = await connection.meet(say)
             if (path / str(start["marker"])).exists():
                 run_dir.write_roles(path, plan.commands)
                 setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
-                return await supervise(plan, path, bool(start["resumed"]), started, link)
+                return await supervise(plan, path, bool(start["resumed"]), started, connection)
             claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
             with claim.lock:
                 setup_launcher_logging(path / run_dir.LOG_FILE)
                 run_dir.write(path, plan.container, plan.world, plan.commands)
-                return await supervise(plan, path, bool(start["resumed"]), started, link)
+                return await supervise(plan, path, bool(start["resumed"]), started, connection)
         finally:
-            await link.close()
+            await connection.close()
 
     prepare(plan, overrides)
     return tell_ending(asyncio.run(run()), path)
 
 
-def meeting_of(plan: RunPlan) -> Meeting:
+def rendezvous_of(plan: RunPlan) -> Rendezvous:
     limits = plan.config.launcher
-    return plan_meeting(
+    return plan_rendezvous(
         plan.world,
         plan.node_rank,
         plan.container,
@@ -219,12 +219,14 @@ def show_world(plan: RunPlan) -> None:
         Console().print(render_world(plan.config, plan.world))
 
 
-async def supervise(plan: RunPlan, path: Path, resumed: bool, started: float, link: NodeLink | None = None) -> Ending:
+async def supervise(
+    plan: RunPlan, path: Path, resumed: bool, started: float, connection: NodeConnection | None = None
+) -> Ending:
     """Start the roles of this node and keep them until the end."""
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
-    guard = Guardian(mark, grace_s=GUARDIAN_GRACE_S)
+    guard = Reaper(mark, grace_s=GUARDIAN_GRACE_S)
     environment = inherited_environment(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
     os.environ.update(run_secrets)
     backend_from_config(config, path)
@@ -239,7 +241,7 @@ async def supervise(plan: RunPlan, path: Path, resumed: bool, started: float, li
         training_done=progress.training_done,
         say=say,
         report=(lambda: report(plan, path, started)) if leads else (lambda: None),
-        others=link,
+        others=connection,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -247,7 +249,7 @@ async def supervise(plan: RunPlan, path: Path, resumed: bool, started: float, li
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     progress.start()
-    following = asyncio.create_task(link.follow(supervisor)) if link else None
+    following = asyncio.create_task(connection.follow(supervisor)) if connection else None
     try:
         return await supervisor.run()
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.launcher import guardian
+from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.processes import (
     RunMark,
@@ -204,7 +204,7 @@ class Supervisor:
             self._start(role)
             assert role.process is not None
             code = await wait_for_exit(role.process)
-            await asyncio.to_thread(guardian.sweep, self._mark.role(role.command.name), LEFTOVER_GRACE_S)
+            await asyncio.to_thread(reaper.sweep, self._mark.role(role.command.name), LEFTOVER_GRACE_S)
             decision = decide_after_exit(
                 role.command.kind,
                 code,
@@ -277,14 +277,14 @@ class Supervisor:
     async def _kill(self, failed: FailedRole) -> None:
         role = self._roles[failed.job]
         role.kill_reason = failed.reason
-        pids = guardian.marked_processes(self._mark.role(failed.job))
+        pids = reaper.marked_processes(self._mark.role(failed.job))
         await asyncio.to_thread(write_hang_report, self._run_dir, failed, list(self._roles), self._stack_pids())
         log.warning("killing job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
-        await asyncio.to_thread(guardian.sweep, self._mark.role(failed.job), 0)
+        await asyncio.to_thread(reaper.sweep, self._mark.role(failed.job), 0)
 
     def _stack_pids(self) -> list[int]:
         """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
-        ours = set(guardian.marked_processes(self._mark.run))
+        ours = set(reaper.marked_processes(self._mark.run))
         statuses = read_statuses(self._run_dir).values()
         return [status.pid for status in statuses if status.pid in ours and status.state == "running"]
 
@@ -299,9 +299,9 @@ class Supervisor:
 
     def _stop_all(self, *, orderly: bool) -> None:
         """SIGTERM wave by wave, the report while the streams still stand, then the sweep."""
-        pids = guardian.marked_processes(self._mark.run)
-        segments = guardian.shared_memory_of(pids)
-        guardian.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
+        pids = reaper.marked_processes(self._mark.run)
+        segments = reaper.shared_memory_of(pids)
+        reaper.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
         waves = stop_waves({role.command.kind for role in self._roles.values()}, orderly=orderly)
         late: list[str] = []
         for index, kinds in enumerate(waves):
@@ -311,7 +311,7 @@ class Supervisor:
             late += stop_roles(running, self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else 0.2))
         if late:
             log.warning("killed after launcher.stop_timeout_s: %s", ", ".join(late))
-        guardian.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S, segments)
+        reaper.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S, segments)
         for role in self._roles.values():
             if role.process:
                 role.process.wait()
@@ -326,7 +326,7 @@ def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:
 
 def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pids: Sequence[int]) -> Path:
     """Every role's status, the wait chain and all stacks, before anything is killed."""
-    guardian.send(list(pids), signal.SIGUSR1)
+    reaper.send(list(pids), signal.SIGUSR1)
     time.sleep(STACKS_GRACE_S)
     folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{failed.job}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

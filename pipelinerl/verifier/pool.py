@@ -1,6 +1,6 @@
 """A fixed number of worker processes behind one coroutine, ``JudgePool.judge``.
 
-A *nursery* process imports the judges once and forks workers from there, so that a killed worker is replaced in
+A *forkserver* process imports the judges once and forks workers from there, so that a killed worker is replaced in
 milliseconds. Whatever a check does to its worker, ``judge`` answers: CPU time beyond the limit is ``unparsable``; a
 worker that dies is tried once more on a fresh one, and a second death is blamed on the answer; a worker that got no
 CPU (the machine is overloaded) is an ``error``.
@@ -87,7 +87,7 @@ class JudgePool:
         self.memory_mb = memory_mb
         self.queued = 0
         self._idle: asyncio.Queue[Slot] = asyncio.Queue()
-        self._nursery: asyncio.subprocess.Process | None = None
+        self._forkserver: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._spawning = asyncio.Lock()
         self._alive: set[Worker] = set()
@@ -104,7 +104,7 @@ class JudgePool:
             pass
         for worker in list(self._alive):
             worker.kill()
-        await self._stop_nursery()
+        await self._stop_forkserver()
 
     async def judge(self, check: Check) -> Verdict:
         """The verdict on one check; waits for a worker for as long as it takes.
@@ -189,28 +189,28 @@ class JudgePool:
         return worker
 
     async def _fork(self, channel: socket.socket) -> int:
-        """Asks the nursery for a worker on ``channel``; a nursery that is gone is started again."""
+        """Asks the forkserver for a worker on ``channel``; a forkserver that is gone is started again."""
         for _ in range(2):
             if self._closed:
                 raise VerifierError("the verifier is stopping")
             if self._control is None:
-                await self._start_nursery()
+                await self._start_forkserver()
             try:
                 return await asyncio.to_thread(self._request_fork, channel)
             except (OSError, ValueError):
-                await self._stop_nursery()
+                await self._stop_forkserver()
         raise VerifierError("the verifier cannot start workers: see its log")
 
     def _request_fork(self, channel: socket.socket) -> int:
-        assert self._control is not None, "the nursery is started first"
+        assert self._control is not None, "the forkserver is started first"
         socket.send_fds(self._control, [b"fork"], [channel.fileno()])
         return int(self._control.recv(32))
 
-    async def _start_nursery(self) -> None:
+    async def _start_forkserver(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(STARTUP_TIMEOUT_S)
         with theirs:
-            self._nursery = await asyncio.create_subprocess_exec(
+            self._forkserver = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "pipelinerl.verifier.worker",
@@ -222,15 +222,15 @@ class JudgePool:
             )
         self._control = ours
         if await asyncio.to_thread(ours.recv, 16) != b"ready":
-            await self._stop_nursery()
+            await self._stop_forkserver()
             raise VerifierError("the verifier's judges cannot be imported: see its log")
 
-    async def _stop_nursery(self) -> None:
+    async def _stop_forkserver(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._nursery is not None:
+        if self._forkserver is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._nursery.kill()
-            await self._nursery.wait()
-            self._nursery = None
+                self._forkserver.kill()
+            await self._forkserver.wait()
+            self._forkserver = None

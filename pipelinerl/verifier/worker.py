@@ -93,7 +93,7 @@ def read_exactly(channel: socket.socket, count: int) -> bytes | None:
 
 
 def main(control: socket.socket, timeout_s: float, memory_mb: int) -> None:
-    """The nursery: judges imported once, then one fork per request for a worker (see ``pool``)."""
+    """The forkserver: judges imported once, then one fork per request for a worker (see ``pool``)."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_up()

@@ -77,7 +77,7 @@ def test_role_serves_and_leaves_no_process_whatever_ends_it(run_dir, how):
         check = {"kind": "math", "prediction": "\\boxed{\\frac{2}{4}}", "gold": "0.5"}
         assert httpx.post(url, json=check, timeout=60).json()["status"] == "correct"
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 2, "the nursery and one worker"
+        assert len(children) == 2, "the forkserver and one worker"
         assert not any(b"s3cret" in Path(f"/proc/{child.pid}/environ").read_bytes() for child in children)
         process.send_signal(how)
         assert process.wait(30) == (0 if how == signal.SIGTERM else -how), (run_dir / "log.txt").read_text()

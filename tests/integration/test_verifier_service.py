@@ -176,10 +176,10 @@ async def test_killed_workers_are_replaced_and_no_check_is_lost():
         assert (await pool.judge(check)).status == "correct"
 
 
-async def test_dead_nursery_is_started_again():
+async def test_dead_forkserver_is_started_again():
     async with JudgePool(workers=1, timeout_s=5.0, memory_mb=800) as pool:
-        assert pool._nursery is not None
-        pool._nursery.kill()
+        assert pool._forkserver is not None
+        pool._forkserver.kill()
         check = Check(kind="countdown", prediction="<answer>1+2</answer>", gold={"numbers": [1, 2], "target": 3})
         assert (await pool.judge(check)).status == "correct"
 

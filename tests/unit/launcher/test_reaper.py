@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.launcher import guardian
-from pipelinerl.launcher.processes import Guardian, RunMark, describe_exit, pinned, run_helper, wait_for_exit
+from pipelinerl.launcher import reaper
+from pipelinerl.launcher.processes import Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
@@ -43,10 +43,10 @@ def close(process: subprocess.Popen[str]) -> int:
 def test_sweep_ends_marked_processes_and_leaves_strangers() -> None:
     mark = RunMark()
     ours, stranger = start(FORKING, mark), start(SLEEP, None)
-    assert len(guardian.marked_processes(mark.run)) == 2
-    assert guardian.sweep(mark.run, grace_s=5) == 2
+    assert len(reaper.marked_processes(mark.run)) == 2
+    assert reaper.sweep(mark.run, grace_s=5) == 2
     assert close(ours) == -signal.SIGTERM
-    assert guardian.marked_processes(mark.run) == []
+    assert reaper.marked_processes(mark.run) == []
     assert stranger.poll() is None
     stranger.kill()
     close(stranger)
@@ -55,15 +55,15 @@ def test_sweep_ends_marked_processes_and_leaves_strangers() -> None:
 def test_sweep_by_role_touches_no_other_role_of_the_run() -> None:
     mark = RunMark()
     process = start(SLEEP, mark)
-    assert guardian.sweep(mark.role("job_1"), grace_s=0) == 0
-    assert guardian.sweep(mark.role("job_0"), grace_s=0) == 1
+    assert reaper.sweep(mark.role("job_1"), grace_s=0) == 0
+    assert reaper.sweep(mark.role("job_0"), grace_s=0) == 1
     assert close(process) == -signal.SIGKILL
 
 
 def test_sweep_kills_who_ignores_the_request() -> None:
     mark = RunMark()
     process = start(STUBBORN, mark)
-    assert guardian.sweep(mark.run, grace_s=0.2) == 1
+    assert reaper.sweep(mark.run, grace_s=0.2) == 1
     assert close(process) == -signal.SIGKILL
 
 
@@ -80,28 +80,28 @@ def test_sweep_unlinks_segments_and_semaphores_of_the_killed() -> None:
     before = set(os.listdir("/dev/shm"))
     mark = RunMark()
     process = start(HOLDING, mark)
-    held = guardian.shared_memory_of([process.pid])
+    held = reaper.shared_memory_of([process.pid])
     assert len(held) == 2
     assert not before & {os.path.basename(path) for path in held}
-    guardian.sweep(mark.run, grace_s=0)
+    reaper.sweep(mark.run, grace_s=0)
     close(process)
     assert not any(os.path.exists(path) for path in held)
 
 
-def test_guardian_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
+def test_reaper_ends_the_run_when_its_pipe_breaks_and_not_when_dismissed() -> None:
     mark = RunMark()
     process = start(SLEEP, mark)
-    Guardian(mark, grace_s=1).dismiss()
+    Reaper(mark, grace_s=1).dismiss()
     assert process.poll() is None
-    watch = Guardian(mark, grace_s=1)
+    watch = Reaper(mark, grace_s=1)
     watch._pipe.close()
     assert close(process) == -signal.SIGTERM
     watch._process.wait(timeout=10)
 
 
-@pytest.mark.parametrize("end", [Guardian.dismiss, lambda guardian: guardian._pipe.close()])
-def test_guardian_removes_the_temporary_folder_however_the_launcher_ends(end: Callable[[Guardian], None]) -> None:
-    watch = Guardian(RunMark(), grace_s=0)
+@pytest.mark.parametrize("end", [Reaper.dismiss, lambda reaper: reaper._pipe.close()])
+def test_reaper_removes_the_temporary_folder_however_the_launcher_ends(end: Callable[[Reaper], None]) -> None:
+    watch = Reaper(RunMark(), grace_s=0)
     Path(watch.temporary, "left").write_text("behind")
     folder = os.open(watch.temporary, os.O_RDONLY)
     for _ in range(2000):
@@ -156,5 +156,5 @@ def test_describe_exit_names_signals(code: int, text: str) -> None:
 def test_sweep_unlinks_what_processes_used_that_have_ended_themselves() -> None:
     with open(f"/dev/shm/pipelinerl-test-{os.getpid()}", "wb") as segment:
         segment.write(b"x")
-    assert guardian.sweep(RunMark().run, grace_s=0, segments={segment.name}) == 0
+    assert reaper.sweep(RunMark().run, grace_s=0, segments={segment.name}) == 0
     assert not os.path.exists(segment.name)

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import StreamError
-from pipelinerl.finetune.feed import Feed
+from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.updates import last_needed
 from pipelinerl.records import MicroBatch
 
@@ -38,7 +38,7 @@ def keys(records: list[MicroBatch] | None) -> list[tuple[int, int]] | None:
 
 def test_feed_gives_whole_steps_and_the_position_after_each() -> None:
     reader = FakeReader([*records_of(0), *records_of(1)])
-    feed = Feed([("0/0", reader)])
+    feed = BatchReader([("0/0", reader)])
     assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
     assert feed.positions() == {"0/0": 3}
     assert keys(feed.next_step(1, 0)) == [(1, 0), (1, 1), (1, 2)]
@@ -48,7 +48,7 @@ def test_feed_gives_whole_steps_and_the_position_after_each() -> None:
 def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
     whole = records_of(0)
     reader = FakeReader(whole[:2])
-    feed = Feed([("0/0", reader)])
+    feed = BatchReader([("0/0", reader)])
     assert feed.next_step(0, 0) is None
     assert feed.positions() == {"0/0": 0}
     reader.records.append(whole[2])
@@ -57,18 +57,18 @@ def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
 
 def test_feed_passes_over_steps_before_the_one_asked_for_and_duplicates() -> None:
     reader = FakeReader([*records_of(0), *records_of(1, 2)[:1], *records_of(1, 2)])
-    assert keys(Feed([("0/0", reader)]).next_step(1, 0)) == [(1, 0), (1, 1)]
+    assert keys(BatchReader([("0/0", reader)]).next_step(1, 0)) == [(1, 0), (1, 1)]
 
 
 def test_feed_missing_step_is_an_error() -> None:
-    feed = Feed([("0/0", FakeReader(records_of(1)))])
+    feed = BatchReader([("0/0", FakeReader(records_of(1)))])
     with pytest.raises(StreamError, match="has step 1 where step 0 must come"):
         feed.next_step(0, 0)
 
 
 def test_feed_takes_steps_from_preprocessors_in_turn() -> None:
     even, odd = FakeReader([*records_of(0), *records_of(2)]), FakeReader(records_of(1))
-    feed = Feed([("0/0", even), ("1/0", odd)])
+    feed = BatchReader([("0/0", even), ("1/0", odd)])
     assert [keys(feed.next_step(step, 0))[0][0] for step in range(3)] == [0, 1, 2]
     assert feed.positions() == {"0/0": 6, "1/0": 3}
     feed.commit({"0/0": 3, "9/0": 1})
@@ -76,7 +76,7 @@ def test_feed_takes_steps_from_preprocessors_in_turn() -> None:
 
 
 def test_feed_put_back_gives_the_same_step_again() -> None:
-    feed = Feed([("0/0", FakeReader(records_of(0)))])
+    feed = BatchReader([("0/0", FakeReader(records_of(0)))])
     first = feed.next_step(0, 0)
     feed.put_back()
     assert keys(feed.next_step(0, 0)) == keys(first)
@@ -84,7 +84,7 @@ def test_feed_put_back_gives_the_same_step_again() -> None:
 
 def test_feed_holds_a_step_back_until_the_whole_phase_is_there() -> None:
     even, odd = FakeReader(records_of(0)), FakeReader([*records_of(1), *records_of(3)[:2]])
-    feed = Feed([("0/0", even), ("1/0", odd)])
+    feed = BatchReader([("0/0", even), ("1/0", odd)])
     assert feed.next_step(0, 0, last=3) is None
     even.records.extend(records_of(2))
     assert feed.next_step(0, 0, last=3) is None

@@ -12,7 +12,7 @@ from pipelinerl.records import MicroBatch
 log = logging.getLogger(__name__)
 
 
-class Reader(Protocol):
+class TopicEnd(Protocol):
     """The part of a topic reader that is used here."""
 
     @property
@@ -23,10 +23,10 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class Feed:
+class BatchReader:
     """Collects the micro-batches of each step. Of n preprocessors, number r packs the steps with step % n == r."""
 
-    def __init__(self, readers: Sequence[tuple[str, Reader]]):
+    def __init__(self, readers: Sequence[tuple[str, TopicEnd]]):
         """``readers``: (key in checkpoints, reader at or before the first step to train) of each preprocessor."""
         self._readers = readers
         self._next = {key: reader.position for key, reader in readers}
