@@ -4,6 +4,7 @@ Token lists are built only when somebody looks at them: a text made by ``make_tr
 a list that a domain reads, replaces or edits in place becomes the truth from then on (see ``actor/sequences.py``).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
+from pipelinerl.errors import DomainError, RecordError
 from pipelinerl.records import RewardMode as RewardMode
 
 MASKED_TOKEN_ID = -100
@@ -144,3 +146,66 @@ class RolloutResult(BaseModel):
     group_id: str | None = None
     rewards: RewardMode | None = None
     """None = `actor.rewards` of the configuration."""
+
+
+def check_result(result: Any, rewards: RewardMode = "rollout", *, trains: bool = True) -> RolloutResult:
+    """The result, as the actor takes it.
+
+    Args:
+        result: what a rollout function returned.
+        rewards: mode of a result that does not say its own (``actor.rewards``).
+        trains: whether there must be something to train on.
+    Raises:
+        DomainError: it is no ``RolloutResult``.
+        RecordError: a field is missing or wrong; the message names it.
+    """
+    if not isinstance(result, RolloutResult):
+        raise DomainError(f"it returned {type(result).__name__}: it must return a pipelinerl.rollouts.RolloutResult")
+    numeric_metrics(result)
+    text_rewards(result, result.rewards or rewards)
+    if trains and not result.training_texts:
+        raise RecordError("training_texts is empty: there is no sampled token to train on")
+    return result
+
+
+def numeric_metrics(result: RolloutResult) -> dict[str, float]:
+    """The numeric fields of the domain's metrics, finite or refused."""
+    metrics = {"reward": finite("metrics.reward", result.metrics.reward)}
+    for name, value in result.metrics.model_dump().items():
+        if isinstance(value, (bool, int, float, np.number)):
+            metrics[name] = finite(f"metrics.{name}", value)
+    return metrics
+
+
+def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
+    """Reward of every text; one that was left unset is the rollout's, in mode `rollout` only."""
+    texts = result.training_texts
+    said = ["reward" in text.model_fields_set for text in texts]
+    if mode != "rollout" and not all(said):
+        raise RecordError(
+            f"training_texts[{said.index(False)}].reward is not set: with rewards={mode!r} every text has its own; "
+            "set 0.0 for one that earns nothing"
+        )
+    whole = finite("metrics.reward", result.metrics.reward)
+    rewards = tuple(
+        finite(f"training_texts[{i}].reward", text.reward) if said[i] else whole for i, text in enumerate(texts)
+    )
+    different = next((i for i, reward in enumerate(rewards) if mode == "rollout" and reward != rewards[0]), None)
+    if different is not None:
+        raise RecordError(
+            f"training_texts[{different}].reward is {rewards[different]} and training_texts[0].reward is {rewards[0]}: "
+            "with rewards='rollout' all texts of a rollout have its one reward. Say what they are in RolloutResult or "
+            "actor.rewards: 'texts', each its own, compared at the same step, or 'steps', increments of a return"
+        )
+    return rewards
+
+
+def finite(name: str, value: Any) -> float:
+    """A domain's number; text, None, NaN and infinities are refused by name."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RecordError(f"{name} is {value!r}: it must be a finite number")
+    return number

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.async_llm import GENERATE_ROUTE
 from pipelinerl.llm import GenerateRequest, TrainableLLM
-from pipelinerl.rollouts import CallTokens, RolloutResult
+from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
 
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
@@ -128,10 +128,18 @@ async def run_rollout(
     cfg: DictConfig | dict | None = None,
     **fields: Any,
 ) -> RolloutResult:
-    """One rollout of a domain's function with a ``FakeLLM``; ``fields`` go to ``FakeLLM.saying``."""
+    """One rollout of a domain's function with a ``FakeLLM``, its result checked as the actor does.
+
+    Args:
+        cfg: the run's configuration as the function gets it; `actor.rewards` is the mode of the result's rewards.
+        fields: go to ``FakeLLM.saying``.
+    Raises:
+        DomainError, RecordError: the actor would refuse the result; the message names the field.
+    """
     config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg or {})
     async with aiohttp.ClientSession() as session:
-        return await function(config, FakeLLM.saying(replies, **fields), problem, session)
+        result = await function(config, FakeLLM.saying(replies, **fields), problem, session)
+    return check_result(result, OmegaConf.select(config, "actor.rewards") or "rollout")
 
 
 Answer = Callable[[list[int], dict[str, Any], int], list[int]]

@@ -11,10 +11,11 @@ from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
-from pipelinerl.actor.setup import domains_of, load_problems, request_limits
+from pipelinerl.actor.setup import request_limits
 from pipelinerl.actor.workers import RolloutWorkers
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import DomainError, StreamError
+from pipelinerl.domains.contract import domains_of
+from pipelinerl.errors import StreamError
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext, raise_open_files
 from pipelinerl.records import ActorRecord, GroupDropped, PreprocessorProgress, RolloutGroup, topics
@@ -95,12 +96,8 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
 def train_domains(cfg: Config) -> list[TrainDomain]:
     """Every domain with its problems."""
     domains = []
-    for section in domains_of(cfg):
-        problems = load_problems(section, section.train_dataset_names)
-        if not problems:
-            raise DomainError(
-                f"{section.dataset_loader} returned no problems for train_dataset_names={section.train_dataset_names}"
-            )
+    for domain in domains_of(cfg):
+        section, problems = domain.section, domain.train_problems()
         domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems))
         log.info("problems loaded domain=%s train=%d", section.name, len(problems))
     return domains
@@ -125,13 +122,11 @@ def test_problems(cfg: Config) -> list[TestProblem]:
     if not (cfg.eval.at_start or cfg.eval.at_end or cfg.eval_every_n_versions):
         return []
     tests = []
-    for i, section in enumerate(domains_of(cfg)):
-        names = section.test_dataset_names
-        problems = load_problems(section, names) if names else []
-        for index, problem in enumerate(problems[: cfg.eval.max_problems]):
+    for i, domain in enumerate(domains_of(cfg)):
+        for index, problem in enumerate(domain.test_problems()[: cfg.eval.max_problems]):
             dataset = str(problem.get("dataset", "test"))
             if cfg.domains:  # two domains may both have a data set `test`
-                dataset = f"{section.name}/{dataset}"
+                dataset = f"{domain.section.name}/{dataset}"
             tests.append(TestProblem(domain=i, dataset=dataset, index=index, problem=problem))
     return tests
 

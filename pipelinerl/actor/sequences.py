@@ -6,14 +6,13 @@ replaced or edited (labels masked with -100) win over what the server sent; what
 place it came from. Shapes: T tokens, K trained tokens, R spans.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipelinerl.errors import RecordError
 from pipelinerl.records import Rollout, TrainingSequence
-from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, TrainingText
+from pipelinerl.rollouts import MASKED_TOKEN_ID, RewardMode, RolloutResult, TrainingText, numeric_metrics, text_rewards
 
 
 class SequenceTooLong(RecordError):
@@ -59,7 +58,7 @@ def to_rollout(
     """
     metrics = numeric_metrics(result)
     mode = result.rewards or rewards
-    text_rewards = _text_rewards(result.training_texts, mode, metrics["reward"])
+    rewards_t = text_rewards(result, mode)
     pieces = [
         _to_piece(text, turn=i, fallback_version=fallback_version) for i, text in enumerate(result.training_texts)
     ]
@@ -73,47 +72,15 @@ def to_rollout(
             )
     return Rollout(
         attempt=attempt,
-        reward=text_rewards[0] if mode == "rollout" and text_rewards else metrics["reward"],
+        reward=rewards_t[0] if mode == "rollout" and rewards_t else metrics["reward"],
         sequences=tuple(_to_sequence(piece) for piece in merged),
         metrics=metrics,
         latency_s=latency_s,
         num_llm_calls=num_llm_calls,
         num_unmerged_turns=max(0, len(merged) - 1),
         rewards=mode,
-        text_rewards=() if mode == "rollout" else text_rewards,
+        text_rewards=() if mode == "rollout" else rewards_t,
     )
-
-
-def _text_rewards(texts: list[TrainingText], mode: RewardMode, whole: float) -> tuple[float, ...]:
-    """Reward of every text; one that was left unset is the rollout's, ``whole``, in mode `rollout` only."""
-    said = ["reward" in text.model_fields_set for text in texts]
-    if mode != "rollout" and not all(said):
-        raise RecordError(
-            f"training_texts[{said.index(False)}].reward is not set: with rewards={mode!r} every text has its own; "
-            "set 0.0 for one that earns nothing"
-        )
-    rewards = tuple(float(text.reward) if own else whole for text, own in zip(texts, said, strict=True))
-    for i, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise RecordError(f"training_texts[{i}].reward is {reward}: rewards must be finite numbers")
-        if mode == "rollout" and reward != rewards[0]:
-            raise RecordError(
-                f"training_texts[{i}].reward is {reward} and training_texts[0].reward is {rewards[0]}: with "
-                "rewards='rollout' all texts of a rollout have its one reward. Say what they are in RolloutResult or "
-                "actor.rewards: 'texts', each its own, compared at the same step, or 'steps', increments of a return"
-            )
-    return rewards
-
-
-def numeric_metrics(result: RolloutResult) -> dict[str, float]:
-    """The numeric fields of the domain's metrics, finite or refused."""
-    metrics = {}
-    for name, value in result.metrics.model_dump().items():
-        if isinstance(value, (bool, int, float, np.number)):
-            if not math.isfinite(value):
-                raise RecordError(f"metrics.{name} is {value}: metrics must be finite numbers")
-            metrics[name] = float(value)
-    return metrics
 
 
 def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece:

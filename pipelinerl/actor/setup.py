@@ -1,21 +1,17 @@
 """From a run folder to what the actor and its workers need: domains, problems, language models. Starts nothing."""
 
-import inspect
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from pipelinerl.actor.executor import RolloutFunction, RolloutRules
-from pipelinerl.actor.failures import shorten
 from pipelinerl.actor.transport import RequestLimits
-from pipelinerl.config.load import load_run, load_run_dictconfig, resolve_function
-from pipelinerl.config.sections import Config, DomainSection, LLMSection
+from pipelinerl.config.load import load_run, load_run_dictconfig
+from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import server_options
-from pipelinerl.errors import DomainError, PipelineRLError
+from pipelinerl.domains.contract import domains_of
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.observability.role import raise_open_files
 from pipelinerl.world import WorldMap
@@ -40,50 +36,6 @@ class RolloutSide:
     """For training and for evaluation."""
     rules: RolloutRules
     limits: RequestLimits
-
-
-def domains_of(cfg: Config) -> tuple[DomainSection, ...]:
-    """The domains of the run; a run without ``domains`` has one."""
-    if cfg.domains:
-        return tuple(cfg.domains)
-    name = cfg.dataset_loader.rsplit(".", 2)[-2] if "." in cfg.dataset_loader else cfg.dataset_loader
-    return (
-        DomainSection(
-            name=name,
-            weight=1.0,
-            rollout_policy=cfg.actor.rollout_policy,
-            dataset_loader=cfg.dataset_loader,
-            dataset_loader_params=cfg.dataset_loader_params,
-            train_dataset_names=cfg.train_dataset_names,
-            test_dataset_names=cfg.test_dataset_names,
-        ),
-    )
-
-
-def load_problems(domain: DomainSection, names: list[str]) -> list[dict[str, Any]]:
-    """The loader's problems, checked."""
-    loader = resolve_function(domain.dataset_loader)
-    try:
-        problems = loader(names, **domain.dataset_loader_params)
-        if inspect.iscoroutine(problems):
-            problems.close()
-            raise DomainError(f"{domain.dataset_loader} is a coroutine function: define it with `def`")
-        problems = list(problems)
-    except PipelineRLError:
-        raise
-    except Exception as error:  # a user's function: whatever it raises is reported with its name
-        log.exception("loader failed")
-        params = ", ".join(f"{key}={value!r}" for key, value in domain.dataset_loader_params.items())
-        raise DomainError(
-            f"{domain.dataset_loader}({names}{', ' + params if params else ''}) raised {type(error).__name__}: {error}"
-        ) from error
-    for i, problem in enumerate(problems):
-        if not isinstance(problem, dict):
-            raise DomainError(
-                f"{domain.dataset_loader} returned {type(problem).__name__} as problem {i} "
-                f"({shorten(repr(problem), 100)}): problems must be dicts"
-            )
-    return problems
 
 
 def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
@@ -130,15 +82,6 @@ def load_rollout_side(run_dir: Path) -> RolloutSide:
     raw = load_run_dictconfig(run_dir)
     raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)
-    functions = [resolve_function(domain.rollout_policy) for domain in domains_of(cfg)]
-    require_coroutines(functions)
+    functions = [domain.rollout() for domain in domains_of(cfg)]
     llms = (make_llm(cfg, cfg.llm), make_llm(cfg, cfg.test_llm))
     return RolloutSide(cfg=raw, functions=functions, llms=llms, rules=rollout_rules(cfg), limits=request_limits(cfg))
-
-
-def require_coroutines(functions: Iterable[Callable]) -> None:
-    """A rollout function must be ``async def``."""
-    for function in functions:
-        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
-            name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-            raise DomainError(f"{name} is not a coroutine function: define it with `async def`")

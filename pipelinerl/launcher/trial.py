@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.errors import TransportError, VerifierError
+from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
+from pipelinerl.rollouts import check_result
 from pipelinerl.testing import FakeLLM
 
 ROLLOUT_TIMEOUT_S = 3.0
@@ -62,8 +61,13 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
             result = await asyncio.wait_for(rollout(cfg, llm, problem, session), ROLLOUT_TIMEOUT_S)
         except Exception as error:  # the user's function
             failures.append((problem, error))
-        else:
-            check_result(result)
+            return
+        try:
+            check_result(result, OmegaConf.select(cfg, "actor.rewards") or "rollout")
+        except DomainError as error:
+            raise TrialFailure(str(error).removeprefix("it "), certain=True) from error
+        except RecordError as error:
+            failures.append((problem, error))
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
         await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
@@ -82,13 +86,6 @@ def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
     )
 
 
-def check_result(result: Any) -> None:
-    if not isinstance(result, RolloutResult):
-        raise TrialFailure(f"returned {type(result).__name__}; it must return a RolloutResult", certain=True)
-    if not np.isfinite(result.metrics.reward):
-        raise TrialFailure(f"returned the reward {result.metrics.reward}", certain=False)
-
-
 def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
     """What every rollout failing means."""
     problem, error = failures[0]
@@ -97,6 +94,8 @@ def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailur
             f"needs {error.args[0]!r}, which the loader's problems do not have; a problem has {sorted(problem)}",
             certain=True,
         )
+    if all(isinstance(error, RecordError) for _, error in failures):
+        return TrialFailure(f"returns what cannot be trained: {error}", certain=True)
     places = {place(error) for _, error in failures}
     certain = len(places) == 1 and not any(needs_outside(error) for _, error in failures)
     filename, line, kind = place(error)

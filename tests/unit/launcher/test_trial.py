@@ -89,7 +89,7 @@ async def test_trial_wrong_return_is_certain() -> None:
     async def number(cfg: Any, llm: Any, problem: dict, session: Any) -> float:
         return 1.0
 
-    assert str(await failure_of(number)) == "returned float; it must return a RolloutResult"
+    assert str(await failure_of(number)) == "returned float: it must return a pipelinerl.rollouts.RolloutResult"
 
 
 async def test_trial_slow_rollout_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

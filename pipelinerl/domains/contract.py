@@ -1,0 +1,144 @@
+"""What a domain must be: an async rollout function and a loader of problems, named in the configuration.
+
+The launcher tries it before a start, the actor relies on it in the run: both through here.
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.config.load import resolve_function
+from pipelinerl.config.sections import Config, DomainSection
+from pipelinerl.errors import ConfigError, DomainError
+
+ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
+Problem = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One domain of the run, and where the configuration names it."""
+
+    section: DomainSection
+    several: bool
+    """Whether it is one of `domains`, not the single one of the top level."""
+
+    def key(self, name: str) -> str:
+        """The configuration's key of a field: `actor.rollout_policy` or `domains.math.rollout_policy`."""
+        if self.several:
+            return f"domains.{self.section.name}.{name}"
+        return f"actor.{name}" if name == "rollout_policy" else name
+
+    def rollout(self) -> Callable[..., Any]:
+        """The rollout function: async, taking cfg, llm, problem and session by position."""
+        key, dotted = self.key("rollout_policy"), self.section.rollout_policy
+        function = import_named(key, dotted)
+        if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+            raise DomainError(
+                f"`{key}` is {dotted}: it is not async; define it with `async def` ({', '.join(ROLLOUT_ARGUMENTS)})"
+            )
+        check_call(key, dotted, function, ROLLOUT_ARGUMENTS, {})
+        return function
+
+    def problems(self, names: Sequence[str], *, needed_for: str = "") -> list[Problem]:
+        """The loader's problems.
+
+        Args:
+            needed_for: key of the names, where a run without problems makes no sense.
+        Raises:
+            DomainError: the loader cannot be imported or called, raises, or returns something else than dicts.
+        """
+        key, dotted = self.key("dataset_loader"), self.section.dataset_loader
+        params = self.section.dataset_loader_params
+        loader = import_named(key, dotted)
+        if inspect.iscoroutinefunction(loader):
+            raise DomainError(f"`{key}` is {dotted}: it is a coroutine function; define it with `def`")
+        check_call(key, dotted, loader, ([],), params)
+        try:
+            returned = loader(list(names), **params)
+            problems = list(returned) if not isinstance(returned, (dict, str)) and returned is not None else None
+        except Exception as error:  # the user's function
+            raise DomainError(f"`{key}` is {dotted}: loading {list(names)} raised {describe(error)}") from error
+        if problems is None:
+            kind = type(returned).__name__
+            raise DomainError(f"`{key}` is {dotted}: it must return a list of dicts, not {kind}, for {list(names)}")
+        for index, problem in enumerate(problems):
+            if not isinstance(problem, dict):
+                raise DomainError(
+                    f"`{key}` is {dotted}: problem {index} of {list(names)} is {type(problem).__name__} "
+                    f"({repr(problem)[:100]}); every problem must be a dict"
+                )
+        if not problems and needed_for:
+            raise DomainError(f"`{key}` is {dotted}: it returned no problems for {needed_for}={list(names)}")
+        return problems
+
+    def train_problems(self) -> list[Problem]:
+        return self.problems(self.section.train_dataset_names, needed_for="train_dataset_names")
+
+    def test_problems(self) -> list[Problem]:
+        names = self.section.test_dataset_names
+        return self.problems(names) if names else []
+
+    def check_keys(self, rollout: Callable[..., Any], problems: Sequence[Problem]) -> None:
+        """`required_problem_keys` of the rollout function or its module names what every problem must have."""
+        module = sys.modules.get(getattr(rollout, "__module__", ""), None)
+        required: tuple[str, ...] = getattr(rollout, "required_problem_keys", ())
+        required = required or getattr(module, "required_problem_keys", ())
+        for index, problem in enumerate(problems):
+            missing = [key for key in required if key not in problem]
+            if missing:
+                raise DomainError(
+                    f"`{self.key('dataset_loader')}` is {self.section.dataset_loader}: problem {index} has no "
+                    f"{', '.join(map(repr, missing))}, which {self.section.rollout_policy} needs; it has "
+                    f"{sorted(problem)}"
+                )
+
+
+def domains_of(cfg: Config) -> tuple[Domain, ...]:
+    """The domains of the run; a run without `domains` has one, named after its loader's module."""
+    if cfg.domains:
+        return tuple(Domain(section, several=True) for section in cfg.domains)
+    name = cfg.dataset_loader.rsplit(".", 2)[-2] if "." in cfg.dataset_loader else cfg.dataset_loader
+    section = DomainSection(
+        name=name,
+        weight=1.0,
+        rollout_policy=cfg.actor.rollout_policy,
+        dataset_loader=cfg.dataset_loader,
+        dataset_loader_params=cfg.dataset_loader_params,
+        train_dataset_names=cfg.train_dataset_names,
+        test_dataset_names=cfg.test_dataset_names,
+    )
+    return (Domain(section, several=False),)
+
+
+def import_named(key: str, dotted: str) -> Callable[..., Any]:
+    try:
+        return resolve_function(dotted)
+    except ConfigError as error:
+        raise DomainError(f"`{key}`: {error}") from error
+    except Exception as error:  # anything that the domain's module does at import
+        raise DomainError(f"`{key}` is {dotted}: importing it raised {describe(error)}") from error
+
+
+def check_call(
+    key: str, dotted: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = "(dataset_names, **dataset_loader_params)" if args != ROLLOUT_ARGUMENTS else f"({', '.join(args)})"
+        raise DomainError(f"`{key}` is {dotted}{signature}: it cannot be called with {wanted}: {error}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and the innermost line of code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

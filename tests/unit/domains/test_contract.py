@@ -1,0 +1,131 @@
+"""A domain that breaks its contract is refused in words that name the key and the fix."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.domains.contract import Domain, domains_of
+from pipelinerl.errors import DomainError
+
+
+async def rollout(cfg: Any, llm: Any, problem: Any, session: Any) -> None: ...
+
+
+class Callable_:
+    async def __call__(self, cfg: Any, llm: Any, problem: Any, session: Any) -> None: ...
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = types.ModuleType("made_domain")
+    made.rollout, made.callable, made.load = rollout, Callable_(), lambda names: [{"name": n} for n in names]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_domain", made)
+    return made
+
+
+def domain(*overrides: str) -> Domain:
+    names = ["dataset_loader=made_domain.load", "actor.rollout_policy=made_domain.rollout", "output_dir=x"]
+    (found,) = domains_of(parse(compose("base", [*names, *overrides])))
+    return found
+
+
+def test_domain_of_the_top_level_has_its_keys_and_a_name(module: types.ModuleType) -> None:
+    found = domain()
+    assert (found.section.name, found.key("rollout_policy"), found.key("dataset_loader")) == (
+        "made_domain",
+        "actor.rollout_policy",
+        "dataset_loader",
+    )
+    assert found.rollout() is module.rollout
+    assert found.train_problems() == [{"name": "train"}]
+
+
+@pytest.mark.parametrize("returned", [[{"a": 1}], ({"a": 1},), iter([{"a": 1}])])
+def test_problems_may_be_any_sequence_of_dicts(module: types.ModuleType, returned: Any) -> None:
+    module.load = lambda names: returned  # type: ignore[attr-defined]
+    assert domain().train_problems() == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "`dataset_loader` is made_domain.load: it must return a list of dicts, not NoneType"),
+        ({"a": 1}, "must return a list of dicts, not dict"),
+        ("text", "must return a list of dicts, not str"),
+        ([{"a": 1}, 2], r"problem 1 of \['train'\] is int \(2\); every problem must be a dict"),
+        ([], r"it returned no problems for train_dataset_names=\['train'\]"),
+        (7, "raised TypeError: 'int' object is not iterable"),
+    ],
+)
+def test_problems_of_another_shape_are_refused(module: types.ModuleType, returned: Any, message: str) -> None:
+    module.load = lambda names: returned  # type: ignore[attr-defined]
+    with pytest.raises(DomainError, match=message):
+        domain().train_problems()
+
+
+async def load_async(names: list[str]) -> list[dict]:
+    return []
+
+
+def load_without_params(names: list[str]) -> list[dict]:
+    return [{}]
+
+
+@pytest.mark.parametrize(
+    ("loader", "overrides", "message"),
+    [
+        (load_async, [], "it is a coroutine function; define it with `def`"),
+        (load_without_params, ["+dataset_loader_params.n=1"], r"cannot be called with \(dataset_names, \*\*"),
+    ],
+)
+def test_loader_that_cannot_be_called_is_refused(
+    module: types.ModuleType, loader: Any, overrides: list[str], message: str
+) -> None:
+    module.load = loader  # type: ignore[attr-defined]
+    with pytest.raises(DomainError, match=message):
+        domain(*overrides).train_problems()
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ("made_domain.load", "`actor.rollout_policy` is made_domain.load: it is not async; define it with `async def`"),
+        ("made_domain.nothing", "made_domain has no 'nothing'"),
+        ("no_such_module.rollout", "no module 'no_such_module'"),
+        ("made_domain.short", "cannot be called with"),
+    ],
+)
+def test_rollout_that_cannot_be_used_is_refused(module: types.ModuleType, dotted: str, message: str) -> None:
+    async def short(cfg: Any) -> None: ...
+
+    module.short = short  # type: ignore[attr-defined]
+    with pytest.raises(DomainError, match=message):
+        domain(f"actor.rollout_policy={dotted}").rollout()
+
+
+def test_rollout_may_be_an_object(module: types.ModuleType) -> None:
+    assert domain("actor.rollout_policy=made_domain.callable").rollout() is module.callable
+
+
+def test_several_domains_are_named_in_their_keys(module: types.ModuleType) -> None:
+    one = (
+        "{name: a, weight: 1, rollout_policy: made_domain.rollout, dataset_loader: made_domain.nothing, "
+        "dataset_loader_params: {}, train_dataset_names: [x], test_dataset_names: []}"
+    )
+    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.c", f"domains=[{one}]"]))
+    (found,) = domains_of(cfg)
+    assert found.test_problems() == []
+    with pytest.raises(DomainError, match=r"`domains.a.dataset_loader`"):
+        found.train_problems()
+
+
+def test_required_problem_keys_are_checked(module: types.ModuleType) -> None:
+    module.rollout.required_problem_keys = ("answer",)  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(DomainError, match="problem 1 has no 'answer', which"):
+            domain().check_keys(module.rollout, [{"answer": 1}, {"question": 2}])
+    finally:
+        del module.rollout.required_problem_keys  # type: ignore[attr-defined]

@@ -1,0 +1,85 @@
+"""What a rollout function returns is checked by field, in a domain's own tests as in the actor."""
+
+import math
+from typing import Any
+
+import pytest
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.errors import DomainError, PipelineRLError, RecordError
+from pipelinerl.llm import Prompt
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.testing import run_rollout
+
+
+def returning(change: Any) -> Any:
+    """A rollout function whose right result is changed."""
+
+    async def rollout(cfg: Any, llm: Any, problem: Any, session: Any) -> Any:
+        call = await llm_call(llm, session)
+        text = make_training_text(llm, call)
+        text.reward = 1.0
+        metrics = BaseMetrics(reward=1.0, success=True, no_error=True, no_answer=False)
+        result = RolloutResult(training_texts=[text], metrics=metrics, latency=0.1)
+        return change(result)
+
+    return rollout
+
+
+async def llm_call(llm: Any, session: Any) -> Any:
+    return await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": "?"}]), session)
+
+
+def with_reward(value: Any) -> Any:
+    def change(result: RolloutResult) -> RolloutResult:
+        result.training_texts[0].reward = value
+        return result
+
+    return change
+
+
+def with_metric(value: Any) -> Any:
+    def change(result: RolloutResult) -> RolloutResult:
+        result.metrics.reward = value
+        return result
+
+    return change
+
+
+def without_texts(result: RolloutResult) -> RolloutResult:
+    result.training_texts = []
+    return result
+
+
+async def test_run_rollout_returns_a_right_result() -> None:
+    result = await run_rollout(returning(lambda result: result), {}, ["yes"])
+    assert result.training_texts[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda result: None, DomainError, "it returned NoneType: it must return a pipelinerl.rollouts.RolloutResult"),
+        (lambda result: {"reward": 1}, DomainError, "it returned dict"),
+        (with_reward(None), RecordError, r"training_texts\[0\].reward is None: it must be a finite number"),
+        (with_reward(math.nan), RecordError, r"training_texts\[0\].reward is nan"),
+        (with_reward("1.0"), RecordError, r"training_texts\[0\].reward is '1.0'"),
+        (with_metric(None), RecordError, "metrics.reward is None"),
+        (with_metric(math.inf), RecordError, "metrics.reward is inf"),
+        (without_texts, RecordError, "training_texts is empty"),
+    ],
+)
+async def test_run_rollout_refuses_what_the_actor_refuses(
+    change: Any, kind: type[PipelineRLError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await run_rollout(returning(change), {}, ["yes"])
+
+
+async def test_run_rollout_knows_the_mode_of_the_rewards() -> None:
+    def unset(result: RolloutResult) -> RolloutResult:
+        result.training_texts[0].model_fields_set.discard("reward")
+        return result
+
+    with pytest.raises(RecordError, match="is not set: with rewards='texts'"):
+        await run_rollout(returning(unset), {}, ["yes"], cfg={"actor": {"rewards": "texts"}})
