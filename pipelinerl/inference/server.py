@@ -38,7 +38,7 @@ KEEP_ALIVE_S = 300
 FATAL_EXIT = 70
 
 
-class ServerFailed(PipelineRLError):
+class ServerEndedError(PipelineRLError):
     """The server ended without being asked to."""
 
 
@@ -133,7 +133,7 @@ async def _serve_engine(
         for task in tasks:
             task.cancel()
     if not asked.is_set():
-        raise ServerFailed("the server ended without being asked to: vLLM's engine died, its error is above")
+        raise ServerEndedError("the server ended without being asked to: vLLM's engine died, its error is above")
     return shutdown
 
 

@@ -8,41 +8,18 @@ python -m pipelinerl.plan scaling results/base
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.table import Table
 
-from pipelinerl.config import load
-from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server
-from pipelinerl.errors import ConfigError, PipelineRLError
-from pipelinerl.plan.compare import compare_run, run_evaluations
-from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.rates import GPUS, Rates, assumed_rates, measured_rates
-from pipelinerl.plan.scaling import fit_scaling
-from pipelinerl.plan.simulate import simulate_pipeline
-from pipelinerl.plan.throughput import (
-    PipelinePlan,
-    Workload,
-    best_pipeline,
-    conventional_rate,
-    recommend,
-)
-from pipelinerl.world.cluster import count_visible_gpus
-from pipelinerl.world.model_shape import find_model_shape
-
-LAG_BOUNDS = (1, 2, 4, 8, 16, 32)
-SIMULATED_STEPS = 150
-MAX_SIMULATED_SLOTS = 4096
-NOT_NEEDED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.plan import split
+from pipelinerl.plan.research.commands import print_simulation, run_compare, run_scaling
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,30 +41,18 @@ def with_command(argv: Sequence[str]) -> list[str]:
     return list(argv) if named else ["split", *argv]
 
 
+def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    work, plan, result = split.run_split(args, console)
+    return result | {"simulated": print_simulation(console, work, plan)} if args.simulate else result
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.plan", description=__doc__.partition("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling}")
-    split = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
-    split.set_defaults(run=run_split)
-    split.add_argument("--config-name", default="base", help="configuration whose values are the defaults below")
-    split.add_argument("--config-dir", type=Path, help="folder with your own configurations")
-    split.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
-    split.add_argument("--model", help="Hugging Face name or folder with config.json")
-    split.add_argument("--gpus", type=count, help="devices in total")
-    split.add_argument("--gpus-per-llm", type=count, help="tensor × pipeline parallel size of a server")
-    split.add_argument("--seq-parallel", type=count, help="sequence-parallel size of the trainer")
-    split.add_argument("--batch-size", type=count, help="sequences per optimizer step")
-    split.add_argument("--mean-length", type=positive, help="tokens per completion (default: 30%% of the longest)")
-    split.add_argument("--max-length", type=count, help="longest completion")
-    split.add_argument("--prompt-length", type=positive, default=500.0, help="tokens per prompt (memory of the cache)")
-    split.add_argument("--lengths", choices=("lognormal", "uniform", "constant"), default="lognormal")
-    split.add_argument("--max-lag", type=int, help="bound on the lag in optimizer steps (default: max_lag_steps)")
-    split.add_argument("--gpu", choices=sorted(GPUS), default="H100", help="for assumed rates")
-    split.add_argument(
-        "--decode", action="append", type=parse_point, default=[], metavar="H:TOKENS_PER_S", help="measured, per device"
-    )
-    split.add_argument("--train", type=positive, metavar="TOKENS_PER_S", help="measured, per device")
-    split.add_argument("--simulate", action="store_true", help="check the recommendation by a discrete simulation")
+    plan = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
+    plan.set_defaults(run=run_split)
+    split.add_arguments(plan)
+    plan.add_argument("--simulate", action="store_true", help="check the recommendation by a discrete simulation")
     compare = commands.add_parser("compare", help="prediction and measurement of a run")
     compare.set_defaults(run=run_compare)
     compare.add_argument("run_dir", type=Path)
@@ -95,228 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     scaling.set_defaults(run=run_scaling)
     scaling.add_argument("source", type=Path, help="run folder, or JSON file with a list of [compute, reward]")
     scaling.add_argument("--ceiling", type=float, default=1.0, help="largest possible value")
-    for command in (split, compare, scaling):
+    for command in (plan, compare, scaling):
         command.add_argument("--json", metavar="FILE", help="write the result there, too")
     return parser
-
-
-def parse_point(text: str) -> tuple[float, float]:
-    height, _, rate = text.partition(":")
-    return positive(height), positive(rate)
-
-
-def positive(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
-
-
-def count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return value
-
-
-def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir))
-    work, rates = workload(args, cfg)
-    bound = args.max_lag if args.max_lag is not None else cfg.max_lag_steps
-    plan = recommend(work, bound)
-    if plan is None:
-        raise ConfigError(
-            f"no split of {work.devices} device(s) respects a lag of {bound} steps with batches of {work.batch_size}: "
-            "raise the batch size or the bound"
-        )
-    conventional = conventional_rate(work, max(plan.largest_lag, 1))
-    print_plan(console, work, rates, plan, conventional)
-    console.print(bounds_table(work))
-    result = {
-        "plan": msgspec.to_builtins(plan),
-        "overrides": overrides(work, plan),
-        "conventional_rate": conventional,
-        "speed_up": plan.rate / conventional,
-        "rates": rates.source,
-    }
-    if args.simulate:
-        result["simulated"] = print_simulation(console, work, plan)
-    return result
-
-
-def workload(args: argparse.Namespace, cfg: Config) -> tuple[Workload, Rates]:
-    """The command line over the configuration."""
-    devices = args.gpus or _configured_gpus(cfg)
-    longest = args.max_length or int(cfg.llm.parameters["max_tokens"])
-    mean = args.mean_length or 0.3 * longest
-    lengths = {
-        "lognormal": lambda: Lengths.lognormal(mean, longest),
-        "uniform": lambda: Lengths.uniform(longest),
-        "constant": lambda: Lengths.constant(longest),
-    }[args.lengths]()
-    per_llm = args.gpus_per_llm or devices_per_server(cfg)
-    rates = choose_rates(args, cfg, lengths, per_llm)
-    work = Workload(
-        devices=devices,
-        batch_size=args.batch_size or cfg.batch_size,
-        lengths=lengths,
-        train_time=1.0 / rates.train,
-        utilisation=rates.decode,
-        max_concurrency=rates.max_concurrency,
-        devices_per_server=per_llm,
-        devices_per_trainer_group=args.seq_parallel or cfg.finetune.seq_parallel,
-    )
-    if work.devices < work.devices_per_server + work.devices_per_trainer_group:
-        raise ConfigError(
-            f"{work.devices} device(s) cannot hold a server of {work.devices_per_server} and a trainer group of "
-            f"{work.devices_per_trainer_group}: use more devices, or one GPU for both (world.share_devices=true)"
-        )
-    return work, rates
-
-
-def _configured_gpus(cfg: Config) -> int:
-    configured = cfg.world.gpus_per_node
-    if configured is not None:
-        per_node = [configured] * len(cfg.world.hosts or [""]) if isinstance(configured, int) else configured
-        return sum(per_node)
-    world = cfg.world
-    return count_visible_gpus({}) or world.actor_fraction + world.preprocessor_fraction + world.finetune_fraction
-
-
-def choose_rates(args: argparse.Namespace, cfg: Config, lengths: Lengths, per_llm: int) -> Rates:
-    if bool(args.decode) != bool(args.train):
-        raise ConfigError(
-            "measured rates are --decode (once or more) and --train together; without both they are assumed"
-        )
-    if args.decode:
-        return measured_rates(dict(args.decode), args.train)
-    model = args.model or cfg.model_path
-    shape = find_model_shape(model)
-    if shape is None:
-        raise ConfigError(
-            f"the config.json of {model!r} is not on this machine: give a local folder, or measured rates "
-            "(--decode, --train)"
-        )
-    context = args.prompt_length + lengths.mean_square / (2 * lengths.mean)
-    return assumed_rates(shape, GPUS[args.gpu], mean_context=context, devices_per_server=per_llm)
-
-
-def overrides(work: Workload, plan: PipelinePlan) -> list[str]:
-    """What to put on the launcher's command line."""
-    return [
-        f"world.actor_fraction={plan.generating}",
-        f"world.finetune_fraction={work.devices - plan.generating}",
-        f"actor.llm_max_rollouts={plan.concurrency * work.devices_per_server}",
-    ]
-
-
-def print_plan(console: Console, work: Workload, rates: Rates, plan: PipelinePlan, conventional: float) -> None:
-    training = work.devices - plan.generating
-    steps_per_h = 3600 * plan.rate / (work.lengths.mean * work.batch_size)
-    console.print(
-        f"{work.devices} devices, {work.batch_size} sequences per step, lengths mean {work.lengths.mean:.0f}, "
-        f"longest {work.lengths.longest}; rates per device are {rates.source}: training {rates.train:,.0f} tokens/s, "
-        f"decoding {float(rates.decode(plan.concurrency)):,.0f} tokens/s at {plan.concurrency} sequences "
-        f"(at most {rates.max_concurrency} fit)"
-    )
-    table = Table(title="Recommended", title_justify="left", show_header=False)
-    for name, value in (
-        ("generating / training devices", f"{plan.generating} / {training}"),
-        ("sequences at a time per device", f"{plan.concurrency}"),
-        (
-            "trained tokens/s",
-            f"{plan.rate:,.0f} (generation {plan.generation_rate:,.0f}, training {plan.training_rate:,.0f})",
-        ),
-        ("optimizer steps per hour", f"{steps_per_h:,.1f}"),
-        ("in-flight lag, mean / largest", f"{plan.mean_in_flight_lag:.1f} / {plan.largest_lag} steps"),
-        (
-            "conventional at the same largest lag",
-            f"{conventional:,.0f} tokens/s: the pipeline is {plan.rate / conventional:.2f}× as fast",
-        ),
-        ("command line", " ".join(overrides(work, plan))),
-    ):
-        table.add_row(name, value)
-    console.print(table)
-
-
-def bounds_table(work: Workload) -> Table:
-    """What each bound on the lag costs."""
-    table = Table(title="By bound on the lag", title_justify="left")
-    for column in (
-        "steps",
-        "generating",
-        "sequences each",
-        "tokens/s",
-        "mean lag",
-        "conventional tokens/s",
-        "speed-up",
-    ):
-        table.add_column(column, justify="right")
-    for bound in LAG_BOUNDS:
-        plan = best_pipeline(work, bound)
-        conventional = conventional_rate(work, bound)
-        row = (
-            ["–"] * 4
-            if plan is None
-            else [
-                str(plan.generating),
-                str(plan.concurrency),
-                f"{plan.rate:,.0f}",
-                f"{plan.mean_in_flight_lag:.1f}",
-            ]
-        )
-        gain = "–" if plan is None else f"{plan.rate / conventional:.2f}"
-        table.add_row(str(bound), *row, f"{conventional:,.0f}", gain)
-    return table
-
-
-def print_simulation(console: Console, work: Workload, plan: PipelinePlan) -> dict[str, float]:
-    slots = plan.generating * plan.concurrency
-    if slots > MAX_SIMULATED_SLOTS:
-        raise ConfigError(
-            f"the simulation takes at most {MAX_SIMULATED_SLOTS} sequences at a time, the plan has {slots}"
-        )
-    steps = SIMULATED_STEPS + 4 * slots // work.batch_size
-    simulated = simulate_pipeline(work, plan.generating, plan.concurrency, steps)
-    console.print(
-        f"Simulated: {simulated.rate:,.0f} tokens/s ({simulated.rate / plan.rate:.3f} of the formula), lag mean "
-        f"{simulated.mean_lag:.1f}, largest {simulated.largest_lag} (queue and batch under training included)"
-    )
-    return msgspec.to_builtins(simulated)
-
-
-def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    facts, prediction, lines = compare_run(args.run_dir)
-    table = Table(title=f"{args.run_dir}: model and measurement", title_justify="left")
-    for column in ("", "predicted", "measured", "measured / predicted"):
-        table.add_column(column, justify="left" if not column else "right")
-    for line in lines:
-        ratio = "–" if line.ratio is None else f"{line.ratio:.2f}"
-        measured = "–" if line.measured is None else f"{line.measured:,.2f}"
-        table.add_row(line.name, f"{line.predicted:,.2f}", measured, ratio)
-    console.print(table)
-    side = "generation" if prediction.generation_rate < prediction.training_rate else "training"
-    balance = prediction.generation_rate / prediction.training_rate
-    console.print(
-        f"{side} is the narrow side: generation could give {prediction.generation_rate:,.0f} tokens/s, training "
-        f"{prediction.training_rate:,.0f} (ratio {balance:.2f}; 1 is balanced)"
-    )
-    return {
-        "facts": msgspec.to_builtins(facts),
-        "prediction": msgspec.to_builtins(prediction),
-        "lines": [{**msgspec.to_builtins(line), "ratio": line.ratio} for line in lines],
-    }
-
-
-def run_scaling(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Held-out success against optimizer steps, or the given pairs of compute and reward."""
-    points = run_evaluations(args.source) if args.source.is_dir() else json.loads(args.source.read_text())
-    start = next((float(reward) for compute, reward in points if compute == 0), None)
-    compute, reward = zip(*[pair for pair in points if pair[0] > 0], strict=True)
-    fit = fit_scaling(compute, reward, start=start, ceiling=args.ceiling)
-    console.print(
-        f"A = {fit.asymptote:.3f} ± {fit.asymptote_error:.3f}, B = {fit.exponent:.2f}, C_mid = {fit.midpoint:.3g}, "
-        f"R0 = {fit.start:.3f}; residual {fit.residual:.3f} over {len(compute)} points"
-    )
-    return msgspec.to_builtins(fit)
 
 
 if __name__ == "__main__":

