@@ -37,9 +37,9 @@ from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.sequence import make_sequence_group
 from pipelinerl.finetune.updates import WeightUpdates, last_needed
-from pipelinerl.observability.metrics import MetricsLogger
+from pipelinerl.observability.metrics import MetricsLogger, drop_points_after
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone
+from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, TrainingResumed
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION, TRAINER, TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_writer
@@ -176,7 +176,7 @@ class Trainer:
 
     def _report(self, metrics: dict[str, float]) -> None:
         step = self.counters.step
-        self.ctx.status.progress(step=step, samples=self.counters.samples_processed)
+        self.ctx.status.progress(step=step, samples=self.counters.samples_processed, saved=False)
         if self.outputs is None:
             return
         stats = self.outputs.publisher.stats
@@ -210,6 +210,7 @@ class Trainer:
         """Let go of the stream below the oldest checkpoint that is kept."""
         if needed is not None:
             self.feed.commit(needed)
+            self.ctx.status.progress(saved=self.saver.step == self.counters.step)
 
     def _export_again(self) -> None:
         """Export the model of the step that is resumed from, if it was lost between its checkpoint and its export."""
@@ -262,8 +263,17 @@ class Trainer:
             readers.append((key, open_reader(spec, MicroBatch, name=f"finetune_{self.rank}", start=start)))
         return BatchReader(readers)
 
+    def _tell_resumed(self, topic: TrainerTopic) -> None:
+        """Say from where a run goes on; the steps that come a second time leave its metrics."""
+        step = self.counters.step
+        repeated = drop_points_after(self.ctx.run_dir, "finetune", step)
+        if step or repeated:
+            topic.write(TrainingResumed(step=step, repeated=repeated, timestamp=time.time()))
+            log.info("resuming from step %d (%d repeated)", step, repeated)
+
     def _open_outputs(self, sender: Sender) -> Outputs:
         topic = TrainerTopic(self.ctx.run_dir)
+        self._tell_resumed(topic)
         spec = SingleStreamSpec(self.ctx.run_dir, EVALUATION)
         evaluations = open_reader(spec, EvaluationMessage, name="finetune", start=0)
         lease = EvaluationLease(lambda: [message for _, message in evaluations.read_all()])

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -22,6 +23,9 @@ from typing import IO
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +166,39 @@ def run_helper(
         watchdog.dismiss()
 
 
-def stop_roles(processes: Mapping[str, subprocess.Popen[bytes]], timeout_s: float) -> list[str]:
-    """SIGTERM to all at once; returns the names of those that did not end in time."""
-    running = [name for name, process in processes.items() if process.poll() is None]
+def stop_roles(
+    processes: Mapping[str, subprocess.Popen[bytes]],
+    timeouts_s: Mapping[str, float],
+    ranks: Mapping[str, Sequence[int]],
+    hurried: Callable[[], bool],
+) -> list[str]:
+    """SIGTERM to all at once; returns the names of those that did not end in time.
+
+    Args:
+        timeouts_s: seconds for each role.
+        ranks: processes of a role that are asked in place of the one that was started: torchrun kills its ranks
+            30 s after it was asked itself.
+        hurried: nothing is waited for any more once it is true.
+    """
+    running = {name for name, process in processes.items() if process.poll() is None}
     for name in running:
-        with contextlib.suppress(ProcessLookupError):
-            processes[name].send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + timeout_s
-    late = []
-    for name in running:
-        try:
-            processes[name].wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late.append(name)
-    return late
+        reaper.send(list(ranks.get(name) or [processes[name].pid]), signal.SIGTERM)
+    started, late = time.monotonic(), set()
+    while running - late and not hurried():
+        time.sleep(STOP_POLL_S)
+        running = {name for name in running if processes[name].poll() is None}
+        late = {name for name in running if time.monotonic() - started >= timeouts_s[name]}
+    return sorted(running)
+
+
+@contextlib.contextmanager
+def second_signal() -> Iterator[Callable[[], bool]]:
+    """Inside, whether another stop signal came: for a wait that the event loop does not share."""
+    came: list[int] = []
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -30,7 +30,7 @@ from pipelinerl.launcher.commands import (
     role_command,
 )
 from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous, shared_secrets
-from pipelinerl.launcher.processes import Reaper, RunMark
+from pipelinerl.launcher.processes import STOP_SIGNALS, Reaper, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines
@@ -244,7 +244,7 @@ async def supervise(
         others=connection,
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)

@@ -24,6 +24,7 @@ from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.processes import (
     RunMark,
     describe_exit,
+    second_signal,
     start_role,
     stop_roles,
     wait_for_exit,
@@ -31,7 +32,7 @@ from pipelinerl.launcher.processes import (
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
 from pipelinerl.observability.role import EXIT_REFUSED
-from pipelinerl.observability.status import STATUS_DIR, read_statuses
+from pipelinerl.observability.status import STATUS_DIR, StatusRecord, read_statuses
 
 log = logging.getLogger(__name__)
 
@@ -308,13 +309,37 @@ class Supervisor:
             if orderly and index == len(waves) - 1:
                 self._report()
             running = {n: r.process for n, r in self._roles.items() if r.process and r.command.kind in kinds}
-            late += stop_roles(running, self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else 0.2))
+            limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else 0.2)
+            late += self._stop_wave(running, limit_s)
         if late:
-            log.warning("killed after launcher.stop_timeout_s: %s", ", ".join(late))
+            log.warning("killed, for they did not end in time: %s", ", ".join(late))
         reaper.sweep(self._mark.run, 0 if late else LEFTOVER_GRACE_S, segments)
         for role in self._roles.values():
             if role.process:
                 role.process.wait()
+
+    def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float) -> list[str]:
+        """Ask these roles to end; a trainer that made a step has time to save it. Returns who did not end."""
+        statuses = read_statuses(self._run_dir)
+        ranks = {
+            name: [status.pid for job, status in statuses.items() if job == name or job.startswith(f"{name}.rank")]
+            for name in running
+            if name.startswith("finetune_")
+        }
+        saving = {name for name in running if name in statuses and is_to_save(name, statuses[name])}
+        if saving:
+            self._say(
+                f"{', '.join(sorted(saving))}: saves its last step, for at most launcher.save_timeout_s="
+                f"{self._limits.save_timeout_s:g} s; another Ctrl-C ends at once"
+            )
+        limits = {n: max(limit_s, self._limits.save_timeout_s) if n in saving else limit_s for n in running}
+        with second_signal() as hurried:
+            return stop_roles(running, limits, ranks, hurried)
+
+
+def is_to_save(name: str, status: StatusRecord) -> bool:
+    """Whether a role is a trainer with an optimizer step behind it that is not saved yet."""
+    return name.startswith("finetune_") and status.state == "running" and not status.fields.get("saved", True)
 
 
 def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:

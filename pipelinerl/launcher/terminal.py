@@ -1,4 +1,4 @@
-"""What the user sees while the run goes on: one line per optimizer step, one per evaluation.
+"""What the user sees while the run goes on: one line per optimizer step, one per evaluation, none of earlier launches.
 
 Consumes topics `trainer` and `evaluation` and the newest actor metrics in a thread of its own; never decides anything.
 Knows whether training is done, because it reads that anyway.
@@ -7,6 +7,7 @@ Knows whether training is done, because it reads that anyway.
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pipelinerl.records.messages import (
     SamplesProcessed,
     TrainerMessage,
     TrainingDone,
+    TrainingResumed,
     WeightUpdateSuccess,
 )
 from pipelinerl.records.topics import EVALUATION, TRAINER
@@ -38,6 +40,7 @@ class ProgressLines:
         self._training_done = threading.Event()
         self._pause_ms: tuple[float, ...] = ()
         self._last: SamplesProcessed | None = None
+        self._since = time.time()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def start(self) -> None:
@@ -76,7 +79,7 @@ class ProgressLines:
                         for _, message in trainer.poll(POLL_S):
                             self._take(message)
                         for _, result in evaluation.poll(0):
-                            if isinstance(result, EvaluationDone):
+                            if isinstance(result, EvaluationDone) and result.timestamp >= self._since:
                                 self._say(evaluation_line(result))
                     return
             except Exception:  # a broken stream is reported by the roles that need it
@@ -89,8 +92,12 @@ class ProgressLines:
                 self._pause_ms = message.pause_ms
             case TrainingDone() if message.step >= self._max_train_steps:
                 self._training_done.set()
+            case TrainingResumed():
+                self._last = None
+                if message.timestamp >= self._since:
+                    self._say(f"resuming from step {message.step} ({message.repeated} repeated)")
             case SamplesProcessed():
-                if self._last is None or message.step > self._last.step:
+                if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
                     self._say(self._line(message))
                 self._last = message
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.sections import Config, WandbSection
+from pipelinerl.disk import replace_file
 from pipelinerl.observability import wandb as wandb_run
 from pipelinerl.observability.catalogue import warn_undeclared
 
@@ -62,6 +63,16 @@ class MetricsLogger:
             self._file.close()
         if self._wandb:
             self._wandb.close()
+
+
+def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
+    """Delete the points of later steps, which are about to be made again; returns how many steps they were."""
+    path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
+    points = read_metrics(run_dir, kind)
+    kept = [point for point in points if point["step"] <= step]
+    if len(kept) < len(points):
+        replace_file(path, "".join(json.dumps(point) + "\n" for point in kept), mode=0o600)
+    return len({point["step"] for point in points if point["step"] > step})
 
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[dict[str, Any]]:

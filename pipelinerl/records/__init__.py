@@ -15,6 +15,7 @@ from pipelinerl.records.messages import (
     ServerFailed,
     TrainerMessage,
     TrainingDone,
+    TrainingResumed,
     WeightUpdateSuccess,
 )
 from pipelinerl.records.rollouts import ActorRecord, GroupDropped, RewardMode, Rollout, RolloutGroup, TrainingSequence
@@ -33,6 +34,7 @@ __all__ = [
     "ServerFailed",
     "TrainerMessage",
     "TrainingDone",
+    "TrainingResumed",
     "TrainingSequence",
     "WeightUpdateSuccess",
 ]

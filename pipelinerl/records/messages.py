@@ -52,7 +52,17 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     timestamp: float = 0.0
 
 
-TrainerMessage = WeightUpdateSuccess | ServerFailed | SamplesProcessed | TrainingDone
+class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_resumed"):
+    """The trainer was started again: the steps after ``step`` come a second time."""
+
+    step: int
+    """Optimizer steps behind the state that was loaded."""
+    repeated: int
+    """Steps that had been made beyond it."""
+    timestamp: float = 0.0
+
+
+TrainerMessage = WeightUpdateSuccess | ServerFailed | SamplesProcessed | TrainingDone | TrainingResumed
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):

@@ -121,7 +121,20 @@ def train(context: Any) -> None:
             context.status.progress(step=step)
             while "endless" in behaviours("finetune") and not context.stop.wait(0.05):
                 context.status.progress()
+            if "slow_save" in behaviours("finetune"):
+                save_slowly(context)
+                return
         writer.write(TrainingDone(step=NUM_STEPS, timestamp=time.time()))
+
+
+def save_slowly(context: Any) -> None:
+    """Makes a step that is not saved; when asked to stop, saves it when the test says so."""
+    context.status.progress(saved=False)
+    context.stop.wait()
+    (context.run_dir / "saving").touch()
+    while not (context.run_dir / "may_save").exists():
+        time.sleep(0.02)
+    (context.run_dir / "saved").touch()
 
 
 def act(context: Any) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelinerl.observability.status import read_statuses
+
 FAKES = Path(__file__).with_name("launcher_fakes.py")
 DEADLINE_S = 60.0
 STOP_S = 12.0
@@ -223,6 +225,45 @@ def test_launcher_stubborn_roles_are_killed_in_time(launch) -> None:
     assert run.wait(STOP_S) == 143
     assert run.leftovers() == []
     assert not segment.exists()
+
+
+def has_unsaved_step(run: Launch) -> bool:
+    status = read_statuses(run.run_dir).get("finetune_0")
+    return status is not None and status.fields.get("saved") is False
+
+
+def stop_while_saving(launch, *settings: str):
+    """A stopped run whose trainer is saving while everybody else has ended or been given up."""
+    run = launch("launcher.stop_timeout_s=0.5", *settings, finetune="slow_save")
+    run.until(lambda: has_unsaved_step(run), "a step")
+    run.process.send_signal(signal.SIGTERM)
+    run.until(lambda: (run.run_dir / "saving").exists(), "the saving")
+    return run
+
+
+def test_launcher_waits_for_a_trainer_that_saves(launch) -> None:
+    run = stop_while_saving(launch)
+    time.sleep(1.0)  # twice what others get
+    assert run.process.poll() is None
+    (run.run_dir / "may_save").touch()
+    assert run.wait(STOP_S) == 143
+    assert (run.run_dir / "saved").exists()
+    assert "finetune_0: saves its last step, for at most launcher.save_timeout_s=60 s" in run.output
+    assert run.leftovers() == []
+
+
+def test_launcher_second_signal_ends_a_trainer_that_saves(launch) -> None:
+    run = stop_while_saving(launch)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(STOP_S) == 143
+    assert not (run.run_dir / "saved").exists()
+    assert run.leftovers() == []
+
+
+def test_launcher_gives_saving_no_more_than_its_time(launch) -> None:
+    run = stop_while_saving(launch, "launcher.save_timeout_s=1")
+    assert run.wait(STOP_S) == 143
+    assert run.leftovers() == []
 
 
 def test_launcher_killed_leaves_no_orphan(launch) -> None:

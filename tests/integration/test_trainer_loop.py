@@ -1,12 +1,14 @@
 """The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and sender out."""
 
 import contextlib
+import shutil
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,16 @@ from transformers import AutoModelForCausalLM
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
+from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import (
+    MicroBatch,
+    SamplesProcessed,
+    TrainerMessage,
+    TrainingDone,
+    TrainingResumed,
+    WeightUpdateSuccess,
+)
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.world import Job
@@ -208,3 +218,62 @@ def test_trainer_resumed_from_checkpoint_ends_bit_equal(
     expected = read_state(run_dir / "checkpoints" / f"step_{STEPS}")
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_trainer_stopped_saves_its_last_step_and_repeats_none(run_dir: Path) -> None:
+    ctx = make_context(run_dir, "finetune.save_checkpoint_steps=100")
+    stop_after(ctx, step=3)
+    Trainer(ctx, lambda _: FakeSender()).run()
+
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_3"]
+    assert not (run_dir / "exports").exists()
+    resumed = train(run_dir, "finetune.save_checkpoint_steps=100")
+    assert resumed.received[0][0] == 3
+    assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
+    assert TrainingResumed(step=3, repeated=0) in [without_time(message) for message in read_messages(run_dir)]
+
+
+def test_trainer_resumed_says_what_it_repeats_and_holds_each_step_once(run_dir: Path) -> None:
+    trainer = Trainer(make_context(run_dir), lambda _: FakeSender())
+    for _ in range(3):
+        trainer.advance()
+    trainer.close()
+    train(run_dir)
+
+    assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
+    assert TrainingResumed(step=2, repeated=1) in [without_time(message) for message in read_messages(run_dir)]
+
+
+def test_trainer_saves_in_between_when_the_newest_checkpoint_is_old(run_dir: Path) -> None:
+    overrides = ["finetune.save_checkpoint_steps=100", "finetune.save_checkpoint_minutes=1e-9"]
+    trainer = Trainer(make_context(run_dir, *overrides), lambda _: FakeSender())
+    trainer.advance()
+    trainer.close()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
+
+    train(run_dir, *overrides)
+    assert [path.name for path in (run_dir / "exports").iterdir()] == [f"step_{STEPS}"]
+
+
+def test_trainer_exports_the_model_it_resumes_from_when_that_was_lost(run_dir: Path) -> None:
+    trainer = Trainer(make_context(run_dir), lambda _: FakeSender())
+    for _ in range(2):
+        trainer.advance()
+    trainer.close()
+    shutil.rmtree(run_dir / "exports" / "step_2")
+    train(run_dir)
+    assert sorted(path.name for path in (run_dir / "exports").iterdir()) == ["step_2", "step_4", "step_6"]
+
+
+def stop_after(ctx: RoleContext, step: int) -> None:
+    """Ask the trainer to stop as soon as it reports ``step``."""
+
+    def progress(**fields: Any) -> None:
+        if fields.get("step") == step:
+            ctx.stop.set()
+
+    ctx.status.progress = progress  # type: ignore[method-assign]
+
+
+def without_time(message: Any) -> Any:
+    return msgspec.structs.replace(message, timestamp=0.0)

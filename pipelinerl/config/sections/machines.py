@@ -90,6 +90,11 @@ class LauncherSection(Section):
     restart_backoff_s: PositiveFloat = key(1, "pause before the first restart, which doubles", may_change=True)
     startup_timeout_s: PositiveFloat = key(1800, "a role must be ready within this", may_change=True)
     stop_timeout_s: PositiveFloat = key(8, "from SIGTERM to SIGKILL", may_change=True)
+    save_timeout_s: PositiveFloat = key(
+        60,
+        "from SIGTERM to SIGKILL of a trainer whose last step is not saved. A second Ctrl-C ends it at once",
+        may_change=True,
+    )
     hang_timeout_s: PositiveFloat = key(
         1800, "a live role without progress for this long counts as failed", may_change=True
     )

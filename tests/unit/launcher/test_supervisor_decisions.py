@@ -10,6 +10,7 @@ LIMITS = LauncherSection(
     restart_backoff_s=1,
     startup_timeout_s=60,
     stop_timeout_s=8,
+    save_timeout_s=60,
     hang_timeout_s=100,
     heartbeat_timeout_s=20,
     node_timeout_s=60,

@@ -1,0 +1,42 @@
+"""The terminal shows what happens now, not what an earlier launch showed already."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingResumed
+from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+
+
+def step(number: int, timestamp: float) -> SamplesProcessed:
+    return SamplesProcessed(samples_processed=number, step=number, timestamp=timestamp)
+
+
+@pytest.mark.timeout(60)
+def test_resumed_run_shows_no_old_lines_and_repeated_steps_once(tmp_path: Path) -> None:
+    set_streams_backend("files")
+    lines: list[str] = []
+    shown = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("step 4/9"):
+            shown.set()
+
+    with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
+        for number in (1, 2, 3):
+            writer.write(step(number, time.time() - 100))
+        progress = ProgressLines(tmp_path, max_train_steps=9, say=say)
+        now = time.time() + 1
+        writer.write(TrainingResumed(step=2, repeated=1, timestamp=now))
+        writer.write(step(3, now))
+        writer.write(step(3, now))
+        writer.write(step(4, now))
+        progress.start()
+        assert shown.wait(30)
+        progress.stop()
+    assert lines[0] == "resuming from step 2 (1 repeated)"
+    assert [line.split()[1] for line in lines[1:]] == ["3/9", "4/9"]
