@@ -183,7 +183,8 @@ def stop_roles(
     running = {name for name, process in processes.items() if process.poll() is None}
     for name in running:
         reaper.send(list(ranks.get(name) or [processes[name].pid]), signal.SIGTERM)
-    started, late = time.monotonic(), set()
+    started = time.monotonic()
+    late: set[str] = set()
     while running - late and not hurried():
         time.sleep(STOP_POLL_S)
         running = {name for name in running if processes[name].poll() is None}
