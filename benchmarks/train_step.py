@@ -95,7 +95,7 @@ def measure(shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[
     rules = BatchRules(
         vocab_size=shape.vocab_size,
         max_lag_steps=None,
-        allow_rows=rows,
+        layout="cheaper" if rows else "packed",
         tokens_per_attention_unit=6 * shape.hidden_size,
     )
     model, policy = make_model(shape), Policy(make_model(shape), chunk=chunk)

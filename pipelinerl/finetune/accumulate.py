@@ -6,6 +6,7 @@ Consumes the records of a step; produces the step's metrics and new weights; nev
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,8 +26,10 @@ class BatchRules:
 
     vocab_size: int
     max_lag_steps: int | None
-    allow_rows: bool
-    """False where attention knows packed sequences natively (flash-attn)."""
+    layout: Literal["packed", "rows", "cheaper"]
+    """``cheaper``: whichever of the two costs less for a record."""
+    dense_mask: bool = True
+    """Whether packed attention computes all tokens by all tokens under a mask."""
     tokens_per_attention_unit: int
     pad_id: int = 0
     float_dtype: torch.dtype = torch.float32
@@ -40,7 +43,10 @@ def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batc
     if rules.sequence is not None:
         whole = to_batch(record, index, device, rows=False, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
         return slice_batch(whole, rules.sequence)
-    rows = rules.allow_rows and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit)
+    rows = rules.layout == "rows" or (
+        rules.layout == "cheaper"
+        and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit, rules.dense_mask)
+    )
     return to_batch(record, index, device, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
 
 

@@ -1,9 +1,8 @@
 """From a ``MicroBatch`` record to tensors: which tokens are trained, what predicts them, who may attend to whom.
 
 Segments never attend to each other. A micro-batch is laid out in one of two exact ways: *packed*, all segments one
-after the other with restarting position ids (attention kernels find the boundaries there), or *rows*, one segment per
-row with free tokens at the end that causal attention cannot see. Neither needs an attention mask. ``rows`` wins where
-segments are of similar length, since packed attention without a variable-length kernel costs the square of the sum.
+after the other with restarting position ids, or *rows*, one segment per row with free tokens at the end that causal
+attention cannot see. Neither needs an attention mask. ``rows`` wins where segments are many, short and similar.
 
 Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
 """
@@ -19,6 +18,9 @@ from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.check import check_micro_batch
 from pipelinerl.rollouts import MASKED_TOKEN_ID as MASKED_TOKEN_ID  # domains written for PipelineRL take it from here
+
+KERNEL_CALL = 1_000_000
+"""Cost of one more call of attention per layer, times the width's ``tokens_per_attention_unit``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,8 @@ class Batch:
     segment_rewards_S: Tensor
     num_tokens: int
     """T"""
-    all_position_ids: Tensor | None = None
-    """int64 [1, T]: those of all ranks that share this micro-batch; None = no other rank has a part of it."""
+    documents: tuple[int, ...] | None = None
+    """Lengths of the packed documents, of all ranks that share this micro-batch; None: each row is one."""
 
     @property
     def num_trained(self) -> int:
@@ -89,15 +91,20 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
     return index
 
 
-def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int) -> bool:
+def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, dense_mask: bool = True) -> bool:
     """Whether one segment per row costs less than packing.
 
     A token costs ``tokens_per_attention_unit`` in the linear layers (in units of attention to one token) plus the
-    length it attends over.
+    length it attends over: with a ``dense_mask`` that of the pack, else that of its segment and one call of the kernel
+    per segment.
     """
-    total, longest = int(segment_lengths.sum()), int(segment_lengths.max())
-    grid = len(segment_lengths) * longest
-    return grid * (tokens_per_attention_unit + longest) < total * (tokens_per_attention_unit + total)
+    lengths = segment_lengths.astype(np.int64)
+    total, longest = int(lengths.sum()), int(lengths.max())
+    attended = total * total
+    if not dense_mask:
+        attended = int((lengths**2).sum()) + len(lengths) * (KERNEL_CALL // max(tokens_per_attention_unit, 1))
+    grid = len(lengths) * longest
+    return grid * (tokens_per_attention_unit + longest) < total * tokens_per_attention_unit + attended
 
 
 def to_batch(
@@ -149,4 +156,5 @@ def to_batch(
         ),
         segment_rewards_S=put(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
+        documents=None if rows else tuple(lengths.tolist()),
     )

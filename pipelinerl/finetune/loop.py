@@ -27,10 +27,12 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules, train_step
+from pipelinerl.finetune.architecture import examine
+from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
-from pipelinerl.finetune.model import DTYPES, Policy, load_lm, packing_error
+from pipelinerl.finetune.model import DTYPES, Policy, isolation_error, load_lm
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
 from pipelinerl.finetune.rl.objective import settings_at
@@ -47,7 +49,7 @@ from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-MAX_PACKING_ERROR = 0.05
+MAX_ISOLATION_ERROR = 1e-4
 STOP, WAIT, TRAIN = 0, 1, 2
 LOGGED = (
     *("loss", "reward", "grad_norm", "lr", "entropy", "ess", "lag_mean", "lag_max", "tokens"),
@@ -290,40 +292,54 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
             f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"
         )
     join_ranks(name, world_size, device, max(cfg.launcher.startup_timeout_s, cfg.launcher.hang_timeout_s))
+    found = examine(
+        cfg.model_path,
+        attention=finetune.attn_implementation,
+        packing=finetune.seq_packing,
+        seq_parallel=finetune.seq_parallel,
+        trust_remote_code=cfg.trust_remote_code,
+    )
     policy = Policy(
-        load_lm(cfg.model_path, cfg, device),
+        load_lm(cfg.model_path, cfg, found.attention),
         temperature=finetune.rl.temperature,
         chunk=finetune.head_chunk_tokens,
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
         sequence=make_sequence_group(finetune.seq_parallel),
+        logit_map=found.logit_map,
     )
     engine = build_engine(name, policy, cfg, device)
-    verify_packing(engine, finetune.attn_implementation)
+    if finetune.seq_packing:
+        verify_isolation(engine, found.attention)
     log.info("engine=%s ranks=%d", name, world_size)
     return engine
 
 
-def verify_packing(engine: Engine, attention: str) -> None:
-    """Refuse an attention implementation that lets packed documents see each other. Collective."""
+def verify_isolation(engine: Engine, attention: str) -> None:
+    """Refuse kernels of this device that let packed documents see each other. Collective."""
     vocab_size = engine.policy.lm.config.get_text_config().vocab_size
-    error = packing_error(engine.evaluate, vocab_size, engine.device)
-    if not error <= MAX_PACKING_ERROR:
+    error = isolation_error(engine.evaluate, vocab_size, engine.device)
+    if not error <= MAX_ISOLATION_ERROR:
         raise ConfigError(
-            f"finetune.attn_implementation is {attention!r}: packed documents attend to each other "
-            f"(states differ by {error:.2g}, {MAX_PACKING_ERROR} is allowed); use sdpa or flash_attention_2"
+            f"finetune.attn_implementation: packed documents see each other in {attention!r} on this device (states "
+            f"move by {error:.2g} of their size, {MAX_ISOLATION_ERROR} is allowed); set it to sdpa, or "
+            "finetune.seq_packing=false"
         )
-    log.info("packed attention verified error=%.2g", error)
+    log.info("packed documents are isolated attention=%s error=%.2g", attention, error)
 
 
 def make_rules(policy: Policy, cfg: Config) -> BatchRules:
     """How micro-batches are checked and laid out for this policy."""
     config = policy.lm.config.get_text_config()
+    attention = config._attn_implementation
+    cuda = next(policy.parameters()).is_cuda
+    per_document = "flash" in attention or (attention == PACKED and cuda)
     return BatchRules(
         vocab_size=config.vocab_size,
         max_lag_steps=cfg.max_lag_steps,
-        allow_rows="flash" not in config._attn_implementation,
+        layout="rows" if not cfg.finetune.seq_packing else "packed" if per_document else "cheaper",
+        dense_mask=attention != PACKED,
         tokens_per_attention_unit=6 * config.hidden_size,
         sequence=policy.sequence,
     )

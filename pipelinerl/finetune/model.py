@@ -4,7 +4,6 @@ Parameter names under ``lm.`` are those of the Hugging Face model, so that check
 speak of the same tensors.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import announce, document_lengths
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
+from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
-from pipelinerl.finetune.sequence import ATTENTION, register_attention, set_layout
+from pipelinerl.finetune.sequence import set_layout
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +63,15 @@ class Policy(nn.Module):
         value_loss_coef: float | None = None,
         lora_scaling: float = 0.0,
         sequence: SequenceGroup | None = None,
+        logit_map: LogitMap | None = None,
     ):
         """``value_loss_coef`` None: no value head. ``lora_scaling``: factor of the adapters, α/r. ``sequence``: ranks
-        that share each micro-batch; the model then attends with ``sequence.ATTENTION``."""
+        that share each micro-batch; the model then attends with ``sequence.ATTENTION``. ``logit_map``: what the model
+        does to its head's products (``architecture`` measures it)."""
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
-            lm.set_output_embeddings(OutputHead.wrap(head))
+            lm.set_output_embeddings(OutputHead.wrap(head, logit_map))
         self.lm = lm
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
@@ -83,16 +85,15 @@ class Policy(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[B, L, H] final states. No mask and no cache: with either, packed documents attend to each other."""
-        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        backbone = self.lm.base_model if self.lm.base_model is not self.lm else self.lm.model
+        return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
 
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
         """The loss of a micro-batch; of bare tokens the hidden states [B, L, H], or the targets' log-probs [B·L].
 
         Engines gather sharded parameters in here only.
         """
-        if self.sequence is not None:
-            whole = None if isinstance(batch, Tokens) else batch.all_position_ids
-            set_layout(batch.position_ids, whole, self.sequence)
+        self._announce_layout(batch)
         hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
         if isinstance(batch, Tokens):
             return hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N)
@@ -114,6 +115,15 @@ class Policy(nn.Module):
             return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs.advantages_K)
         return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
 
+    def _announce_layout(self, batch: Batch | Tokens) -> None:
+        """Attention asks for the documents; their lengths are known on the host."""
+        documents = document_lengths(batch.position_ids) if isinstance(batch, Tokens) else batch.documents
+        if self.sequence is None:
+            announce(documents, batch.input_ids.device)
+            return
+        assert documents is not None, "sequence parallelism needs packed batches"
+        set_layout(documents, batch.input_ids.shape[1], self.sequence)
+
     def _score(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
         head = self.lm.get_output_embeddings()
         return head_logprobs(head, hidden_NH, targets_N, temperature=1.0, chunk=self.chunk, fp32=self.fp32_head)[0]
@@ -130,33 +140,23 @@ class Policy(nn.Module):
 
 
 def decoder_layers(lm: nn.Module) -> nn.ModuleList:
-    """The repeated blocks of the model: its longest list of modules."""
+    """The repeated blocks of the language model; not its experts, and not the layers of a vision tower."""
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"model_path: {type(lm).__name__} has no list of layers to shard; use finetune.engine=ddp")
-    return max(lists, key=len)
+    wanted = lm.config.get_text_config().num_hidden_layers
+    fitting = [x for x in lists if len(x) == wanted] or lists
+    return max(fitting, key=lambda layers: (len(layers), sum(p.numel() for p in layers.parameters())))
 
 
-def choose_attention(requested: str, cuda: bool) -> str:
-    """The attention implementation: flash-attn where it is installed and a GPU is there, else sdpa."""
-    if requested != "auto":
-        return requested
-    return "flash_attention_2" if cuda and importlib.util.find_spec("flash_attn") else "sdpa"
-
-
-def load_lm(source: str | Path, cfg: Config, device: torch.device) -> nn.Module:
-    """The causal LM at ``source`` in float32 (engines narrow it), ready for training."""
-    attention = choose_attention(cfg.finetune.attn_implementation, device.type == "cuda")
-    if cfg.finetune.seq_parallel > 1:
-        register_attention()
-        attention = ATTENTION
+def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
+    """The causal LM at ``source`` in float32 (engines narrow it), ready for training with ``attention``."""
     lm = AutoModelForCausalLM.from_pretrained(
         str(source),
         dtype=torch.float32,
         attn_implementation=attention,
         trust_remote_code=cfg.trust_remote_code,
     )
-    refuse_unknown_heads(lm)
     if cfg.finetune.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.finetune.lora.enabled:
@@ -183,26 +183,15 @@ def add_adapters(lm: nn.Module, lora: LoraSection, seed: int) -> nn.Module:
     return inject_adapter_in_model(config, lm)
 
 
-def refuse_unknown_heads(lm: nn.Module) -> None:
-    """Heads that do more than a linear map would be trained wrongly without a word."""
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        value = getattr(lm.config, key, None)
-        if value not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model_path: the model's {key}={value} is not supported by the output head; use a model without it"
-            )
-    head = lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(f"model_path: the model's output head is {type(head).__name__}, a linear layer is needed")
+def isolation_error(
+    forward: Callable[[Tokens], Tensor], vocab_size: int, device: torch.device, length: int = 8
+) -> float:
+    """How far a packed document's hidden states move when the one before it changes, relative to their size.
 
-
-def packing_error(forward: Callable[[Tokens], Tensor], vocab_size: int, device: torch.device, length: int = 8) -> float:
-    """Largest difference between packed and separate documents' hidden states, relative to their size.
-
-    Attention kernels that do not know packed sequences fail silently: this is the check at start-up.
+    They move by nothing where documents are isolated, in every precision.
     """
     ids = torch.arange(2 * length, device=device).remainder(vocab_size)[None]
-    positions = torch.arange(length, device=device)[None]
-    packed = forward(Tokens(ids, torch.cat([positions, positions], 1))).float()
-    alone = torch.cat([forward(Tokens(part, positions)).float() for part in ids.split(length, 1)], 1)
-    return ((packed - alone).abs().max() / alone.abs().max()).item()
+    changed = torch.cat([ids[:, :length].add(length).remainder(vocab_size), ids[:, length:]], 1)
+    positions = torch.arange(length, device=device).repeat(2)[None]
+    first, second = (forward(Tokens(x, positions))[:, length:].float() for x in (ids, changed))
+    return ((first - second).abs().max() / first.abs().max()).item()

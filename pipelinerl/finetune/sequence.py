@@ -8,6 +8,7 @@ Shapes: T tokens of the micro-batch, padded to a multiple of the group's size; L
 """
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,31 +63,28 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
             group=group,
         ),
         lags=LagInputs(lag_K=batch.lags.lag_K[mine], in_flight_K=batch.lags.in_flight_K[mine]),
-        all_position_ids=positions,
+        documents=(*(batch.documents or ()), *[1] * padding),
     )
 
 
 _ring: Ring | None = None
 
 
-def set_layout(position_ids: Tensor, all_position_ids: Tensor | None, group: SequenceGroup | None) -> None:
+def set_layout(documents: tuple[int, ...], length: int, group: SequenceGroup | None) -> None:
     """Announce the batch whose forward (and, with gradient checkpointing, backward) comes next.
 
     Args:
-        position_ids: int64 [1, L] of this rank.
-        all_position_ids: int64 [1, T] of the group; None = this rank has all tokens.
+        documents: lengths of all documents of the group's ranks, padding included.
+        length: L of this rank. When the documents have no more tokens, this rank has all of them.
     """
     global _ring
-    shared = group if all_position_ids is not None else None
-    whole = position_ids if all_position_ids is None else all_position_ids
-    assert whole.shape[0] == 1, "sequence parallelism needs packed batches"
+    shared = group if sum(documents) > length else None
     plan = RingPlan(
-        first_tokens=tuple((whole[0] == 0).nonzero()[:, 0].tolist()),
-        length=position_ids.shape[1],
+        first_tokens=tuple(accumulate(documents[:-1], initial=0)),
+        length=length,
         size=shared.size if shared else 1,
         index=shared.index if shared else 0,
     )
-    assert plan.first_tokens[0] == 0, "a packed batch begins with a document"
     _ring = Ring(plan, shared)
 
 

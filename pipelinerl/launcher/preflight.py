@@ -22,6 +22,9 @@ from pipelinerl.launcher.processes import describe_exit, run_helper
 DOMAIN_TIMEOUT_S = 14.0
 HUB_TIMEOUT_S = 8.0
 BUILD_TIMEOUT_S = 900.0
+COMPARE_TIMEOUT_S = 300.0
+PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models that every layout and implementation of attention computes right (tests/numerics)."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -85,6 +88,28 @@ def check_model(model_path: str) -> None:
     problem = _hub_problem(model_path)
     if problem:
         raise ConfigError(f"`model_path` is {model_path!r}: no such folder here, not in the local cache, and {problem}")
+
+
+def check_architecture(config: Config) -> None:
+    """Compare the trainer's log-probs with the model's own, in a process of its own (it imports torch).
+
+    The trainer does it again for every model. Here those whose type has always passed are spared the seconds, and those
+    whose configuration is not on this machine yet.
+    """
+    described = Path(config.model_path).expanduser() / "config.json"
+    if not described.is_file() or json.loads(described.read_text()).get("model_type") in PLAIN_TYPES:
+        return
+    finetune = config.finetune
+    argv = [sys.executable, "-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
+    argv += ["--attention", finetune.attn_implementation, "--seq-parallel", str(finetune.seq_parallel)]
+    argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
+    code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
+    if code != 0 or not output.strip():
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"`model_path` is {config.model_path!r}: the trainer cannot compute it: {last}")
+    refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
+    if refusal:
+        raise ConfigError(refusal)
 
 
 def _hub_problem(name: str) -> str | None:

@@ -162,6 +162,7 @@ def prepare(plan: RunPlan, overrides: Sequence[str]) -> None:
     build = preflight.needs_tiny_model(config, overrides)
     if not build:
         preflight.check_model(config.model_path)
+        preflight.check_architecture(config)
     warnings = preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
     for warning in (*plan.warnings, *warnings):
         say(f"warning: {warning}")

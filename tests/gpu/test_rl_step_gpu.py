@@ -6,7 +6,7 @@ from torch import nn
 
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare
-from pipelinerl.finetune.model import Policy, PolicyOutput, packing_error
+from pipelinerl.finetune.model import Policy, PolicyOutput, isolation_error
 from pipelinerl.finetune.ring import EXACT, FLASH
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
@@ -26,7 +26,7 @@ def make_policy(device: torch.device, dtype: torch.dtype) -> Policy:
 
 def step(policy: Policy, device: torch.device, settings: LossSettings) -> PolicyOutput:
     samples = make_samples(0, 12, vocab_size=VOCAB, lengths=(20, 60), step=2, max_lag=2)
-    rules = BatchRules(vocab_size=VOCAB, max_lag_steps=2, allow_rows=False, tokens_per_attention_unit=0)
+    rules = BatchRules(vocab_size=VOCAB, max_lag_steps=2, layout="packed", tokens_per_attention_unit=0)
     output = policy(prepare(pack(samples, [range(12)], step=2)[0], rules, device), settings)
     output.loss.backward()
     return output
@@ -69,7 +69,7 @@ def test_bfloat16_head_multiplies_into_float32() -> None:
 def test_packed_documents_do_not_attend_to_each_other() -> None:
     policy = make_policy(CUDA, torch.float32)
     with torch.no_grad():
-        assert packing_error(policy, VOCAB, CUDA, length=64) <= 1e-4
+        assert isolation_error(policy, VOCAB, CUDA, length=64) <= 1e-4
 
 
 @pytest.mark.parametrize("documents", [None, (100, 1, 155)])

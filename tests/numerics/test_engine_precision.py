@@ -40,7 +40,7 @@ def test_bfloat16_engine_takes_advantages_and_log_probabilities_in_float32(
         return plain(head, hidden_KH, targets_K, objective, **options)
 
     monkeypatch.setattr(model, "head_loss", head_loss)
-    rules = BatchRules(vocab_size=64, max_lag_steps=None, allow_rows=False, tokens_per_attention_unit=0)
+    rules = BatchRules(vocab_size=64, max_lag_steps=None, layout="packed", tokens_per_attention_unit=0)
     batch = prepare(pack(make_samples(0, 4, vocab_size=64, lengths=(5, 9)), [range(4)])[0], rules, CPU)
     engine.forward(batch, LossSettings(kl_coef=0.1))
     ((states, seen),) = objectives

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.finetune.rl.head import OutputHead, head_logprobs, head_loss
+from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import TokenInputs
 
@@ -62,6 +62,29 @@ def test_bfloat16_weights_give_float32_logprobs() -> None:
     exact = (hidden.double() @ head.weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     assert (logprobs - exact).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("entropy_bonus", [0.0, 0.1])
+@pytest.mark.parametrize("logit_map", [LogitMap(scale=0.3), LogitMap(softcap=2.0), LogitMap(scale=1.7, softcap=2.0)])
+def test_scaled_and_capped_logits_have_the_gradient_of_autograd(logit_map: LogitMap, entropy_bonus: float) -> None:
+    """Against the same objective over log-probs and entropy written out in float64."""
+    torch.manual_seed(0)
+    count, chunk = 20, 8
+    linear = nn.Linear(6, 11, dtype=torch.float64)
+    head, targets = OutputHead.wrap(linear, logit_map), torch.randint(0, 11, (count,))
+    hidden = (3 * torch.randn(count, 6, dtype=torch.float64)).requires_grad_()
+    objective = PolicyObjective(make_inputs(count, torch.float64), LossSettings(entropy_bonus=entropy_bonus))
+    output = head_loss(head, hidden, targets, objective, temperature=0.8, chunk=chunk, fp32=True)
+    ours = torch.autograd.grad(output.loss, [hidden, linear.weight, linear.bias])
+
+    products = (hidden @ linear.weight.T + linear.bias) * logit_map.scale
+    if logit_map.softcap is not None:
+        products = logit_map.softcap * torch.tanh(products / logit_map.softcap)
+    logprobs = (products / 0.8).log_softmax(-1)
+    chosen, entropy = logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    torch.testing.assert_close(output.logprobs_K, chosen.detach(), rtol=1e-10, atol=1e-10)
+    expected = torch.autograd.grad(objective(chosen, entropy, 0), [hidden, linear.weight, linear.bias])
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_no_trained_token_gives_zero_loss_and_zero_gradients() -> None:

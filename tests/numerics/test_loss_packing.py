@@ -12,7 +12,7 @@ from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
-from pipelinerl.finetune.model import Policy, Tokens, packing_error
+from pipelinerl.finetune.model import Policy, Tokens, isolation_error
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
@@ -130,21 +130,21 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
 
 
 def test_packed_documents_do_not_attend_to_each_other() -> None:
-    assert packing_error(make_policy(), VOCAB, torch.device("cpu")) <= 1e-5
+    assert isolation_error(make_policy(), VOCAB, torch.device("cpu")) <= 1e-6
 
 
-def test_packing_error_sees_documents_that_do() -> None:
+def test_isolation_error_sees_documents_that_do() -> None:
     policy = make_policy()
     hidden_states = policy.hidden_states
     policy.hidden_states = lambda ids, positions: hidden_states(ids, torch.arange(ids.shape[1])[None])
-    assert packing_error(policy, VOCAB, torch.device("cpu")) > 0.05
+    assert isolation_error(policy, VOCAB, torch.device("cpu")) > 0.05
 
 
 def test_trained_logprobs_are_those_of_the_separate_sequences() -> None:
     policy = make_policy(torch.float64)
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
     rules = BatchRules(
-        vocab_size=VOCAB, max_lag_steps=0, allow_rows=True, tokens_per_attention_unit=0, float_dtype=torch.float64
+        vocab_size=VOCAB, max_lag_steps=0, layout="cheaper", tokens_per_attention_unit=0, float_dtype=torch.float64
     )
     batch = prepare(pack(samples, [range(SAMPLES)])[0], rules, torch.device("cpu"))
     ours = policy(batch, LossSettings()).logprobs_K

@@ -49,27 +49,51 @@ class HeadOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LogitMap:
+    """What a model does to the product of states and head weight: z ← cap · tanh(scale · z / cap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: no cap, z ← scale · z."""
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+@dataclass(frozen=True)
 class _HeadOptions:
     objective: Objective | None
     """None: log-probabilities and entropy alone, without a graph."""
     temperature: float
     chunk: int
     fp32: bool
+    logit_map: LogitMap
 
 
 class OutputHead(nn.Linear):
-    """Drop-in for a causal LM's ``lm_head``: plain logits as before, or the loss without them."""
+    """Drop-in for a causal LM's ``lm_head``: plain products as before, or the loss without them."""
+
+    logit_map = LogitMap()
 
     @classmethod
-    def wrap(cls, linear: nn.Linear) -> "OutputHead":
-        """The same weight and bias (the same Parameter objects, so a tied head stays tied)."""
+    def wrap(cls, linear: nn.Linear, logit_map: LogitMap | None = None) -> "OutputHead":
+        """The same weight and bias (the same Parameter objects, so a tied head stays tied).
+
+        ``logit_map``: what the model does to the head's products, which the loss must do too.
+        """
         head = cls(1, 1, bias=False, device="meta")
+        head.logit_map = logit_map or LogitMap()
         head.in_features, head.out_features = linear.in_features, linear.out_features
         head.weight, head.bias = linear.weight, linear.bias
         return head
 
     def forward(self, input: Tensor, *loss_arguments: Any) -> Any:
-        """``forward(hidden)`` gives logits; ``forward(hidden_KH, targets_K, options)`` a ``HeadOutput``."""
+        """``forward(hidden)`` gives products; ``forward(hidden_KH, targets_K, options)`` a ``HeadOutput``."""
         if not loss_arguments:
             return super().forward(input)
         targets_K, options = loss_arguments
@@ -80,7 +104,7 @@ class OutputHead(nn.Linear):
     @torch.no_grad()
     def _evaluate_only(self, hidden_KH: Tensor, targets_K: Tensor, options: _HeadOptions) -> HeadOutput:
         with torch.autocast(hidden_KH.device.type, enabled=False):
-            operands = _Operands(hidden_KH, self.weight, self.bias, options.fp32)
+            operands = _Operands(hidden_KH, self.weight, self.bias, options)
             logprobs_K, entropy_K = _logprobs(operands, targets_K, options.temperature, options.chunk)
         return HeadOutput(logprobs_K.new_zeros(()), logprobs_K, entropy_K)
 
@@ -96,14 +120,14 @@ def head_loss(
     fp32: bool,
 ) -> HeadOutput:
     """Loss, log-probabilities and entropy of ``targets_K`` at ``temperature``, given the states that predict them."""
-    return head(hidden_KH, targets_K, _HeadOptions(objective, temperature, chunk, fp32))
+    return head(hidden_KH, targets_K, _HeadOptions(objective, temperature, chunk, fp32, head.logit_map))
 
 
 def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) without a graph."""
-    return head(hidden_KH, targets_K, _HeadOptions(None, temperature, chunk, fp32))[1:]
+    return head(hidden_KH, targets_K, _HeadOptions(None, temperature, chunk, fp32, head.logit_map))[1:]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -113,7 +137,8 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 class _Operands:
     """Hidden states and weight in the dtype of their product; a bfloat16 product accumulates to float32."""
 
-    def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, fp32: bool):
+    def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: _HeadOptions):
+        fp32 = options.fp32
         self.dtype = _compute_dtype(hidden_KH)
         narrow = weight_VH.dtype in (torch.bfloat16, torch.float16)
         self.direct = narrow and weight_VH.is_cuda
@@ -123,6 +148,7 @@ class _Operands:
             else torch.promote_types(weight_VH.dtype, self.dtype)
         )
         self.fp32 = fp32
+        self.logit_map = options.logit_map
         self.hidden_KH = hidden_KH.to(target)
         self.weight_VH = weight_VH.to(target)
         self.bias_V = bias_V
@@ -133,11 +159,13 @@ class _Operands:
             logits_CV = torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32)
         else:
             logits_CV = torch.mm(hidden_CH, self.weight_VH.t()).to(self.dtype)
-        return logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V)
+        return self.logit_map.apply_(logits_CV if self.bias_V is None else logits_CV.add_(self.bias_V))
 
 
 class _Chunk(NamedTuple):
     targets_C1: Tensor
+    largest_C1: Tensor
+    """Row maximum of the logits at the temperature."""
     shifted_CV: Tensor
     """Logits minus their row maximum."""
     exp_CV: Tensor
@@ -156,13 +184,14 @@ def _evaluate(operands: _Operands, targets_K: Tensor, rows: slice, temperature: 
     logits_CV = operands.logits(rows)
     if temperature != 1.0:
         logits_CV.div_(temperature)
-    shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    largest_C1 = logits_CV.amax(1, keepdim=True)
+    shifted_CV = logits_CV.sub_(largest_C1)
     exp_CV = shifted_CV.exp()
     sum_C = exp_CV.sum(1)
     log_sum_C = sum_C.log()
     expected_C = torch.bmm(exp_CV[:, None, :], shifted_CV[:, :, None])[:, 0, 0] / sum_C
     logprobs_C = shifted_CV.gather(1, targets_C1)[:, 0] - log_sum_C
-    return _Chunk(targets_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
+    return _Chunk(targets_C1, largest_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
 
 
 def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -174,20 +203,27 @@ def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk:
     return logprobs_K, entropy_K
 
 
-def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float) -> Tensor:
-    """Gradient of the logits from those of log-probability (g) and entropy (e), in place of the chunk's buffers.
+def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float, logit_map: LogitMap) -> Tensor:
+    """Gradient of the head's products from those of log-probability (g) and entropy (e), in the chunk's buffers.
 
-    d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H).
+    d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H). With z = cap · tanh(u), d z / d u is
+    cap (1 − tanh² u).
     """
-    g_C = g_C / temperature
+    slope_CV = None
+    if logit_map.softcap is not None:
+        tanh_CV = (part.shifted_CV + part.largest_C1).mul_(temperature / logit_map.softcap)
+        slope_CV = tanh_CV.square_().neg_().add_(1.0)
+    factor = logit_map.scale / temperature
+    g_C = g_C * factor
     if e_C is None:
         gradient_CV = part.exp_CV.mul_((-g_C / part.sum_C)[:, None])
     else:
-        e_C = e_C / temperature
+        e_C = e_C * factor
         offset_C = e_C * (part.entropy_C - part.sum_C.log()) + g_C
         factor_CV = part.shifted_CV.mul_(e_C[:, None]).add_(offset_C[:, None])
         gradient_CV = factor_CV.mul_(part.exp_CV.mul_((-1.0 / part.sum_C)[:, None]))
-    return gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
+    gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
+    return gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV)
 
 
 def _objective_gradients(
@@ -243,7 +279,7 @@ class _Gradients:
 def _forward(
     ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
 ):
-    operands = _Operands(hidden_KH, weight_VH, bias_V, options.fp32)
+    operands = _Operands(hidden_KH, weight_VH, bias_V, options)
     gradients = _Gradients(operands, hidden_KH, weight_VH, bias_V, ctx.needs_input_grad)
     total, objective, temperature = targets_K.shape[0], options.objective, options.temperature
     assert objective is not None
@@ -264,7 +300,8 @@ def _forward(
             part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, rows.start)
         else:
             part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
-        gradient_CV = _logits_gradient(part, g_C, e_C if objective.uses_entropy else None, temperature)
+        e_C = e_C if objective.uses_entropy else None
+        gradient_CV = _logits_gradient(part, g_C, e_C, temperature, options.logit_map)
         return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
     for rows in _rows(total, options.chunk):

@@ -61,6 +61,16 @@ def test_rows_are_preferred_for_equal_lengths_and_packing_for_unequal_ones() -> 
     assert not prefers_rows(np.array([100]), tokens_per_attention_unit=384)
 
 
+def test_without_a_dense_mask_rows_are_for_many_short_segments_only() -> None:
+    """By hand, 384 units per token: 64 × 40 in rows 2,560·424 = 1,085,440; packed 983,040 + 64·(1,600 + 2,604) =
+    1,252,096. 8 × 4,000 with one of 3,000: rows 32,000·4,384 = 140,288,000; packed 31,000·384 + 121,000,000 + 20,832.
+    """
+    short, long = np.full(64, 40), np.array([4000] * 7 + [3000])
+    assert prefers_rows(short, tokens_per_attention_unit=384, dense_mask=False)
+    assert not prefers_rows(long, tokens_per_attention_unit=384, dense_mask=False)
+    assert prefers_rows(long, tokens_per_attention_unit=384, dense_mask=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

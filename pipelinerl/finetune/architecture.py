@@ -1,0 +1,381 @@
+"""Compares before anything starts whether the trainer computes the log-probabilities of a model's own ``logits``.
+
+A small random copy of the model is made from its configuration: narrow, and as many layers as hold one of each kind, so
+that a 32B costs no more than a toy. On it three things are measured in float32: what the model does to the products of
+its head, the trainer's log-probs of documents in rows, and those of packed documents. An architecture is accepted
+because its numbers agree, never because of its name.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import PACKED, register_packed_attention
+from pipelinerl.finetune.model import Policy, Tokens, decoder_layers
+from pipelinerl.finetune.rl.head import LogitMap
+from pipelinerl.finetune.rl.tokens import SequenceGroup
+from pipelinerl.finetune.sequence import ATTENTION, register_attention
+
+log = logging.getLogger(__name__)
+
+MAX_ERROR = 1e-4
+"""Nats between two computations of one log-prob in float32."""
+LENGTHS = (11, 17, 6)
+"""Tokens of the compared documents; windows are narrower."""
+CANDIDATES = (PACKED, "sdpa", "eager")
+"""What `finetune.attn_implementation=auto` tries in turn."""
+ON_DEVICE_ONLY = ("flash_attention_2", "flex_attention")
+"""Implementations that a CPU does not have; the engine compares them on its device."""
+MAX_PARAMETERS = 2**30
+"""Of a copy; more would cost memory that a launcher must not take."""
+
+SIZES = {
+    **{"vocab_size": 256, "vocab_size_per_layer_input": 256, "sliding_window": 5, "attention_chunk_size": 5},
+    **{"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "chunk_size": 16, "mamba_chunk_size": 16},
+    **{"attn_logit_softcapping": 2.0},
+}
+"""Largest values in a copy. Windows are narrower than documents and caps lower than scores, so that they show."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How the trainer computes a model."""
+
+    attention: str
+    """Name of the implementation in transformers."""
+    logit_map: LogitMap
+
+
+def examine(
+    source: str | Path,
+    *,
+    attention: str = "auto",
+    packing: bool = True,
+    seq_parallel: int = 1,
+    trust_remote_code: bool = False,
+) -> Architecture:
+    """How the model at ``source`` is to be computed.
+
+    Args:
+        attention: `finetune.attn_implementation`.
+        packing: `finetune.seq_packing`.
+    Raises:
+        ConfigError: the trainer would compute other numbers than the model; the message says what would work.
+    """
+    config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    return examine_config(
+        config, attention=attention, packing=packing, seq_parallel=seq_parallel, trust_remote_code=trust_remote_code
+    )
+
+
+def examine_config(
+    config: Any,
+    *,
+    attention: str = "auto",
+    packing: bool = True,
+    seq_parallel: int = 1,
+    trust_remote_code: bool = False,
+) -> Architecture:
+    """``examine`` for a configuration."""
+    register_packed_attention()
+    register_attention()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        comparison = Comparison(small_copy(config, trust_remote_code))
+    if seq_parallel > 1:
+        names: tuple[str, ...] = (ATTENTION,)
+    else:
+        names = CANDIDATES if attention == "auto" else (attention,)
+    found = comparison.choose(names, packing)
+    log.info("compared model=%s attention=%s %s", type(comparison.lm).__name__, found.attention, found.logit_map)
+    return found
+
+
+class Comparison:
+    """A small model, its own log-probs, and those of the trainer."""
+
+    def __init__(self, lm: nn.Module):
+        self.lm = lm.eval()
+        self.name = type(lm).__name__
+        vocab_size = lm.config.get_text_config().vocab_size
+        self.documents = [torch.randint(1, min(vocab_size, 200), (1, length)) for length in LENGTHS]
+        self.logit_map = measure_logit_map(lm, self.documents[0])
+        with contextlib.suppress(ValueError):  # eager is what the model's own file computes; sdpa leaves softcaps out
+            lm.set_attn_implementation("eager")
+        with torch.no_grad():
+            self.own = [self._own_logprobs(ids) for ids in self.documents]
+
+    def choose(self, names: Sequence[str], packing: bool) -> Architecture:
+        """The first of ``names`` that gives the model's own log-probs in the layout that is needed."""
+        measure = self.packed_error if packing else self.rows_error
+        errors: dict[str, float | str] = {}
+        for name in names:
+            if name in ON_DEVICE_ONLY:
+                self.choose(CANDIDATES, packing=False)
+                return Architecture(attention=name, logit_map=self.logit_map)
+            errors[name] = measure(name)
+            if is_exact(errors[name]):
+                return Architecture(attention=name, logit_map=self.logit_map)
+        raise ConfigError(self._refusal(errors, packing))
+
+    def packed_error(self, attention: str) -> float | str:
+        """Largest difference of log-probs when all documents share one row, or why there is none."""
+        positions = torch.cat([torch.arange(ids.shape[1]) for ids in self.documents])
+        targets = torch.cat([ids[0].roll(-1) for ids in self.documents])
+        tokens = Tokens(torch.cat(self.documents, 1), positions[None], targets)
+        return self._error(attention, tokens, torch.arange(sum(LENGTHS)))
+
+    def rows_error(self, attention: str) -> float | str:
+        """The same with one document per row, filled up at the end."""
+        width = max(LENGTHS)
+        ids = torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in self.documents])
+        positions = torch.arange(width).expand(len(LENGTHS), width)
+        places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(LENGTHS)])
+        return self._error(attention, Tokens(ids, positions, ids.roll(-1, 1).flatten()), places)
+
+    @torch.no_grad()
+    def _error(self, attention: str, tokens: Tokens, places: Tensor) -> float | str:
+        """``places``: int64, those of the documents' tokens in the grid; the last of each document has no target."""
+        group = SequenceGroup(None, 0, 1) if attention == ATTENTION else None
+        try:
+            self.lm.set_attn_implementation(attention)
+            policy = Policy(self.lm, chunk=64, logit_map=self.logit_map, sequence=group).eval()
+            parts = policy(tokens)[places].split(list(LENGTHS))
+        except Exception as error:  # whatever the model's code raises: it cannot be computed this way
+            return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        return max((ours[:-1] - own).abs().max().item() for ours, own in zip(parts, self.own, strict=True))
+
+    def _refusal(self, errors: dict[str, float | str], packing: bool) -> str:
+        tried = ", ".join(f"{n}: {e if isinstance(e, str) else f'off by {e:.2g} nats'}" for n, e in errors.items())
+        rows = any(is_exact(self.rows_error(name)) for name in CANDIDATES)
+        if not rows:
+            return (
+                f"model_path: the trainer's log-probs are not those of {self.name}'s own logits ({tried}; {MAX_ERROR} "
+                "is allowed): between its layers and its logits is more than a linear head, a scale and a softcap, or "
+                "its layers are computed in another way; use a model with such a head"
+            )
+        if ATTENTION in errors:
+            cure = "finetune.seq_parallel=1"
+        elif any(is_exact(self.packed_error(name) if packing else self.rows_error(name)) for name in CANDIDATES):
+            cure = "finetune.attn_implementation=auto"
+        else:
+            cure = "finetune.seq_packing=false, which trains one document per row and is exact"
+        layout = "packed documents" if packing else "one document per row"
+        return f"model_path: {self.name} is not computed right with {layout} ({tried}); set {cure}"
+
+    def _own_logprobs(self, ids: Tensor) -> Tensor:
+        logits = self.lm(input_ids=ids, use_cache=False).logits[0]
+        return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def is_exact(error: float | str) -> bool:
+    """Whether ``packed_error`` or ``rows_error`` gave a number that is small enough."""
+    return isinstance(error, float) and error <= MAX_ERROR
+
+
+@torch.no_grad()
+def measure_logit_map(lm: nn.Module, ids: Tensor) -> LogitMap:
+    """What ``lm`` does to its head's products, found by putting known numbers in their place.
+
+    Raises:
+        ConfigError: something else than a scale and a softcap.
+    """
+    head = lm.get_output_embeddings()
+    name = type(lm).__name__
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"model_path: {name}'s output head is {type(head).__name__}, a linear layer is needed")
+    given = torch.linspace(-400.0, 400.0, head.out_features)
+    given[:3] = torch.tensor([2.0**-10, 1.0, 2.0**40])
+
+    def replace(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return given.to(output.dtype).expand_as(output).clone()
+
+    handle = head.register_forward_hook(replace)
+    try:
+        found = lm(input_ids=ids, use_cache=False).logits[0, 0].float()
+    finally:
+        handle.remove()
+    smallest, one, largest = found[:3].tolist()
+    linear = abs(largest / 2.0**40 - one) <= 1e-5 * abs(one)
+    logit_map = LogitMap(scale=one) if linear else LogitMap(scale=smallest * 2.0**10, softcap=largest)
+    expected = logit_map.apply_(given.clone())
+    if found.shape != given.shape or not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+        raise ConfigError(
+            f"model_path: {name} changes its head's products in a way that is neither a scale nor a softcap; use a "
+            "model without it"
+        )
+    return logit_map
+
+
+def small_copy(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """A random float32 model of the same architecture, as small as its code allows."""
+    problems = []
+    for small in small_configs(config):
+        try:
+            lm = _build(_shortened(small, trust_remote_code), trust_remote_code)
+            ids = torch.ones(1, 2, dtype=torch.int64)
+            with torch.no_grad():
+                lm.eval()(input_ids=ids, use_cache=False)
+        except Exception as error:  # sizes that do not go together fail in whatever way the model's code has
+            problems.append(f"{type(error).__name__}: {error}")
+            log.debug("no copy of this size", exc_info=True)
+            continue
+        randomise(lm)
+        return lm
+    raise ConfigError(f"model_path: no small copy of {config.model_type} can be computed: {problems[-1]}")
+
+
+def small_configs(config: Any) -> Iterator[Any]:
+    """Smaller configurations of one architecture: narrow ones first, then those that keep the widths."""
+    for narrow in (_narrow_head_size, _narrow_heads, _narrow_hidden, lambda _: None):
+        small = copy.deepcopy(config)
+        text = small.get_text_config()
+        for other in (x for x in vars(small).values() if hasattr(x, "num_hidden_layers") and x is not text):
+            other.num_hidden_layers = 1
+        for name, limit in SIZES.items():
+            value = getattr(text, name, None)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(text, name, min(value, limit))
+        for part in (small, text):
+            _fit_token_ids(part, text.vocab_size)
+        with contextlib.suppress(Exception):  # heads are named in another way, or differ from layer to layer
+            narrow(text)
+            yield small
+    yield copy.deepcopy(config)
+
+
+def _narrow_head_size(text: Any) -> None:
+    if vars(text).get("head_dim"):
+        text.head_dim = min(text.head_dim, 32)
+    _narrow_heads(text)
+
+
+def _narrow_heads(text: Any) -> None:
+    """Two key-value heads at most, and two queries for each."""
+    if not getattr(text, "num_attention_heads", None):
+        return
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    small_kv = min(kv_heads, 2)
+    text.num_attention_heads = small_kv * min(heads // kv_heads, 2)
+    if getattr(text, "num_key_value_heads", None):
+        text.num_key_value_heads = small_kv
+    text.hidden_size = text.num_attention_heads * head_dim
+
+
+def _narrow_hidden(text: Any) -> None:
+    """Where the sizes of heads follow from the width."""
+    text.hidden_size = max(text.hidden_size // 16, 64)
+
+
+def _fit_token_ids(config: Any, vocab_size: int) -> None:
+    for name in [n for n in vars(config) if n.endswith(("_token_id", "_token_index"))]:
+        value = getattr(config, name)
+        if name == "pad_token_id" and value is not None:
+            config.pad_token_id = 0
+        elif isinstance(value, int) and value >= vocab_size:
+            setattr(config, name, vocab_size - 1)
+
+
+def _shortened(config: Any, trust_remote_code: bool) -> Any:
+    """The first layers that hold one of each kind; all of them where the configuration counts from the end."""
+    text = config.get_text_config()
+    if getattr(text, "num_kv_shared_layers", 0):
+        return config
+    with torch.device("meta"):
+        layers = decoder_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+    kinds = [_kind(layer) for layer in layers]
+    needed = max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    total = text.num_hidden_layers
+    if len(layers) != total or needed >= total:
+        return config
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(text, name, type(value)(value[:needed]))
+    text.num_hidden_layers = needed
+    return config
+
+
+def _kind(layer: nn.Module) -> str:
+    """Everything plain that tells a layer from another: types, settings and shapes, but not its number."""
+    modules = []
+    for name, module in layer.named_modules():
+        settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and "idx" not in k}
+        modules.append((name, type(module).__name__, sorted(settings.items())))
+    return repr((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))
+
+
+def _build(config: Any, trust_remote_code: bool) -> nn.Module:
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    count = sum(p.numel() for p in planned.parameters())
+    if count > MAX_PARAMETERS:
+        raise ConfigError(f"the copy has {count} parameters, more than {MAX_PARAMETERS}")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+@torch.no_grad()
+def randomise(lm: nn.Module) -> None:
+    """Weights at which every part counts: matrices keep the size of what goes through, vectors get noise.
+
+    Vectors are halved: normalised queries and keys would otherwise give scores so large that rounding grows from layer
+    to layer.
+    """
+    for parameter in lm.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.mul_(0.5).add_(0.1 * noise)
+
+
+def run_quietly(function: Callable[[], Architecture]) -> str | None:
+    """The refusal, or None; transformers' own remarks about kernels and caches do not reach the terminal."""
+    transformers_logging.set_verbosity_error()
+    try:
+        function()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    """Print ``{"refusal": text or null}`` as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="`model_path`: a folder or a name in the local cache")
+    parser.add_argument("--attention", default="auto", help="`finetune.attn_implementation`")
+    parser.add_argument("--rows", action="store_true", help="`finetune.seq_packing` is false")
+    parser.add_argument("--seq-parallel", type=int, default=1, help="`finetune.seq_parallel`")
+    parser.add_argument("--trust-remote-code", action="store_true", help="`trust_remote_code`")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    refusal = run_quietly(
+        lambda: examine(
+            args.model,
+            attention=args.attention,
+            packing=not args.rows,
+            seq_parallel=args.seq_parallel,
+            trust_remote_code=args.trust_remote_code,
+        )
+    )
+    print(json.dumps({"refusal": refusal}))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

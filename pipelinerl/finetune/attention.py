@@ -1,0 +1,210 @@
+"""Causal attention over packed documents that never builds a mask of all tokens by all tokens.
+
+``announce`` says which documents the next forward pass holds. Each document then attends to itself alone: by torch's
+variable-length kernel in half precision on CUDA, elsewhere by one `scaled_dot_product_attention` per document. Sliding
+windows go through in bands. Softcaps and attention sinks, which no fused kernel of torch knows, are computed from the
+scores of a block of queries, which are computed once more in the backward pass instead of being kept.
+
+Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pipelinerl.errors import ConfigError
+
+PACKED = "pipelinerl_packed"
+"""The name of this implementation in transformers."""
+QUERY_BLOCK = 512
+"""Queries that are computed together where scores or a mask are materialised."""
+VARLEN_HEAD_SIZE = 256
+"""The largest head of torch's variable-length kernel."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents that lie one after the other in a row of tokens."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [S + 1]: cumulated lengths from 0."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+
+    def slices(self) -> list[slice]:
+        return [slice(start, end) for start, end in pairwise(accumulate(self.lengths, initial=0))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scoring:
+    """How scores become weights."""
+
+    scale: float
+    window: int | None
+    """Keys that a query sees, its own included; None: all before it."""
+    softcap: float | None
+    sinks_H: Tensor | None
+    """Logits of one more key per head, whose value is 0."""
+    dropout: float
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks_H is None
+
+
+_announced: Documents | None = None
+
+
+def announce(lengths: tuple[int, ...] | None, device: torch.device) -> None:
+    """Say which documents the next forward pass (and, with gradient checkpointing, its backward pass) holds.
+
+    Args:
+        lengths: of the documents, which fill the only row; None: each row is one document.
+    """
+    global _announced
+    _announced = None if lengths is None or len(lengths) == 1 else Documents(lengths, device)
+
+
+def document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
+    """Lengths of the documents in positions [1, L] that restart at 0; None for several rows. Waits for the device."""
+    if position_ids.shape[0] > 1:
+        return None
+    starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    assert starts[:1] == [0], "a packed batch begins with a document"
+    return tuple(end - start for start, end in pairwise([*starts, position_ids.shape[1]]))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: queries [B, H, L, D], keys and values [B, G, L, D]; gives [B, L, H, D].
+
+    Raises:
+        ConfigError: the model brings a mask of its own or is not causal.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or not causal or query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"finetune.attn_implementation: packed attention is causal over whole documents, which "
+            f"{type(module).__name__} is not; use sdpa or eager"
+        )
+    if torch.is_autocast_enabled(query.device.type):  # positions were put into float32 queries and keys
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = _Scoring(scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux, dropout=dropout)
+    if _announced is None:
+        output = _attend(query, key, value, scoring)
+    elif _has_kernel(query, value, scoring):
+        output = _varlen(query, key, value, scoring, _announced)
+    else:
+        parts = [_attend(query[:, :, s], key[:, :, s], value[:, :, s], scoring) for s in _announced.slices()]
+        output = torch.cat(parts, 2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def register_packed_attention() -> None:
+    """Make it known to transformers under the name ``PACKED``; models then make no mask."""
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, lambda *_, **__: None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    """One document per row: [B, H, L, D] of the values' head size."""
+    length = query.shape[2]
+    windowed = scoring.window is not None and scoring.window < length
+    if scoring.is_plain and not windowed:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scoring.scale, dropout_p=scoring.dropout, enable_gqa=True
+        )
+    if not scoring.is_plain and scoring.dropout:
+        raise ConfigError("model_path: attention with a softcap or sinks takes no dropout; set it to 0")
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        first = max(start - scoring.window + 1, 0) if scoring.window is not None else 0
+        part = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        if scoring.is_plain:
+            blocks.append(_banded(*part, scoring))
+        else:
+            blocks.append(checkpoint(_from_scores, *part, scoring, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(blocks, 2)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [q, k]: the last query sees the last key."""
+    distance = torch.arange(num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)[None]
+    distance += num_keys - num_queries
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _banded(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    mask = _visible(query.shape[2], key.shape[2], scoring.window, query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scoring.scale, dropout_p=scoring.dropout, enable_gqa=True
+    )
+
+
+def _from_scores(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    """Softmax of float32 scores with what fused kernels lack. q queries are the last of k keys."""
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    scores = (grouped @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = (scores / scoring.softcap).tanh() * scoring.softcap
+    visible = _visible(query.shape[2], key.shape[2], scoring.window, query.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if scoring.sinks_H is not None:
+        sinks = scoring.sinks_H.to(scores.dtype).view(1, key.shape[1], -1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def _has_kernel(query: Tensor, value: Tensor, scoring: _Scoring) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and max(query.shape[-1], value.shape[-1]) <= VARLEN_HEAD_SIZE
+        and scoring.is_plain
+        and not scoring.dropout
+    )
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: Documents) -> Tensor:
+    """The kernel takes [L, H, D] and one head size for all three."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - size))
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
+    longest = max(documents.lengths)
+    output = varlen_attn(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        *(documents.ends, documents.ends, longest, longest),
+        scale=scoring.scale,
+        window_size=window,
+        enable_gqa=True,
+    )
+    return output.transpose(0, 1)[None, ..., :size]

@@ -1,0 +1,139 @@
+"""Every architecture gives its own log-probs in the trainer, or is refused before anything starts with a cure.
+
+The configurations are transformers' defaults, at full size: what is compared is a small copy of each.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune import architecture
+from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config, small_copy
+from pipelinerl.finetune.attention import PACKED, register_packed_attention
+from pipelinerl.finetune.rl.head import LogitMap
+
+PLAIN = LogitMap()
+PACKABLE = {
+    "llama": ({}, PLAIN),
+    "mistral": ({"sliding_window": 4096}, PLAIN),
+    "mixtral": ({}, PLAIN),
+    "gemma2": ({}, LogitMap(softcap=30.0)),
+    "gemma3_text": ({}, PLAIN),
+    "gemma3": ({}, PLAIN),
+    "gemma4_text": ({"final_logit_softcapping": 30.0}, LogitMap(softcap=30.0)),
+    "gemma4": ({"text_config": {"final_logit_softcapping": 20.0}}, LogitMap(softcap=20.0)),
+    "qwen2": ({}, PLAIN),
+    "qwen3": ({}, PLAIN),
+    "qwen3_moe": ({}, PLAIN),
+    "phi": ({}, PLAIN),
+    "phi3": ({}, PLAIN),
+    "olmo2": ({}, PLAIN),
+    "olmo3": ({}, PLAIN),
+    "cohere2": ({}, LogitMap(scale=0.0625)),
+    "granite": ({"logits_scaling": 8.0, "residual_multiplier": 0.3}, LogitMap(scale=0.125)),
+    "hyperclovax": ({"logits_scaling": 0.5}, LogitMap(scale=0.5)),
+    "gpt_oss": ({}, PLAIN),
+    "glm4": ({}, PLAIN),
+    "glm4_moe": ({}, PLAIN),
+    "deepseek_v3": ({}, PLAIN),
+}
+ROWS_ONLY = {
+    "qwen3_next": ({}, PLAIN),
+    "falcon_h1": ({"lm_head_multiplier": 0.25}, LogitMap(scale=0.25)),
+    "mamba2": ({"hidden_size": 256, "num_heads": 8}, PLAIN),
+    "minimax": ({}, PLAIN),
+    "jamba": ({}, PLAIN),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 16}, PLAIN),
+    "nemotron_h": ({}, PLAIN),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Many tiny operations: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_config(model_type: str, **values: Any) -> Any:
+    return AutoConfig.for_model(model_type, **values)
+
+
+@pytest.mark.parametrize("model_type", PACKABLE)
+def test_packed_documents_have_the_model_s_own_logprobs(model_type: str):
+    values, logit_map = PACKABLE[model_type]
+    assert examine_config(make_config(model_type, **values)) == Architecture(attention=PACKED, logit_map=logit_map)
+
+
+@pytest.mark.parametrize("model_type", ROWS_ONLY)
+def test_architectures_with_states_train_in_rows_and_say_so(model_type: str):
+    values, logit_map = ROWS_ONLY[model_type]
+    config = make_config(model_type, **values)
+    with pytest.raises(ConfigError, match=r"right with packed documents .*set finetune\.seq_packing=false"):
+        examine_config(config)
+    assert examine_config(config, packing=False).logit_map == logit_map
+
+
+def test_layers_between_the_model_and_its_head_are_refused():
+    """ModernBERT's decoder has a dense layer there; the trainer's log-probs are off by nats."""
+    with pytest.raises(ConfigError, match=r"ModernBertDecoderForCausalLM's own logits .*use a model with such a head"):
+        examine_config(make_config("modernbert-decoder"))
+
+
+def test_attention_that_leaves_a_softcap_out_is_refused_with_the_one_that_does_not():
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM .*sdpa: off by.*set finetune.attn_implementation=auto"):
+        examine_config(make_config("gemma2"), attention="sdpa")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_cannot_isolate_sinks_is_refused_with_the_one_that_can(attention: str):
+    with pytest.raises(ConfigError, match=r"GptOssForCausalLM .*set finetune.attn_implementation=auto"):
+        examine_config(make_config("gpt_oss"), attention=attention)
+
+
+def test_ring_attention_is_compared_too():
+    assert examine_config(make_config("qwen3"), seq_parallel=2).logit_map == PLAIN
+    with pytest.raises(ConfigError, match=r"softcap.*set finetune\.seq_parallel=1"):
+        examine_config(make_config("gemma2"), seq_parallel=2)
+
+
+def test_logits_changed_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch):
+    lm = small_copy(make_config("qwen2"))
+    plain = type(lm).forward
+
+    def squared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits.square()
+        return output
+
+    monkeypatch.setattr(type(lm), "forward", squared)
+    with pytest.raises(ConfigError, match=r"neither a scale nor a softcap"):
+        Comparison(lm)
+
+
+def test_a_leak_smaller_than_the_former_bound_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """A thousandth of the first document's keys in every other one: 0.05 let it pass."""
+    register_packed_attention()
+    comparison = Comparison(small_copy(make_config("qwen2")))
+    exact = architecture.Policy.hidden_states
+
+    def leaking(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        states = exact(self, input_ids, position_ids)
+        return states + 1e-3 * states[:, :1]
+
+    assert comparison.packed_error(PACKED) <= 1e-5
+    monkeypatch.setattr(architecture.Policy, "hidden_states", leaking)
+    assert 1e-4 < comparison.packed_error(PACKED) < 0.05
+
+
+@pytest.mark.parametrize(("model_type", "layers"), [("qwen3_moe", 2), ("gemma3_text", 6), ("qwen3_next", 4)])
+def test_copy_has_one_layer_of_each_kind_and_costs_little(model_type: str, layers: int):
+    """Dense or one expert layer twice; five windows and a whole attention; three linear attentions and a whole one."""
+    lm = small_copy(make_config(model_type))
+    assert lm.config.get_text_config().num_hidden_layers == layers
+    assert sum(p.numel() for p in lm.parameters()) <= 5e6

@@ -1,0 +1,119 @@
+"""Attention per document against a float64 oracle that writes the mask of all tokens by all tokens out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune import attention
+from pipelinerl.finetune.attention import announce, document_lengths, packed_attention
+
+CPU = torch.device("cpu")
+LENGTHS = (9, 1, 14)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scaling": 0.7},
+    "window": {"sliding_window": 4},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"s_aux": torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    "all": {
+        "scaling": 0.7,
+        "sliding_window": 3,
+        "softcap": 1.5,
+        "s_aux": torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64),
+    },
+}
+
+
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """[1, L, H, D]. ``documents``: number of each token's document."""
+    heads, length = query.shape[1], query.shape[2]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    places = torch.arange(length)
+    distance = places[:, None] - places[None]
+    seen = (documents[:, None] == documents[None]) & (distance >= 0)
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    weights = scores.exp() * seen
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.exp()[None, :, None, None]
+    return (weights / total @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("block", [3, 512])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_outputs_and_gradients_are_those_of_the_masked_softmax(name: str, block: int, monkeypatch: pytest.MonkeyPatch):
+    """Four query heads over two key heads; values are narrower than keys, as in multi-head latent attention."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    shapes = [(1, 4, total, 8), (1, 2, total, 8), (1, 2, total, 6)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weights = torch.randn(1, total, 4, 6, dtype=torch.float64)
+    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+
+    announce(LENGTHS, CPU)
+    ours, _ = packed_attention(torch.nn.Identity(), *inputs, None, **OPTIONS[name])
+    expected = oracle(*inputs, documents, **OPTIONS[name])
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    ours_grads, grads = (torch.autograd.grad(x, inputs, weights) for x in (ours, expected))
+    torch.testing.assert_close(ours_grads, grads, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_are_one_document_each():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, 2, 7, 4, dtype=torch.float64) for _ in range(3))
+    announce(None, CPU)
+    ours, _ = packed_attention(torch.nn.Identity(), query, key, value, None)
+    for row in range(3):
+        one = (x[row : row + 1] for x in (query, key, value))
+        torch.testing.assert_close(ours[row : row + 1], oracle(*one, torch.zeros(7)), rtol=1e-9, atol=1e-9)
+
+
+def test_no_tensor_has_the_square_of_the_pack():
+    """32 documents of 64 tokens: nothing as large as 2,048 × 2,048 is ever made, with or without a window."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for leaf in torch.utils._pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.elements = max(self.elements, leaf.numel())
+            return result
+
+    inputs = [torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3)]
+    for options in ({}, {"sliding_window": 16}, {"softcap": 2.0}):
+        announce((64,) * 32, CPU)
+        with Largest() as largest:
+            packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].sum().backward()
+        assert largest.elements <= 2 * 2048 * 64
+
+
+def test_lengths_are_read_from_positions():
+    assert document_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == (3, 1, 2)
+    assert document_lengths(torch.arange(3).expand(2, 3)) is None
+
+
+def test_a_model_s_own_mask_is_refused():
+    query = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ConfigError, match="use sdpa or eager"):
+        packed_attention(torch.nn.Identity(), query, query, query, torch.ones(4, 4))
