@@ -97,7 +97,7 @@ def check_architecture(config: Config) -> None:
     whose configuration is not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"
-    if not described.is_file() or json.loads(described.read_text()).get("model_type") in PLAIN_TYPES:
+    if not described.is_file() or json.loads(described.read_text()).get("model_type") in (None, *PLAIN_TYPES):
         return
     finetune = config.finetune
     argv = [sys.executable, "-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]

@@ -1,5 +1,6 @@
 """Every refusal through the real command line: one message, exit code 2, soon, and nothing started or written."""
 
+import json
 import os
 import re
 import socket
@@ -181,6 +182,23 @@ def test_refusal_is_one_message_in_time(place: Path, case: str) -> None:
     assert output.startswith("error: "), output
     assert len(output.strip().splitlines()) == 1, output
     assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "modernbert-decoder"}, "ModernBertDecoderForCausalLM's own logits"),
+        ({"model_type": "lfm2", "layer_types": ["conv"] * 32}, "set finetune.seq_packing=false"),
+    ],
+)
+def test_refusal_of_a_model_that_the_trainer_computes_otherwise(place: Path, config: dict, message: str) -> None:
+    """It takes as long as importing torch does, so it has no limit of seconds."""
+    (place / "model" / "config.json").write_text(json.dumps(config))
+    code, output, _ = launch(place)
+    assert code == 2, output
+    assert output.startswith("error: model_path: "), output
+    assert message in output
+    assert len(output.strip().splitlines()) == 1, output
 
 
 def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path) -> None:

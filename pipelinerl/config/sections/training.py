@@ -68,7 +68,9 @@ class FinetuneSection(Section):  # structure: one field per key
         12000, "tokens of a packed micro-batch, and the longest sequence that can be trained. At least `max_model_len`"
     )
     seq_packing: bool = key(
-        True, "pack sequences without padding. False = `train_batch_size` padded sequences per micro-batch"
+        True,
+        "pack sequences without padding. False = `train_batch_size` sequences per micro-batch, one per padded row, as "
+        "models with recurrent or convolutional layers need",
     )
     seq_parallel: PositiveInt = key(
         1, "ranks that share each packed micro-batch by ring attention. Groups never cross nodes", may_change=True
@@ -106,8 +108,9 @@ class FinetuneSection(Section):  # structure: one field per key
     gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
         "auto",
-        "attention of the trainer. Auto = flash-attn where it is installed, else sdpa. The start verifies that packed "
-        "sequences stay separate",
+        "attention of the trainer. Auto = each packed document by itself (torch's variable-length kernel in bfloat16 on "
+        "CUDA, sdpa elsewhere), without a mask of all tokens by all tokens. The start compares it with the model's own "
+        "log-probs",
         may_change=True,
     )
     engine: Literal["auto", "ddp", "deepspeed", "fsdp2"] = key(
