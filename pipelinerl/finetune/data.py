@@ -107,6 +107,17 @@ def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, de
     return grid * (tokens_per_attention_unit + longest) < total * tokens_per_attention_unit + attended
 
 
+def _lay_out(lengths: np.ndarray, rows: bool) -> tuple[np.ndarray, tuple[int, int], np.ndarray]:
+    """(flat grid index of each token, shape of the grid, positions in the grid's shape)."""
+    starts = np.cumsum(lengths) - lengths
+    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+    if not rows:
+        return np.arange(len(within)), (1, len(within)), within[None]
+    grid = (len(lengths), int(lengths.max()))
+    flat = np.repeat(np.arange(len(lengths)) * grid[1], lengths) + within
+    return flat, grid, np.broadcast_to(np.arange(grid[1]), grid)
+
+
 def to_batch(
     record: MicroBatch,
     index: TokenIndex,
@@ -118,15 +129,7 @@ def to_batch(
 ) -> Batch:
     """Tensors of ``record`` in the chosen layout."""
     lengths = record.segment_lengths.astype(np.int64)
-    starts = np.cumsum(lengths) - lengths
-    within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
-    if rows:
-        width = int(lengths.max())
-        flat = np.repeat(np.arange(len(lengths)) * width, lengths) + within
-        grid = (len(lengths), width)
-        positions = np.broadcast_to(np.arange(width), grid)
-    else:
-        flat, grid, positions = np.arange(len(within)), (1, len(within)), within[None]
+    flat, grid, positions = _lay_out(lengths, rows)
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
