@@ -108,7 +108,7 @@ class FinetuneSection(Section):  # structure: one field per key
     gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
         "auto",
-        "attention of the trainer. Auto = each packed document by itself (torch's variable-length kernel in bfloat16 on "
+        "attention of the trainer. Auto = each packed document by itself (torch's varlen kernel in bfloat16 on "
         "CUDA, sdpa elsewhere), without a mask of all tokens by all tokens. The start compares it with the model's own "
         "log-probs",
         may_change=True,
