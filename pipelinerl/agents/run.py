@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ctypes
+import fnmatch
 import inspect
 import os
 import signal
@@ -12,10 +14,19 @@ import aiohttp
 
 from pipelinerl.agents.endpoint import RecordedAgent, record_agent
 from pipelinerl.agents.threads import in_thread
+from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+PASSED_VARIABLES = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE", "OMP_NUM_THREADS", "NODE_PATH", "XDG_*",
+)  # fmt: skip
+"""Names and patterns of the environment variables that an agent's process gets. None holds a credential."""
 Score = Callable[[Any], tuple[float, bool]]
 """What the agent returned → (reward, success)."""
 
@@ -48,13 +59,26 @@ async def run_agent_process(
     *,
     stdin: str = "",
     env: Mapping[str, str] | None = None,
+    passed_variables: Sequence[str] = PASSED_VARIABLES,
     dataset_name: str | None = None,
 ) -> RolloutResult:
     """Run a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and reward what it prints.
 
-    The program gets its own process group, killed with the rollout, and none of the run's secrets. The rollout ends
-    when nothing holds the program's output open any more.
-    Raises ``DomainError`` when it ends with a non-zero status.
+    The program gets its own process group and ends with the rollout, with the worker and with the run. The rollout
+    ends when nothing holds the program's output open any more.
+
+    Args:
+        llm: the policy.
+        session: the HTTP session of the rollout.
+        command: the program and its arguments.
+        score: turns the program's output into (reward, success).
+        stdin: text on the program's standard input.
+        env: variables that the program gets besides those that are passed.
+        passed_variables: names or patterns (``LC_*``) of our own variables that the program gets.
+        dataset_name: names the data set in the metrics.
+
+    Raises:
+        DomainError: the program ended with a non-zero status.
     """
     async with record_agent(llm, session) as recorded:
         process = await asyncio.create_subprocess_exec(
@@ -62,8 +86,9 @@ async def run_agent_process(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=agent_environment(os.environ, recorded, env or {}),
+            env=agent_environment(os.environ, recorded, env or {}, passed_variables),
             start_new_session=True,
+            preexec_fn=end_with_the_worker,
         )
         try:
             out, err = await process.communicate(stdin.encode())
@@ -77,10 +102,21 @@ async def run_agent_process(
         return _rewarded(recorded, out.decode(errors="replace"), score, dataset_name)
 
 
-def agent_environment(ours: Mapping[str, str], recorded: RecordedAgent, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent's process: ours without secrets, plus where to find the policy."""
-    clean = {name: value for name, value in ours.items() if not name.startswith("PIPELINERL_")}
+def agent_environment(
+    ours: Mapping[str, str], recorded: RecordedAgent, extra: Mapping[str, str], passed: Sequence[str] = PASSED_VARIABLES
+) -> dict[str, str]:
+    """The environment of an agent's process: what is passed, where to find the policy, and the marks of the run.
+
+    By its marks the launcher finds the process and all that it starts, whatever becomes of the worker.
+    """
+    wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE)
+    clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}
     return clean | {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key} | dict(extra)
+
+
+def end_with_the_worker() -> None:
+    """Called in the agent's process before its program: the kernel ends it when the worker dies."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _rewarded(recorded: RecordedAgent, answer: Any, score: Score, dataset_name: str | None) -> RolloutResult:

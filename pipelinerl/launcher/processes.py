@@ -7,6 +7,7 @@ process group, decides what belongs to the run when it is time to end it.
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -24,6 +25,10 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
 
+log = logging.getLogger(__name__)
+
+DISMISS_S = 30.0
+RESTART_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_POLL_S = 0.02
 
@@ -104,32 +109,61 @@ def describe_exit(code: int) -> str:
 
 
 class Reaper:
-    """The process that ends the run if this one is killed; `dismiss` when everything has been ended."""
+    """The process that ends the run if this one is killed; `dismiss` when everything has been ended.
 
-    def __init__(self, mark: RunMark, grace_s: float):
+    Args:
+        mark: the run's mark.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        lock: descriptor of the run folder's lock, which the reaper holds until all is gone.
+    """
+
+    def __init__(self, mark: RunMark, grace_s: float, lock: int | None = None):
         self.temporary = tempfile.mkdtemp(prefix="prl-")
         """Temporary folder of the run's processes; goes when the run does."""
-        os.chmod(self.temporary, 0o711)  # a sandbox works in a folder below, as a user of its own
+        self._mark, self._grace_s, self._lock = mark, grace_s, lock
+        self._process = self._start()
+
+    async def keep(self) -> None:
+        """Replaces a reaper that is killed, as often as it takes. Ends when cancelled."""
+        while True:
+            code = await wait_for_exit(self._process)
+            log.warning("event=reaper_replaced reason=%s", describe_exit(code))
+            self._close_pipe()
+            os.makedirs(self.temporary, mode=0o700, exist_ok=True)
+            self._process = self._start()
+            await asyncio.sleep(RESTART_S)
+
+    def dismiss(self) -> None:
+        """The run has ended in order: the reaper removes the temporary folder; the caller does when it was killed."""
+        with contextlib.suppress(BrokenPipeError):
+            self._tell("done")
+        self._close_pipe()
+        if self._process.wait(timeout=DISMISS_S) != 0:
+            subprocess.run(["rm", "-rf", "--", self.temporary], stderr=subprocess.DEVNULL, check=False)
+
+    def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", reaper.__file__, str(grace_s), self.temporary],
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", reaper.__file__, str(self._grace_s), self.temporary],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
+            pass_fds=() if self._lock is None else (self._lock,),
         )
-        self._tell(mark.run)
-
-    def dismiss(self) -> None:
+        self._process = process
         with contextlib.suppress(BrokenPipeError):
-            self._tell("done")
-        self._pipe.close()
-        self._process.wait(timeout=10)
+            self._tell(self._mark.run)
+        return process
 
     @property
     def _pipe(self) -> IO[bytes]:
         assert self._process.stdin is not None
         return self._process.stdin
+
+    def _close_pipe(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
 
     def _tell(self, line: str) -> None:
         self._pipe.write(line.encode() + b"\n")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -94,7 +94,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         prepare(plan, overrides)
         run_dir.write(path, container, plan.world, plan.commands)
         if len(plan.world.nodes) == 1:
-            ending = asyncio.run(supervise(plan, path, claim.resumed, started))
+            ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
         else:
             ending = asyncio.run(lead(plan, claim, started))
     return tell_ending(ending, path)
@@ -106,7 +106,7 @@ async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
     marker = run_dir.mark_folder(claim.path)
     try:
         await connection.meet(say, {"marker": marker.name, "resumed": claim.resumed})
-        return await supervise(plan, claim.path, claim.resumed, started, connection)
+        return await supervise(plan, claim.path, claim.resumed, started, connection, claim.lock)
     finally:
         await connection.close()
         marker.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
             with claim.lock:
                 setup_launcher_logging(path / run_dir.LOG_FILE)
                 run_dir.write(path, plan.container, plan.world, plan.commands)
-                return await supervise(plan, path, bool(start["resumed"]), started, connection)
+                return await supervise(plan, path, bool(start["resumed"]), started, connection, claim.lock)
         finally:
             await connection.close()
 
@@ -221,13 +221,18 @@ def show_world(plan: RunPlan) -> None:
 
 
 async def supervise(
-    plan: RunPlan, path: Path, resumed: bool, started: float, connection: NodeConnection | None = None
+    plan: RunPlan,
+    path: Path,
+    resumed: bool,
+    started: float,
+    connection: NodeConnection | None = None,
+    lock: IO[str] | None = None,
 ) -> Ending:
-    """Start the roles of this node and keep them until the end."""
+    """Start the roles of this node and keep them until the end. ``lock``: the run folder's, where this node has it."""
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
-    guard = Reaper(mark, grace_s=GUARDIAN_GRACE_S)
+    guard = Reaper(mark, grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
     environment = inherited_environment(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
     os.environ.update(run_secrets)
     backend_from_config(config, path)
@@ -250,12 +255,14 @@ async def supervise(
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     progress.start()
-    following = asyncio.create_task(connection.follow(supervisor)) if connection else None
+    beside = [asyncio.create_task(guard.keep())]
+    if connection:
+        beside.append(asyncio.create_task(connection.follow(supervisor)))
     try:
         return await supervisor.run()
     finally:
-        if following:
-            following.cancel()
+        for task in beside:
+            task.cancel()
         progress.stop()
         guard.dismiss()
 

@@ -3,6 +3,7 @@
 Consumes lines on stdin: the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
 without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period.
 Either way the run's temporary folder is removed: sockets, logs and scratch files of roles that were killed.
+It inherits the lock of the run folder and so keeps it until all is gone: the next launcher waits for that.
 The functions that find and end the run's processes are also what the launcher itself uses at the end.
 """
 

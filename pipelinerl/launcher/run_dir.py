@@ -8,13 +8,16 @@ modes 0700 and 0600 (the launcher's umask, which the roles inherit).
 import contextlib
 import fcntl
 import fnmatch
+import os
 import secrets
 import shutil
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import RUN_CONFIG
@@ -26,6 +29,8 @@ from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.world import WorldMap
 
 LOCK_FILE = "launcher.lock"
+LOCK_POLL_S = 0.1
+REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"
 OWNED = (
     "conf",
@@ -59,15 +64,11 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
     check_recognised(path, owned)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(path / LOCK_FILE, "a")  # noqa: SIM115
+        lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"`output_dir` is {str(path)!r}: it cannot be written ({error.strerror})") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"`output_dir` is {str(path)!r}: another launcher is running in it") from error
-    try:
+        take(lock, path)
         if force_restart:
             clear(path, owned)
         resumed = (path / RUN_CONFIG).is_file()
@@ -78,6 +79,37 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
         raise
     finished = resumed and is_finished(path, container["finetune"]["max_train_steps"])
     return Claim(path=path, resumed=resumed, finished=finished, lock=lock)
+
+
+def take(lock: IO[str], path: Path) -> None:
+    """Take the lock and write down who has it. Waits for the reaper of a launcher that was killed."""
+    deadline = time.monotonic() + REAPER_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if is_alive(lock):
+                raise ConfigError(f"`output_dir` is {str(path)!r}: another launcher is running in it") from error
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"`output_dir` is {str(path)!r}: processes of the run that was killed in it have not ended within "
+                    f"{REAPER_WAIT_S:g} s"
+                ) from error
+            time.sleep(LOCK_POLL_S)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()} {psutil.Process().create_time()}")
+    lock.flush()
+
+
+def is_alive(lock: IO[str]) -> bool:
+    """Whether the launcher that took the lock last is alive. One that has not yet written its name counts as alive."""
+    lock.seek(0)
+    pid, _, created = lock.read().partition(" ")
+    try:
+        return not created or psutil.Process(int(pid)).create_time() == float(created)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_finished(path: Path, max_train_steps: int) -> bool:

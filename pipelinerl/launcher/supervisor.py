@@ -30,6 +30,7 @@ from pipelinerl.launcher.processes import (
     wait_for_exit,
 )
 from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.launcher.starvation import RunQueues
 from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
 from pipelinerl.observability.role import EXIT_REFUSED
 from pipelinerl.observability.status import STATUS_DIR, StatusRecord, read_statuses
@@ -148,6 +149,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._environment = environment
         self._mark = mark
+        self._run_queues = RunQueues(lambda job: reaper.marked_processes(mark.role(job)))
         self._limits = limits
         self._pending_actors = set(actors)
         self._training_done = training_done
@@ -156,7 +158,7 @@ class Supervisor:
         self._others = others or Others()
         self._first_failure: RoleFailure | None = None
         self._ending: asyncio.Future[Ending] | None = None
-        self._watching_since = time.time()
+        self._watching_since = time.monotonic()
 
     async def run(self) -> Ending:
         """Start everything, keep it running, end everything."""
@@ -242,7 +244,7 @@ class Supervisor:
         for path in (self._run_dir / STATUS_DIR).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
         role.kill_reason = None
-        role.started = time.time()
+        role.started = time.monotonic()
         role.process = start_role(role.command, folder, self._mark, self._environment)
         log.info("started job=%s pid=%d restarts=%d", name, role.process.pid, role.restarts)
 
@@ -262,15 +264,21 @@ class Supervisor:
     async def _watch(self) -> None:
         """Consumes status files; kills what counts as failed, after writing down what it was doing."""
         while True:
-            before = time.time()
+            before = time.monotonic()
             await asyncio.sleep(WATCH_INTERVAL_S)
-            now = time.time()
+            now = time.monotonic()
             if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself: silence proves nothing
                 self._watching_since = now
             started = {name: role.started for name, role in self._roles.items() if self._is_running(role)}
-            statuses = await asyncio.to_thread(read_statuses, self._run_dir)
-            for failed in find_failed(statuses, started, self._limits, now, self._watching_since):
+            statuses = await asyncio.to_thread(self._statuses)
+            starved = await asyncio.to_thread(self._run_queues.starved, statuses, started, now)
+            for failed in find_failed(statuses, started, self._limits, now, self._watching_since, starved):
                 await self._kill(failed)
+
+    def _statuses(self) -> dict[str, StatusRecord]:
+        """Every role's newest status, on the monotonic clock: setting the clock is neither silence nor progress."""
+        offset = time.time() - time.monotonic()
+        return {name: status.since_boot(offset) for name, status in read_statuses(self._run_dir).items()}
 
     def _is_running(self, role: Role) -> bool:
         return role.process is not None and role.process.poll() is None and role.kill_reason is None

@@ -26,20 +26,25 @@ def find_failed(
     limits: LauncherSection,
     now: float,
     since: float,
+    starved: Mapping[str, float] | None = None,
 ) -> list[FailedRole]:
-    """Roles that count as failed now.
+    """Roles that count as failed now. All times are seconds of one clock that nobody sets.
 
     Args:
         statuses: by status name; `finetune_0.rank1` belongs to job `finetune_0`.
-        started: Unix time of the start of every running job's process.
-        now: Unix time.
+        started: when every running job's process was started.
+        now: the present.
         since: the launcher itself has been watching without a gap since then; older silence proves nothing.
+        starved: by job, seconds of its silence in which its processes were ready to run and got no CPU.
     """
     failed: dict[str, FailedRole] = {}
     for name, status in statuses.items():
         job = job_of(name)
         if job in started and status.state == "running" and job not in failed:
-            reason = _silent(status, started[job], limits, now, since) or _slow_start(status, started[job], limits, now)
+            awake = now - (starved or {}).get(job, 0.0)
+            reason = _silent(status, started[job], limits, awake, since) or _slow_start(
+                status, started[job], limits, now
+            )
             if reason:
                 failed[job] = FailedRole(job=job, reason=reason)
     for job, start in started.items():
@@ -60,8 +65,9 @@ def job_of(status_name: str) -> str:
 
 
 def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: float, since: float) -> str | None:
+    """A role that starts loads libraries for long and has ``startup_timeout_s`` instead."""
     silence = now - max(status.heartbeat, since, started)
-    if silence <= limits.heartbeat_timeout_s:
+    if silence <= limits.heartbeat_timeout_s or not status.progress_count:
         return None
     return f"frozen: no heartbeat for {silence:.0f} s (launcher.heartbeat_timeout_s={limits.heartbeat_timeout_s:g})"
 

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,23 @@ class StatusRecord:
     """Current waits, oldest first; empty while the role works."""
     fields: dict[str, Any]
     """Latest values given to `progress`."""
+    clock_offset: float = 0.0
+    """Unix time minus the host's monotonic clock, when this was written."""
+
+    def since_boot(self, clock_offset: float) -> "StatusRecord":
+        """The same with times of this host's monotonic clock, which nobody sets.
+
+        Args:
+            clock_offset: this host's Unix time minus its monotonic clock; for records of other hosts.
+        """
+        shift = self.clock_offset if self.hostname == socket.gethostname() else clock_offset
+        return replace(
+            self,
+            started=self.started - shift,
+            heartbeat=self.heartbeat - shift,
+            progress_at=self.progress_at - shift,
+            waits=tuple(replace(wait, since=wait.since - shift) for wait in self.waits),
+        )
 
 
 class RoleStatus:
@@ -71,7 +88,7 @@ class RoleStatus:
         self._fields: dict[str, Any] = {}
         self._waits: dict[int, Wait] = {}
         self._wait_ids = itertools.count()
-        self._started = self._progress_at = time.time()
+        self._started = self._progress_at = time.monotonic()
         self._progress_count = 0
         self._state = "running"
         self._beats_with_progress = False
@@ -86,7 +103,7 @@ class RoleStatus:
         """Something moved. Costs a few assignments; the file is written by the helper thread."""
         if fields:
             self._fields = self._fields | fields
-        self._progress_at = time.time()
+        self._progress_at = time.monotonic()
         self._progress_count += 1
         self._dirty.set()
 
@@ -102,7 +119,7 @@ class RoleStatus:
     def waiting(self, what: str, on: str | None = None) -> Iterator[None]:
         """Name a wait: on whom (job or kind) and for what."""
         key = next(self._wait_ids)
-        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.time())}
+        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.monotonic())}
         self._dirty.set()
         try:
             yield
@@ -123,17 +140,23 @@ class RoleStatus:
         self._stacks.close()
 
     def record(self) -> StatusRecord:
+        now = time.monotonic()
+        offset = time.time() - now
         return StatusRecord(
             job=self.job_name,
             state=self._state,
             pid=os.getpid(),
             hostname=socket.gethostname(),
-            started=self._started,
-            heartbeat=self._progress_at if self._beats_with_progress else time.time(),
-            progress_at=self._progress_at,
+            started=self._started + offset,
+            heartbeat=offset + (self._progress_at if self._beats_with_progress else now),
+            progress_at=self._progress_at + offset,
             progress_count=self._progress_count,
-            waits=tuple(sorted(self._waits.values(), key=lambda wait: wait.since)),
+            waits=tuple(
+                replace(wait, since=wait.since + offset)
+                for wait in sorted(self._waits.values(), key=lambda wait: wait.since)
+            ),
             fields=self._fields,
+            clock_offset=offset,
         )
 
     def _publish(self) -> None:

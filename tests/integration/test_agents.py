@@ -5,9 +5,13 @@ import collections
 import contextlib
 import json
 import random
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import openai
@@ -16,6 +20,7 @@ import pytest
 
 from pipelinerl.agents import play_text_environment, record_agent, run_agent, run_agent_process
 from pipelinerl.agents.endpoint import sampling_parameters
+from pipelinerl.agents.run import agent_environment
 from pipelinerl.errors import DomainError, ServerError, TransportError
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import FakeLLM
@@ -70,10 +75,20 @@ async def test_run_agent_synchronous_client_runs_in_a_thread():
 
 
 async def test_run_agent_process_reads_the_environment_and_sees_no_secret(monkeypatch):
-    monkeypatch.setenv("PIPELINERL_SECRET", "do not tell")
+    for name in (
+        "PIPELINERL_SECRET",
+        "PIPELINERL_REDIS_PASSWORD",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
+        monkeypatch.setenv(name, "do not tell")
+    monkeypatch.setenv("PIPELINERL_RUN", "mark")
+    monkeypatch.setenv("PIPELINERL_ROLE", "mark/actor_0")
     program = (
         "import json, os, urllib.request\n"
-        "assert not [name for name in os.environ if name.startswith('PIPELINERL_')]\n"
+        "assert 'do not tell' not in os.environ.values(), os.environ\n"
+        "assert (os.environ['PIPELINERL_RUN'], os.environ['PIPELINERL_ROLE']) == ('mark', 'mark/actor_0')\n"
         "body = json.dumps({'messages': [{'role': 'user', 'content': input()}]}).encode()\n"
         "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, headers)\n"
@@ -89,6 +104,43 @@ async def test_run_agent_process_reads_the_environment_and_sees_no_secret(monkey
         )
     assert result.metrics.success
     assert "the answer?" in result.training_texts[0].prompt_text
+
+
+async def test_agent_environment_holds_what_is_passed():
+    ours = {"MY_TOOL_URL": "u", "PATH": "p", "LC_ALL": "C", "OPENAI_API_KEY": "ours", "PIPELINERL_RUN": "m"}
+    async with aiohttp.ClientSession() as session, record_agent(scripted("x"), session) as recorded:
+        told = {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key, "PIPELINERL_RUN": "m"}
+        assert agent_environment(ours, recorded, {}) == told | {"PATH": "p", "LC_ALL": "C"}
+        assert agent_environment(ours, recorded, {"A": "b"}, ["MY_*"]) == told | {"MY_TOOL_URL": "u", "A": "b"}
+
+
+def test_run_agent_process_ends_with_its_worker():
+    worker = """
+import asyncio, os, signal, sys
+import aiohttp
+from pipelinerl.agents import run_agent_process
+from tests.integration.test_agents import scripted
+async def main():
+    async with aiohttp.ClientSession() as session:
+        code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+        command = [sys.executable, "-c", code, sys.argv[1]]
+        await run_agent_process(scripted("x"), session, command, lambda out: (1.0, True))
+asyncio.run(main())
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "pid"
+        process = subprocess.Popen([sys.executable, "-c", worker, str(told)])
+        deadline = time.monotonic() + 60
+        while not (told.exists() and told.read_text().strip()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        agent = psutil.Process(int(told.read_text()))
+        process.kill()
+        process.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent.wait(timeout=10)
+        assert not agent.is_running()
 
 
 async def test_run_agent_process_failing_program_is_a_domain_error():

@@ -1,5 +1,7 @@
 """Marked processes are found and ended whatever they did to get away; strangers are left alone."""
 
+import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,9 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pipelinerl.launcher import reaper
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher import reaper, run_dir
 from pipelinerl.launcher.processes import Reaper, RunMark, describe_exit, pinned, run_helper, wait_for_exit
 
 SLEEP = "import time; time.sleep(600)"
@@ -113,6 +117,62 @@ def test_reaper_removes_the_temporary_folder_however_the_launcher_ends(end: Call
     end(watch)
     watch._process.wait(timeout=10)
     assert not os.path.exists(watch.temporary)
+
+
+async def test_reaper_that_is_killed_is_replaced_and_the_run_ends_in_order() -> None:
+    watch = Reaper(RunMark(), grace_s=0)
+    keeping = asyncio.create_task(watch.keep())
+    first = watch._process
+    first.kill()
+    deadline = time.monotonic() + 20
+    while watch._process is first:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+    watch.dismiss()
+    assert not os.path.exists(watch.temporary)
+
+
+def test_reaper_killed_at_the_very_end_leaves_nothing() -> None:
+    watch = Reaper(RunMark(), grace_s=0)
+    watch._process.kill()
+    watch._process.wait()
+    watch.dismiss()
+    assert not os.path.exists(watch.temporary)
+
+
+def test_run_folder_of_a_killed_launcher_is_free_when_its_guardian_is_done(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from pipelinerl.launcher.processes import Reaper, RunMark
+from pipelinerl.launcher import run_dir
+path = Path({str(tmp_path)!r})
+lock = open(path / "lock", "a+")
+run_dir.take(lock, path)
+mark = RunMark()
+Reaper(mark, grace_s=2.0, lock=lock.fileno())
+import subprocess
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+child = subprocess.Popen([sys.executable, "-c", stubborn], env={{**os.environ, **mark.variables("role")}}, stdout=-1)
+child.stdout.readline()
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    launcher = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    child = int(launcher.stdout)
+    with open(tmp_path / "lock", "a+") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run_dir.take(lock, tmp_path)
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_run_folder_of_a_living_launcher_is_refused_at_once(tmp_path: Path) -> None:
+    with open(tmp_path / "lock", "a+") as ours, open(tmp_path / "lock", "a+") as theirs:
+        run_dir.take(ours, tmp_path)
+        with pytest.raises(ConfigError, match="another launcher is running in it"):
+            run_dir.take(theirs, tmp_path)
 
 
 def test_run_helper_deadline_ends_all_that_it_started() -> None:

@@ -1,5 +1,7 @@
 """Who is to blame when nothing moves."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipelinerl.config.sections import LauncherSection
@@ -52,6 +54,29 @@ def test_judge_working_roles_are_fine() -> None:
 
 def test_judge_silent_heartbeat_is_frozen() -> None:
     assert blamed(status("actor_0", heartbeat=21))["actor_0"].startswith("frozen: no heartbeat for 21 s")
+
+
+def test_judge_silence_without_a_cpu_is_not_frozen() -> None:
+    starving = {"actor_0": status("actor_0", heartbeat=30)}
+    started = {"actor_0": NOW - 1000}
+    assert find_failed(starving, started, LIMITS, NOW, 0.0, {"actor_0": 15.0}) == []
+    (verdict,) = find_failed(starving, started, LIMITS, NOW, 0.0, {"actor_0": 5.0})
+    assert verdict.reason.startswith("frozen: no heartbeat for 25 s")
+
+
+def test_judge_silent_start_has_the_limit_of_starts() -> None:
+    assert blamed(status("actor_0", heartbeat=50, count=0), started=55) == {}
+    assert blamed(status("actor_0", heartbeat=50, count=0), started=61)["actor_0"].startswith("did not start within")
+
+
+def test_since_boot_clock_that_was_set_back_changes_nothing() -> None:
+    import socket
+
+    before = replace(status("actor_0", heartbeat=5), hostname=socket.gethostname(), clock_offset=1000.0)
+    after = replace(before, heartbeat=before.heartbeat - 500, progress_at=before.progress_at - 500, clock_offset=500.0)
+    assert before.since_boot(0.0).heartbeat == after.since_boot(0.0).heartbeat == NOW - 1005
+    elsewhere = replace(before, hostname="another")
+    assert elsewhere.since_boot(200.0).heartbeat == NOW - 205
 
 
 def test_judge_silence_while_the_launcher_slept_proves_nothing() -> None:

@@ -36,7 +36,8 @@ def test_status_that_beats_with_progress_is_silent_without(tmp_path: Path) -> No
     assert status.record().heartbeat > status.record().progress_at
     status.beat_with_progress()
     status.progress()
-    assert status.record().heartbeat == status.record().progress_at
+    record = status.record()
+    assert record.heartbeat == record.progress_at
     status.close()
 
 
