@@ -79,8 +79,6 @@ def ratio_is_counted_once(config: Config) -> str | None:
 def proximal_policy_is_used(config: Config) -> str | None:
     rl = config.finetune.rl
     known = POLICY_LOSSES.get(rl.policy_loss)
-    if (config.proximal_steps or 1) > 1:
-        return f"`finetune.rl.proximal_every` is {config.proximal_steps}: only 1 is there yet"
     if rl.proximal_every is None or known is None or known.proximal != "never":
         return None
     return (
@@ -142,12 +140,30 @@ def clip_is_idle(config: Config) -> str | None:
     )
 
 
+def block_of_steps_can_be_there(config: Config) -> str | None:
+    """All data of the steps that share a proximal policy are there before the first of them is trained."""
+    every, bound = config.proximal_steps or 1, config.max_lag_steps
+    if config.schedule == "conventional" and config.steps_per_phase % every:
+        return (
+            f"`finetune.rl.proximal_every` is {every} but `steps_per_phase` is {config.steps_per_phase}: the data of a "
+            "phase are generated before it; let the first divide the second"
+        )
+    ahead = every - 1 + config.finetune.weight_update_interval - 1
+    if config.schedule == "pipeline" and bound is not None and every > 1 and bound < ahead:
+        return (
+            f"`finetune.rl.proximal_every` is {every} but `max_lag_steps` is {bound}: the data of {every} steps are "
+            f"generated before the first of them is trained; raise the second to {ahead} or more, or lower the first"
+        )
+    return None
+
+
 OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     objective_is_known,
     loss_keys_are_used,
     ratio_clamp_is_not_replaced,
     ratio_is_counted_once,
     proximal_policy_is_used,
+    block_of_steps_can_be_there,
     kl_clamp_is_used,
     kl_has_reference,
     value_advantage_has_value_loss,

@@ -5,7 +5,7 @@ Consumes the records of a step; produces the step's metrics and new weights; nev
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -51,9 +51,17 @@ def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batc
 
 
 def train_step(
-    engine: Engine, records: Sequence[MicroBatch], settings: LossSettings, rules: BatchRules, learning_rate: float
+    engine: Engine,
+    records: Sequence[MicroBatch],
+    settings: LossSettings,
+    rules: BatchRules,
+    learning_rate: float,
+    proximal: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Train one optimizer batch; every rank calls it with its own records, the same number of them.
+
+    Args:
+        proximal: [K] log π_prox of the trained tokens of each record; None = the policy's own.
 
     Returns:
         Metrics of the whole batch, equal on all ranks.
@@ -65,6 +73,8 @@ def train_step(
     losses = []
     for number, record in enumerate(records):
         batch = prepare(record, rules, engine.device)
+        if proximal is not None:
+            batch = replace(batch, inputs=replace(batch.inputs, proximal_logprobs_K=proximal[number]))
         output = engine.forward(batch, settings)
         engine.backward(output.loss, last=number == len(records) - 1)
         losses.append(output.loss.detach())

@@ -49,6 +49,12 @@ class BatchReader:
         self._next[key] = 1 + max(offset for offset, _ in found.values())
         return [found[index][1] for index in sorted(found)]
 
+    def peek(self, step: int) -> list[MicroBatch]:
+        """All micro-batches of a later step, which `next_step` has waited for; they stay to be taken."""
+        assert self._complete(step), f"step {step} is not complete"
+        found = self._waiting[step]
+        return [found[index][1] for index in sorted(found)]
+
     def put_back(self) -> None:
         """Undo the last ``next_step``: the same step will be asked for again."""
         step, found = self._taken

@@ -34,7 +34,9 @@ from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
 from pipelinerl.finetune.model import DTYPES, Policy, isolation_error, load_lm
 from pipelinerl.finetune.optim import learning_rate
+from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
+from pipelinerl.finetune.rl.diagnostics import clip_warning
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.sequence import make_sequence_group
@@ -81,6 +83,13 @@ class Outputs:
     publisher: Publisher
     metrics: MetricsLogger
     evaluations: TopicReader[Any]
+    warned: bool = False
+
+    def warn_once(self, text: str | None) -> None:
+        """Log the first warning of the run."""
+        if text is not None and not self.warned:
+            self.warned = True
+            log.warning(text)
 
     def close(self) -> None:
         self.publisher.close()
@@ -97,13 +106,14 @@ class Trainer:
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
-        self.rank, self.world_size, self.device = read_ranks(ctx.world.accelerator)
+        self.rank, self.world_size, device = read_ranks(ctx.world.accelerator)
         torch.manual_seed(self.cfg.seed + self.rank)
-        self.engine = make_engine(self.cfg, self.device, self.world_size)
+        self.engine = make_engine(self.cfg, device, self.world_size)
         self.saver = self._make_saver()
         self.counters = self.saver.resume() or Counters()
         self.feed = self._open_feed()
         self.rules = make_rules(self.engine.policy, self.cfg)
+        self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
         self.outputs = self._open_outputs(make_sender(ctx)) if self.rank == 0 else None
         publisher = self.outputs.publisher if self.outputs else None
         dtype = DTYPES[self.cfg.finetune.dtype]
@@ -139,7 +149,9 @@ class Trainer:
             return False
         waited = time.perf_counter() - started
         settings = settings_at(self.cfg, step)
-        metrics = train_step(self.engine, records, settings, self.rules, learning_rate(self.cfg.finetune, step))
+        proximal = self.proximal.of_step(step, records, self.feed, self.engine, self.rules)
+        rate = learning_rate(self.cfg.finetune, step)
+        metrics = train_step(self.engine, records, settings, self.rules, rate, proximal)
         self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
         self._report(metrics)
@@ -158,7 +170,8 @@ class Trainer:
         on stopping, and on sending weights.
         """
         while True:
-            records = self.feed.next_step(step, POLL_S, last_needed(step, self.cfg))
+            last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
+            records = self.feed.next_step(step, POLL_S, last)
             agreed = self._lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
             if agreed == TRAIN:
                 return records
@@ -172,7 +185,7 @@ class Trainer:
         """The smallest of all ranks' values. Collective."""
         if self.world_size == 1:
             return mine
-        box = torch.tensor(mine, device=self.device)
+        box = torch.tensor(mine, device=self.engine.device)
         torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MIN)
         return int(box.item())
 
@@ -189,6 +202,7 @@ class Trainer:
             )
         )
         self.outputs.metrics.log(metrics | {"samples": self.counters.samples_processed}, step=step)
+        self.outputs.warn_once(clip_warning(metrics))
         log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
 
     def save(self, *, export: bool) -> None:

@@ -89,16 +89,20 @@ class Policy(nn.Module):
         return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
 
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
-        """The loss of a micro-batch; of bare tokens the hidden states [B, L, H], or the targets' log-probs [B·L].
+        """The loss of a micro-batch, or without settings the log-probs [K] of its trained tokens at the training
+        temperature; of bare tokens the hidden states [B, L, H], or the targets' log-probs [B·L].
 
         Engines gather sharded parameters in here only.
         """
         self._announce_layout(batch)
         hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
         if isinstance(batch, Tokens):
-            return hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N)
-        assert settings is not None
+            return (
+                hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N, 1.0)
+            )
         hidden_KH = hidden_BLH.flatten(0, 1)[batch.predictors_K]
+        if settings is None:
+            return self._score(hidden_KH, batch.targets_K, self.temperature)
         inputs, value_term = batch.inputs, None
         if self.value_head is not None:
             inputs, value_term = self._with_values(hidden_KH, inputs)
@@ -124,9 +128,11 @@ class Policy(nn.Module):
         assert documents is not None, "sequence parallelism needs packed batches"
         set_layout(documents, batch.input_ids.shape[1], self.sequence)
 
-    def _score(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+    def _score(self, hidden_NH: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
         head = self.lm.get_output_embeddings()
-        return head_logprobs(head, hidden_NH, targets_N, temperature=1.0, chunk=self.chunk, fp32=self.fp32_head)[0]
+        return head_logprobs(
+            head, hidden_NH, targets_N, temperature=temperature, chunk=self.chunk, fp32=self.fp32_head
+        )[0]
 
     def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
         """Advantage r − sg(V(s_t)) and the value loss coef·½(V − r)², with the token's weight."""

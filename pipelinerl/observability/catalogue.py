@@ -124,6 +124,7 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
             "server and trainer",
         ),
         Metric("clip_fraction", "share", "of tokens on which the loss's clip acts"),
+        Metric("clip_fraction_lag0", "share", "of tokens of the current version on which it acts: numerical noise"),
         Metric("corrected_fraction", "share", "of tokens that an off-policy correction truncates or drops"),
         Metric(
             "lag_min", "steps", "smallest lag of a token: from the version that sampled it to the one that trains it"

@@ -120,7 +120,7 @@ class Preprocessor:
         self.scorer = self._make_scorer()
         self.metrics = MetricsLogger(cfg, ctx.run_dir, ctx.job.kind if replica == 0 else ctx.job.name)
         self.survivorship = Survivorship()
-        self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase)
+        self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
         self.trainer = TrainerState(ctx.run_dir)
         self.trainer.start_listening()
         self.last_publish = time.monotonic()

@@ -101,7 +101,8 @@ class PreprocessSection(Section):
     """Filters, reference log-probabilities and packing."""
 
     filter_zero_advantage_groups: bool = key(
-        False, "leave out groups whose rollouts all got the same reward. See [§5](algorithms.md)"
+        "${finetune.rl.filter_zero_advantage_groups}",
+        "leave out groups whose rollouts all got the same reward. See [§5](algorithms.md)",
     )
     overlong_filtering: bool = key(False, "weight 0 for rollouts that the server cut for their length")
     overlong_buffer_tokens: NonNegativeInt = key(0, "length of the soft penalty before `max_tokens`. 0 = none")

@@ -37,6 +37,9 @@ class RLSection(Section):  # structure: one field per key
     entropy_bonus: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     final_entropy_bonus: NonNegativeFloat = key("${finetune.rl.entropy_bonus}", "its value in the last step")
     value_loss_coef: NonNegativeFloat = key(0.0, "weight of the value loss. Only with `advantage: value`")
+    filter_zero_advantage_groups: bool = key(
+        False, "default of `preprocess.filter_zero_advantage_groups`, for recipes in `conf/finetune`"
+    )
     no_positive_resampling: float | None = key(
         None, "success rate at which a problem leaves the pool (0.9). Null = never", gt=0, le=1
     )

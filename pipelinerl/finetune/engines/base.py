@@ -42,7 +42,7 @@ class Engine(ABC):
         """Loss of one micro-batch."""
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tokens) -> Tensor:
+    def evaluate(self, tokens: Tokens | Batch) -> Tensor:
         """Hidden states or log-probabilities, without dropout and without a graph. Collective."""
         self.policy.eval()
         try:

@@ -55,7 +55,7 @@ class ShardedEngine(Engine):
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.policy(batch, settings)
 
-    def evaluate(self, tokens: Tokens) -> Tensor:
+    def evaluate(self, tokens: Tokens | Batch) -> Tensor:
         """Embedding and head stay gathered after a forward pass, and would miss the next update: let them go."""
         try:
             return super().evaluate(tokens)

@@ -24,6 +24,8 @@ SUMS = (
     "k3",
     "clipped",
     "corrected",
+    "fresh",
+    "clipped_fresh",
     "entropy",
     "kl",
     "value_loss",
@@ -37,6 +39,7 @@ SUMS = (
 MAXIMA = ("max_abs_log_ratio", "max_abs_log_ratio_fresh", "max_lag", "max_negative_lag")
 SEQUENCE_SUMS = ("sequence_ratio", "sequence_ratio_squared")
 """Relative to the largest one of the step, which ESS does not depend on: a long sequence's own may be no float64."""
+LARGEST_CLIP_FRACTION_LAG0 = 0.1
 LAG_PARTS = ("trained", "in_flight", "queued")
 """The whole lag of a trained token, the part while its sequence was still sampled, and the rest."""
 LAG_BIN_ENDS = (0, 1, 2, 4, 8, 16)
@@ -68,11 +71,12 @@ class StepDiagnostics:
         self._sequence_log_ratios.append(torch.where(trained_S, sums_S, -torch.inf))
         self._count_lags(lags)
         lag_K = lags.lag_K.double()
-        fresh_K = lags.lag_K == 0
         kl = inputs.ref_logprobs_K
         zero = log_ratio_K.new_zeros(())
+        fresh_K = lags.lag_K == 0
         loss, tokens = policy_term(logprobs_K, inputs, settings)
         clipped = zero if loss.clipped_K is None else loss.clipped_K.sum().double()
+        clipped_fresh = zero if loss.clipped_K is None else (loss.clipped_K & fresh_K).sum().double()
         self._sums += torch.stack(
             [
                 output.loss.double(),
@@ -84,6 +88,8 @@ class StepDiagnostics:
                 (ratio_K - log_ratio_K - 1.0).sum(),
                 clipped,
                 tokens.corrected_K.sum().double(),
+                fresh_K.sum().double(),
+                clipped_fresh,
                 entropy_K.double().sum(),
                 zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
                 output.value_loss.double(),
@@ -145,6 +151,7 @@ def step_metrics(totals: dict[str, float]) -> dict[str, float]:
         "logratio_abs_max": totals["max_abs_log_ratio"] if trained else 0.0,
         "logratio_abs_max_lag0": totals["max_abs_log_ratio_fresh"] if trained else 0.0,
         "clip_fraction": totals["clipped"] / tokens,
+        "clip_fraction_lag0": totals["clipped_fresh"] / max(totals["fresh"], 1.0),
         "corrected_fraction": totals["corrected"] / tokens,
         "lag_min": -totals["max_negative_lag"] if trained else 0.0,
         "lag_mean": totals["lag"] / tokens,
@@ -152,6 +159,18 @@ def step_metrics(totals: dict[str, float]) -> dict[str, float]:
         "lag_in_flight_mean": totals["in_flight_lag"] / tokens,
         "lag_queued_mean": (totals["lag"] - totals["in_flight_lag"]) / tokens,
     } | {name: totals[name] / tokens for name in LAG_COUNTS}
+
+
+def clip_warning(metrics: dict[str, float]) -> str | None:
+    """What to do when the clip acts on tokens of the version in training, where the ratio is numerical noise."""
+    share = metrics["clip_fraction_lag0"]
+    if share <= LARGEST_CLIP_FRACTION_LAG0:
+        return None
+    return (
+        f"the loss clips {share:.0%} of the tokens that the present weights sampled: there the ratio shows no "
+        "change of the policy but the numerical difference between server and trainer. Set finetune.rl.proximal_every, "
+        "so that the ratio is taken to the trainer's own policy, or widen finetune.rl.epsilon_low and epsilon_high"
+    )
 
 
 def _ess(total: float, total_of_squares: float, count: float) -> float:

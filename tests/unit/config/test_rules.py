@@ -55,6 +55,7 @@ REFUSED = {
     "loss_keys_are_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
     "ratio_clamp_is_not_replaced": {"finetune__rl__token_mis": 2.0, "finetune__rl__ratio_clamp": 3.0},
     "ratio_is_counted_once": {"finetune__rl__policy_loss": "gspo", "finetune__rl__sequence_tis": 2.0},
+    "block_of_steps_can_be_there": {"finetune__rl__policy_loss": "ppo", "finetune__rl__proximal_every": 10},
     "proximal_policy_is_used": {"finetune__rl__proximal_every": 1},
     "kl_clamp_is_used": {"finetune__rl__kl_clamp": 2.0},
     "filter_knows_advantages": {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
+from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, clip_warning, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.observability.catalogue import undeclared
@@ -119,3 +119,17 @@ def test_rewards_entropy_and_padding(metrics: dict[str, float]) -> None:
 def test_nothing_trained_gives_finite_metrics() -> None:
     metrics = step_metrics(StepDiagnostics(torch.device("cpu")).reduce(distributed=False))
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_clip_that_acts_on_fresh_tokens_warns_with_the_cure() -> None:
+    """Lags 0, 0, 1, 1 and ratios 10, 1, 10, 10 against a clamp of 5: half of the fresh tokens are clipped."""
+    metrics = one_step([10.0, 1.0, 10.0, 10.0], [0, 1, 2, 3], [0, 0, 1, 1], [0] * 4)
+    assert (metrics["clip_fraction"], metrics["clip_fraction_lag0"]) == (0.75, 0.5)
+    assert "50%" in (clip_warning(metrics) or "")
+    assert "proximal_every" in (clip_warning(metrics) or "")
+
+
+def test_clip_that_acts_on_old_tokens_is_what_it_is_for() -> None:
+    metrics = one_step([1.0, 1.0, 10.0, 10.0], [0, 1, 2, 3], [0, 0, 1, 1], [0] * 4)
+    assert (metrics["clip_fraction"], metrics["clip_fraction_lag0"]) == (0.5, 0.0)
+    assert clip_warning(metrics) is None

@@ -1,0 +1,47 @@
+"""log π_prox of the steps that share one proximal policy (`finetune.rl.proximal_every`, docs/algorithms.md §2).
+
+Consumes the micro-batches of a block of N steps before its first step is trained; produces the log-probabilities of
+their trained tokens under the weights of that moment, and keeps them until their step. With N = 1 nothing is needed:
+the loss takes the step's own log-probabilities.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.batch_reader import BatchReader
+from pipelinerl.finetune.engines import Engine
+from pipelinerl.records import MicroBatch
+
+
+class ProximalPolicy:
+    """The log-probabilities of the block under training, by step.
+
+    A block is the steps from a multiple of N on. A run that was resumed inside one begins a shorter one there.
+    """
+
+    def __init__(self, every: int | None, max_train_steps: int):
+        self._every, self._max_train_steps = every or 1, max_train_steps
+        self._known: dict[int, list[Tensor]] = {}
+
+    def last_needed(self, step: int) -> int:
+        """The last step whose data must be there before ``step`` is trained."""
+        if self._every == 1 or step in self._known:
+            return step
+        return min((step // self._every + 1) * self._every, self._max_train_steps) - 1
+
+    def of_step(
+        self, step: int, records: Sequence[MicroBatch], reader: BatchReader, engine: Engine, rules: BatchRules
+    ) -> list[Tensor] | None:
+        """[K] log-probabilities of each record of ``step``; None = the step's own. Collective, with equal arguments."""
+        if self._every == 1:
+            return None
+        if step not in self._known:
+            last = self.last_needed(step)
+            block = {step: records} | {later: reader.peek(later) for later in range(step + 1, last + 1)}
+            self._known = {
+                number: [engine.evaluate(prepare(record, rules, engine.device)) for record in found]
+                for number, found in block.items()
+            }
+        return self._known.pop(step)
