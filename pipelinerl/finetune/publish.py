@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from pipelinerl.errors import ServersExpelledError, WeightUpdateError
-from pipelinerl.records import EvaluationDone, EvaluationStarted, ServerFailed, WeightUpdateSuccess
+from pipelinerl.records import EvaluationDone, EvaluationStarted, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.weights.attestor import Miss
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.protocol import ParamSpec
@@ -116,7 +116,7 @@ class Publisher:
     def __init__(
         self,
         sender: Sender,
-        announce: Callable[[WeightUpdateSuccess | ServerFailed], object],
+        announce: Callable[[WeightUpdateSuccess | ProbeMissed], object],
         lease: EvaluationLease,
     ):
         self._sender, self._announce, self._lease = sender, announce, lease
@@ -227,7 +227,7 @@ class Publisher:
         for miss in self._sender.take_misses():
             self._last_miss = f"{miss.server}: version {miss.version} {miss.reason}"
             self._announce(
-                ServerFailed(
+                ProbeMissed(
                     server=miss.server,
                     version=miss.version,
                     since=miss.since,

@@ -17,7 +17,7 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     timestamp: float = 0.0
 
 
-class ServerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="server_failed"):
+class ProbeMissed(msgspec.Struct, frozen=True, kw_only=True, tag="probe_missed"):
     """A server did not use the weights that it was sent: what it sampled from ``since`` on must not be trained.
 
     Whatever is sampled on it after a later `WeightUpdateSuccess` that names it is not meant.
@@ -62,7 +62,7 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_r
     timestamp: float = 0.0
 
 
-TrainerMessage = WeightUpdateSuccess | ServerFailed | SamplesProcessed | TrainingDone | TrainingResumed
+TrainerMessage = WeightUpdateSuccess | ProbeMissed | SamplesProcessed | TrainingDone | TrainingResumed
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.errors import TransportError
-from pipelinerl.weights.attestation import Baseline, Verdict, calibrate, judge
+from pipelinerl.weights.attestation import Baseline, Comparison, calibrate, judge
 from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
 from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
@@ -69,7 +69,6 @@ class Witness:
     job: Job
     client: httpx.Client
     baseline: Baseline | None = None
-    calibrating: bool = False
     has_other_file: bool = False
     """Its weights from disk are not the trainer's: the first update calibrates it."""
     took: int | None = None
@@ -83,6 +82,7 @@ class Witness:
     """Its log-probabilities passed since it (re)entered service."""
     misses: int = 0
     is_busy: bool = False
+    """A thread talks to it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -152,8 +152,8 @@ class Attestor:
                 witness.has_other_file = False
             if witness.baseline is not None or witness.has_other_file:
                 return True
-            if not witness.calibrating:
-                witness.calibrating = True
+            if not witness.is_busy:
+                witness.is_busy = True
                 self._pool.submit(self._calibrate, witness)
         return False
 
@@ -207,8 +207,7 @@ class Attestor:
         except ERRORS as error:
             log.warning("event=server_not_calibrated server=%s error=%s", witness.job.name, error)
             self._closed.wait(RETRY_S)
-        finally:
-            witness.calibrating = False
+        self._attest_all(witness)  # what it took meanwhile
 
     def _attest_all(self, witness: Witness) -> None:
         """Asks for the newest version that the server took, until there is no newer one."""
@@ -263,7 +262,7 @@ class Attestor:
             raise TransportError(f"{CHECK_PATH} answered {response.status_code}: {response.text[:200]}")
         return msgspec.json.decode(response.content, type=WeightCheck)
 
-    def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> Verdict | None:
+    def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> Comparison | None:
         """Compare log-probabilities, twice if they miss; None if the server has gone on to another version."""
         trainer = scores.result(self._timeout_s)
         verdict = None
@@ -321,6 +320,6 @@ class Attestor:
         return response.content
 
 
-def _figures(verdict: Verdict) -> str:
+def _figures(verdict: Comparison) -> str:
     followed = "" if verdict.followed is None else f", {verdict.followed:.2f} of the trainer's change"
     return f"{verdict.difference:.3g} nats, {verdict.limit:.3g} are allowed{followed}"

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.errors import ServersExpelledError, WeightUpdateError
 from pipelinerl.finetune.publish import EvaluationLease, Publisher
 from pipelinerl.finetune.updates import is_push_due
-from pipelinerl.records import EvaluationDone, EvaluationStarted, ServerFailed, WeightUpdateSuccess
+from pipelinerl.records import EvaluationDone, EvaluationStarted, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.weights.attestor import Miss
 
 
@@ -135,7 +135,7 @@ def test_a_missed_probe_is_announced_at_once(harness: Harness) -> None:
     harness.sender.misses.append(miss(is_final=False))
     wait_for(lambda: harness.announced)
     (message,) = harness.announced
-    assert isinstance(message, ServerFailed)
+    assert isinstance(message, ProbeMissed)
     assert (message.server, message.version, message.since, message.is_final) == ("s0", 4, 3, False)
     harness.publisher.check()
 
