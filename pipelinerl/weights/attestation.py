@@ -3,7 +3,7 @@
 Trainer and server score the same likely tokens with different kernels. In bfloat16 their values differ by a noise that
 depends on the model (0.016 nats at a logit deviation of 1, 0.05 at 4, 24 layers) and that is drawn anew with every
 version. A fixed bound either expels healthy servers or sees nothing, so each server is calibrated while both ends hold
-the same file. Later versions are compared by their change (docs/algorithms.md §12):
+the same file. Later versions are compared by their change (docs/algorithms.md §10):
 
     e = (server − server₀) − (trainer − trainer₀)           what the server's change lacks or has too much
 
