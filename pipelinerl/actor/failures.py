@@ -60,3 +60,20 @@ def shorten(text: str, limit: int) -> str:
     """The beginning of the text, in characters that UTF-8 knows."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+class DomainErrors:
+    """Failures in the domain's code; more than ``limit`` (``actor.max_domain_errors``) of them end the role."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self.count = 0
+
+    def add(self, detail: str) -> None:
+        """Counts one; raises ``DomainError`` beyond the limit."""
+        self.count += 1
+        if self.count > self._limit:
+            raise DomainError(
+                f"{self.count} rollouts failed in the domain's code, "
+                f"more than actor.max_domain_errors={self._limit}; the last: {detail}"
+            )

@@ -22,7 +22,7 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
 class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Roll out one problem."""
 
-    ticket: int
+    ticket: int = 0
     """The actor's number of this piece of work; the answer carries it."""
     group_id: str
     domain: int

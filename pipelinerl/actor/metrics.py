@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipelinerl.records import Rollout
 
 WINDOW = 1024
+TOTALS = ("rollouts", "groups", "groups_retried", "aborted_requests", "tokens_generated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,7 @@ class ActorMetrics:
         self._recent: deque[_Seen] = deque(maxlen=window)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
-        self._retried = 0
-        self._aborted_requests = 0
-        self._rollouts = 0
-        self._output_tokens = 0
-        self._groups = 0
+        self._totals: Counter[str] = Counter()
         self._max_versions = 0
         self._since = (now, 0, 0)
         self._clock, self._generating, self._generating_s = now, False, 0.0
@@ -46,12 +43,12 @@ class ActorMetrics:
 
     def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
         """A published group of a domain or data set; several of them have their means beside those of all."""
-        self._groups += 1
+        self._totals["groups"] += 1
         for rollout in rollouts:
             seen = _see(rollout, part)
             self._recent.append(seen)
-            self._rollouts += 1
-            self._output_tokens += seen.output_tokens
+            self._totals["rollouts"] += 1
+            self._totals["tokens_generated"] += seen.output_tokens
             self._max_versions = max(self._max_versions, seen.num_versions)
 
     def failure(self, reason: str) -> None:
@@ -64,26 +61,22 @@ class ActorMetrics:
 
     def aborted(self, requests: int) -> None:
         """Requests that a server did not complete."""
-        self._aborted_requests += requests
+        self._totals["aborted_requests"] += requests
 
     def retried(self) -> None:
         """A group whose missing attempts were tried again."""
-        self._retried += 1
+        self._totals["groups_retried"] += 1
 
     def snapshot(self, now: float) -> dict[str, float]:
         """Every number; rates are since the previous snapshot."""
         then, rollouts, tokens = self._since
-        self._since = (now, self._rollouts, self._output_tokens)
+        totals = {name: self._totals[name] for name in TOTALS}
+        self._since = (now, totals["rollouts"], totals["tokens_generated"])
         elapsed = max(now - then, 1e-9)
-        values: dict[str, float] = {
-            "rollouts": self._rollouts,
-            "groups": self._groups,
-            "groups_retried": self._retried,
-            "aborted_requests": self._aborted_requests,
-            "rollouts_per_s": (self._rollouts - rollouts) / elapsed,
-            "tokens_generated": self._output_tokens,
+        values: dict[str, float] = totals | {
+            "rollouts_per_s": (totals["rollouts"] - rollouts) / elapsed,
             "generating_s": self._generating_s,
-            "tokens_generated_per_s": (self._output_tokens - tokens) / elapsed,
+            "tokens_generated_per_s": (totals["tokens_generated"] - tokens) / elapsed,
             "versions_in_one_rollout_max": self._max_versions,
         }
         values |= {f"failures/{reason}": count for reason, count in self._failures.items()}

@@ -29,7 +29,7 @@ class DomainSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Problem index → (successes, attempts); kept only with no-positive-resampling."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ActorSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The fold over all records of this actor before ``offset``."""
 
     offset: int
@@ -42,11 +42,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     domains: dict[str, DomainSnapshot]
 
 
-class Progress:
+class ActorProgress:
     """Counts in samples, dispatch numbers, and every domain's place in its problems.
 
     Example:
-        >>> progress = Progress({"guessing": ProblemSource(num_problems=2, seed=0, name="guessing")})
+        >>> progress = ActorProgress({"guessing": ProblemSource(num_problems=2, seed=0, name="guessing")})
         >>> progress.dispatch(8), progress.dispatch(8), progress.dispatched
         (0, 1, 16)
     """
@@ -113,10 +113,10 @@ class Progress:
         """Whether a domain began an epoch since the last snapshot: its order must be saved before it is used."""
         return self._saved_epochs != {name: source.next_epoch for name, source in self.sources.items()}
 
-    def snapshot(self, offset: int) -> Snapshot:
+    def snapshot(self, offset: int) -> ActorSnapshot:
         """The state with every record before ``offset`` applied."""
         self._saved_epochs = {name: source.next_epoch for name, source in self.sources.items()}
-        return Snapshot(
+        return ActorSnapshot(
             offset=offset,
             published=self.published,
             dropped=self.dropped,
@@ -135,7 +135,7 @@ class Progress:
             },
         )
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ActorSnapshot) -> None:
         """Takes up a snapshot; records behind its offset are to be applied afterwards, then ``resume``."""
         self.published, self.dropped = snapshot.published, snapshot.dropped
         self.by_domain = Counter(snapshot.by_domain)
@@ -152,7 +152,7 @@ class Progress:
         self._next = self.before
 
 
-def save_snapshot(folder: Path, snapshot: Snapshot) -> None:
+def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
     """Replaces the snapshot in one step; raises ``StreamError`` when it cannot be written."""
     path = folder / SNAPSHOT_FILE
     try:
@@ -162,11 +162,11 @@ def save_snapshot(folder: Path, snapshot: Snapshot) -> None:
         raise StreamError(f"{path} cannot be written: {error}") from error
 
 
-def load_snapshot(folder: Path) -> Snapshot | None:
+def load_snapshot(folder: Path) -> ActorSnapshot | None:
     """The newest snapshot; None when there is none."""
     path = folder / SNAPSHOT_FILE
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
+        return msgspec.msgpack.decode(path.read_bytes(), type=ActorSnapshot)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:

@@ -72,10 +72,31 @@ class _Worker:
     ready: bool = False
     groups: dict[int, _Group] = field(default_factory=dict)
     """By ticket."""
+    rollouts: int = 0
+    """Rollouts under way."""
 
-    @property
-    def rollouts(self) -> int:
-        return sum(group.missing for group in self.groups.values())
+    def add(self, ticket: int, attempts: int) -> None:
+        self.groups[ticket] = _Group(missing=attempts)
+        self.rollouts += attempts
+
+    def remove(self, ticket: int) -> bool:
+        """Forgets a group; False = it is not here."""
+        group = self.groups.pop(ticket, None)
+        if group is not None:
+            self.rollouts -= group.missing
+        return group is not None
+
+    def count(self, ticket: int, outcome: Rollout | Failure) -> None:
+        """An attempt of a group, if that is here, has ended."""
+        group = self.groups.get(ticket)
+        if group is None:
+            return
+        group.missing -= 1
+        self.rollouts -= 1
+        if isinstance(outcome, Rollout):
+            group.rollouts.append(outcome)
+        else:
+            group.failures.append(outcome)
 
 
 class RolloutWorkers:
@@ -112,12 +133,12 @@ class RolloutWorkers:
         """Gives the work to the least loaded worker."""
         payload = encode_start(start)
         worker = min(self._workers, key=lambda worker: worker.rollouts)
-        worker.groups[start.ticket] = _Group(missing=len(start.attempts))
+        worker.add(start.ticket, len(start.attempts))
         self._send_bytes(worker, payload)
 
     def cancel(self, ticket: int) -> None:
         for worker in self._workers:
-            if worker.groups.pop(ticket, None) is not None:
+            if worker.remove(ticket):
                 self._send(worker, Cancel(ticket=ticket))
 
     def poll(self, timeout_s: float) -> list[GroupFinished | Lost]:
@@ -185,25 +206,18 @@ class RolloutWorkers:
         return [result for result in results if result is not None]
 
     def _take(self, worker: _Worker, message: FromWorker) -> GroupFinished | None:
-        """Counts the message; returns the group that it completes."""
+        """Counts the message; returns the group that it completes. A cancelled group's messages are ignored."""
         match message:
             case Ready():
                 worker.ready = True
-                return None
             case WorkerFailed():
                 raise DomainError(message.error)
-        group = worker.groups.get(message.ticket)
-        if group is None:  # cancelled in the meantime
-            return None
-        match message:
             case RolloutDone():
-                group.missing -= 1
-                group.rollouts.append(message.rollout)
+                worker.count(message.ticket, message.rollout)
             case RolloutFailed():
-                group.missing -= 1
-                group.failures.append(message.failure)
-            case GroupEnded():
-                del worker.groups[message.ticket]
+                worker.count(message.ticket, message.failure)
+            case GroupEnded() if (group := worker.groups.get(message.ticket)) is not None:
+                worker.remove(message.ticket)
                 return GroupFinished(
                     ticket=message.ticket,
                     rollouts=tuple(group.rollouts),

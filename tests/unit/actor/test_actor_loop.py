@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from pipelinerl.actor.evaluation import TestProblem
+from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
+from pipelinerl.actor.failures import DomainErrors
 from pipelinerl.actor.lag import Pacing
-from pipelinerl.actor.loop import ActorLoop, Limits, TrainDomain
+from pipelinerl.actor.loop import ActorLoop
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
+from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.progress import Progress
+from pipelinerl.actor.progress import ActorProgress
+from pipelinerl.actor.reporting import Reporter
+from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
+from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.observability.catalogue import undeclared
@@ -141,44 +147,54 @@ class Stage:
             TrainDomain(name=name, weight=weight, problems=[{"i": i} for i in range(7)])
             for name, weight in (weights or {"d": 1.0}).items()
         ]
-        self.loop = ActorLoop(
-            limits=Limits(
-                **{
-                    "attempts": ATTEMPTS,
-                    "llm_max_rollouts": 8,
-                    "max_failed_rollouts_per_group": 0,
-                    "max_group_reissues": 1,
-                    "max_domain_errors": 5,
-                    "eval_every_n_versions": 0,
-                    "eval_at_start": False,
-                    "eval_at_end": False,
-                    "eval_attempts": 1,
-                    "eval_timeout_s": 100.0,
-                    "log_every_s": 1000.0,
-                }
-                | limits
-            ),
-            pacing=Pacing(batch_size=batch, max_lag_steps=0, max_train_steps=100),
+        values = {"attempts": ATTEMPTS, "max_failed_rollouts": 0, "max_reissues": 1, "max_domain_errors": 5}
+        values |= {"every_n_versions": 0, "at_start": False, "at_end": False} | limits
+        self.progress = ActorProgress({d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains})
+        table, metrics = WorkTable(self.workers, rollouts_per_server=8), ActorMetrics(0.0)
+        training = TrainingGroups(
             domains=domains,
-            test_problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
-            urls={"s": "http://s"},
-            trainer=self.trainer,
-            workers=self.workers,
+            rules=GroupRules(**{key: values[key] for key in ("attempts", "max_failed_rollouts", "max_reissues")}),
+            pacing=Pacing(batch_size=batch, max_lag_steps=0, max_train_steps=100),
+            progress=self.progress,
+            journal=self,
             drops=self.drops,
-            publish=lambda record: self.records.append(record) or len(self.records),  # type: ignore[func-returns-value]
-            publish_test=lambda record: 0,
-            announce=lambda message: self.news.append(message) or 0,  # type: ignore[func-returns-value]
-            log_metrics=lambda values, step: self.metrics.append(declared(values)),
-            status=QuietStatus(),
-            should_stop=lambda: self.stop(),
-            progress=Progress({d.name: ProblemSource(num_problems=7, seed=0, name=d.name) for d in domains}),
-            save=lambda: None,
+            table=table,
+            metrics=metrics,
         )
+        when = {key: values[key] for key in ("every_n_versions", "at_start", "at_end")}
+        evaluator = Evaluator(
+            problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
+            rules=EvaluationRules(**when, attempts=1, timeout_s=100.0, max_repeats=values["max_reissues"]),
+            domains=[domain.name for domain in domains],
+            actor=0,
+            topics=EvaluationTopics(announce=lambda m: self.news.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
+            table=table,
+        )
+        self.loop = ActorLoop(
+            trainer=self.trainer,
+            urls={"s": "http://s"},
+            table=table,
+            training=training,
+            evaluator=evaluator,
+            domain_errors=DomainErrors(values["max_domain_errors"]),
+            metrics=metrics,
+            reporter=Reporter(metrics, self, QuietStatus(), 1000.0),
+        )
+
+    def publish(self, record: RolloutGroup | GroupDropped) -> None:
+        self.records.append(record)
+        self.progress.apply(record)
+
+    def save(self) -> None:
+        pass
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.metrics.append(values)
 
     def until(self, condition: Callable[[], bool]) -> None:
         polls = iter(range(2000))
         self.stop = lambda: condition() or next(polls, None) is None
-        self.loop.run()
+        self.loop.run(lambda: self.stop())
         assert condition()
 
 
@@ -262,7 +278,7 @@ def test_group_that_stays_incomplete_is_dropped_with_its_reason() -> None:
 
 
 def test_member_within_the_budget_is_left_out() -> None:
-    stage = Stage(lambda start: finished(start, failed=(0,), reason="too_long"), max_failed_rollouts_per_group=1)
+    stage = Stage(lambda start: finished(start, failed=(0,), reason="too_long"), max_failed_rollouts=1)
     stage.until(lambda: len(stage.records) >= 1)
     group = stage.records[0]
     assert isinstance(group, RolloutGroup)
@@ -277,7 +293,7 @@ def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
     before = len(stage.records)
     polls = iter(range(50))
     stage.stop = lambda: next(polls, None) is None
-    stage.loop.run()
+    stage.loop.run(stage.stop)
     assert len(stage.records) == before
 
 
@@ -316,7 +332,7 @@ def test_evaluation_counts_only_tokens_of_the_announced_version() -> None:
             ticket=start.ticket, rollouts=tuple(rollout(i, version) for i in start.attempts), failures=()
         )
 
-    stage = Stage(answer, tests=3, eval_at_start=True)
+    stage = Stage(answer, tests=3, at_start=True)
     stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
     done = stage.news[-1]
     assert (done.version, done.num_rollouts, done.metrics["complete"]) == (0, 3, 1.0)
@@ -327,14 +343,14 @@ def test_evaluation_failure_is_left_out_and_never_scored() -> None:
     def answer(start: StartGroup) -> GroupFinished:
         return finished(start, failed=start.attempts if start.evaluation and start.problem["i"] == 0 else ())
 
-    stage = Stage(answer, tests=4, eval_at_start=True)
+    stage = Stage(answer, tests=4, at_start=True)
     stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
     done = stage.news[-1]
     assert (done.success, done.num_rollouts, done.metrics["complete"]) == (1.0, 3, 0.75)
 
 
 def test_evaluation_every_n_versions_while_training_goes_on() -> None:
-    stage = Stage(tests=2, eval_every_n_versions=3, batch=4)
+    stage = Stage(tests=2, every_n_versions=3, batch=4)
 
     def condition() -> bool:
         if len(stage.records) >= 2 * (stage.trainer.version + 1) and stage.trainer.version < 7:
@@ -346,7 +362,7 @@ def test_evaluation_every_n_versions_while_training_goes_on() -> None:
 
 
 def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
-    stage = Stage(lambda start: finished(start) if start.evaluation else None, tests=2, eval_at_end=True)
+    stage = Stage(lambda start: finished(start) if start.evaluation else None, tests=2, at_end=True)
     polls = iter(range(200))
 
     def condition() -> bool:
@@ -355,7 +371,7 @@ def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
         return next(polls, None) is None
 
     stage.stop = condition
-    stage.loop.run()
+    stage.loop.run(stage.stop)
     assert [type(m).__name__ for m in stage.news] == ["EvaluationStarted", "EvaluationDone"]
     assert stage.news[-1].version == 9
     assert stage.records == []

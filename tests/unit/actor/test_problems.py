@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
-from pipelinerl.actor.progress import Progress, load_snapshot, save_snapshot
+from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.records import GroupDropped, Rollout, RolloutGroup
 
@@ -90,7 +90,7 @@ def record(place: Place, index: int, *, success: float | None = 0.0, attempts: i
 
 
 def test_restart_takes_what_was_not_settled_and_then_goes_on(tmp_path: Path) -> None:
-    progress = Progress({"d": source(5)})
+    progress = ActorProgress({"d": source(5)})
     places = [progress.sources["d"].take() for _ in range(7)]  # two of them of the second epoch
     numbers = [progress.dispatch(2) for _ in places]
     assert numbers == list(range(7))
@@ -98,7 +98,7 @@ def test_restart_takes_what_was_not_settled_and_then_goes_on(tmp_path: Path) -> 
     settled = [0, 2, 3, 6]
     records = [record(places[i], i, success=None if i == 3 else 0.0) for i in settled]
 
-    restarted = Progress({"d": source(5)})
+    restarted = ActorProgress({"d": source(5)})
     snapshot = load_snapshot(tmp_path)
     assert snapshot is not None
     restarted.restore(snapshot)
@@ -115,15 +115,15 @@ def test_restart_takes_what_was_not_settled_and_then_goes_on(tmp_path: Path) -> 
 
 
 def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -> None:
-    def played(cut: int) -> Progress:
-        progress = Progress({"d": source(3)}, no_positive_resampling=0.9)
+    def played(cut: int) -> ActorProgress:
+        progress = ActorProgress({"d": source(3)}, no_positive_resampling=0.9)
         places = [progress.sources["d"].take() for _ in range(8)]
         records = [record(places[i], i, success=float(places[i].problem_index == 0)) for i in (1, 0, 3, 2, 5, 7)]
         start = progress.snapshot(0)
         for item in records[:cut]:
             progress.apply(item)
         middle = progress.snapshot(cut) if cut else start
-        again = Progress({"d": source(3)}, no_positive_resampling=0.9)
+        again = ActorProgress({"d": source(3)}, no_positive_resampling=0.9)
         again.restore(middle)
         for item in records[cut:]:
             again.apply(item)

@@ -1,0 +1,169 @@
+"""When an evaluation is due, and its course: announced, carried out on one weight version, its result published."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipelinerl.actor import failures
+from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
+from pipelinerl.actor.messages import StartGroup
+from pipelinerl.actor.work import Ended, Work, WorkTable
+from pipelinerl.records import EvaluationDone, EvaluationStarted, RolloutGroup
+from pipelinerl.records.messages import EvaluationMessage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRules:
+    """What the configuration says about evaluations."""
+
+    every_n_versions: int
+    at_start: bool
+    at_end: bool
+    attempts: int
+    timeout_s: float
+    max_repeats: int
+
+
+@dataclass(eq=False, kw_only=True)
+class TestWork(Work):
+    """Attempts at a test problem under way."""
+
+    __test__ = False
+
+    item: TestItem
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTopics:
+    """Where evaluations are announced and their rollouts kept for people."""
+
+    announce: Callable[[EvaluationMessage], int]
+    publish: Callable[[RolloutGroup], int]
+
+
+class Evaluator:
+    """The evaluations of this actor, one at a time. One thread.
+
+    Args:
+        problems: empty = there are no evaluations.
+        domains: names of the run's domains.
+        last: the newest message on topic ``evaluation``; one that only began is made again.
+    """
+
+    def __init__(
+        self,
+        *,
+        problems: Sequence[TestProblem],
+        rules: EvaluationRules,
+        domains: Sequence[str],
+        actor: int,
+        topics: EvaluationTopics,
+        table: WorkTable,
+        last: EvaluationMessage | None = None,
+    ):
+        self._problems, self._rules, self._domains, self._actor = problems, rules, domains, actor
+        self._topics, self._table, self._last = topics, table, last
+        self._current: Evaluation | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._current is not None
+
+    def is_due(self, version: int | None, finishing: bool) -> bool:
+        """Whether an evaluation begins with this live version. ``finishing``: training is done."""
+        if not self._problems or version is None:
+            return False
+        last, rules = self._last, self._rules
+        if isinstance(last, EvaluationStarted):
+            return True
+        if finishing:
+            return rules.at_end and (last is None or last.version < version)
+        if last is None and rules.at_start:
+            return True
+        every = rules.every_n_versions
+        return every > 0 and version >= (last.version if last else 0) + every
+
+    def start(self, version: int) -> None:
+        """Announces an evaluation of this version."""
+        self._current = Evaluation(
+            problems=self._problems,
+            attempts=self._rules.attempts,
+            version=version,
+            deadline=time.time() + self._rules.timeout_s,
+            max_repeats=self._rules.max_repeats,
+        )
+        self._topics.announce(self._current.started())
+        log.info("evaluation started version=%d problems=%d", version, len(self._problems))
+
+    def move_to(self, version: int) -> None:
+        """Servers have other weights: an evaluation under way begins again on them."""
+        current = self._current
+        if current is None or current.version == version:
+            return
+        log.info("evaluation begins again version=%d was=%d", version, current.version)
+        self._table.cancel(TestWork)
+        current.restart(version)
+        self._topics.announce(current.started())
+
+    def fill(self) -> None:
+        """Starts as many attempts as there is room for."""
+        while self._current is not None and self._table.has_room(self._rules.attempts):
+            item = self._current.next_item()
+            if item is None:
+                return
+            version, problem = self._current.version, item.problem
+            start = StartGroup(
+                group_id=f"test-{version}-{problem.dataset}-{problem.index}",
+                domain=problem.domain,
+                problem=problem.problem,
+                attempts=item.attempts,
+                evaluation=True,
+                version=version,
+            )
+            self._table.submit(TestWork(start=start, item=item))
+
+    def take(self, ended: Ended) -> None:
+        """Counts what came of an item."""
+        work, current = ended.work, self._current
+        assert isinstance(work, TestWork)
+        if current is None:
+            return
+        repeat = all(failure.reason in failures.WORTH_REPEATING for failure in ended.failures)
+        current.take(work.item, ended.rollouts, worth_repeating=repeat)
+        if ended.rollouts:
+            self._topics.publish(self._group(work, ended, current.version))
+
+    def finish(self) -> EvaluationDone | None:
+        """Publishes the result of an evaluation that is complete or whose time is up; None = nothing ended."""
+        current = self._current
+        if current is None or not (current.finished or current.expired):
+            return None
+        self._table.cancel(TestWork)
+        done = current.done()
+        self._topics.announce(done)
+        self._last, self._current = done, None
+        log.info(
+            "evaluation done version=%d success=%.4f reward=%.4f rollouts=%d complete=%.3f",
+            *(done.version, done.success, done.reward, done.num_rollouts, done.metrics["complete"]),
+        )
+        return done
+
+    def _group(self, work: TestWork, ended: Ended, version: int) -> RolloutGroup:
+        problem = work.item.problem
+        return RolloutGroup(
+            group_id=work.start.group_id,
+            epoch=0,
+            position=problem.index,
+            problem_index=problem.index,
+            actor=self._actor,
+            domain=self._domains[problem.domain],
+            dataset=problem.dataset,
+            attempts=self._rules.attempts,
+            rollouts=ended.rollouts,
+            dispatched_version=version,
+            settled_before=0,
+            dispatch_index=-1,
+        )

@@ -1,0 +1,88 @@
+"""The actor's side of its topics: its groups with what is settled behind them, and the preprocessor's drops."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.errors import StreamError
+from pipelinerl.records import ActorRecord, PreprocessorProgress, topics
+from pipelinerl.streams import SingleStreamSpec, TopicReader, TopicWriter, open_reader
+
+log = logging.getLogger(__name__)
+
+LISTEN_S = 0.5
+SAVE_EVERY_S = 5.0
+
+
+class TopicJournal:
+    """Publishes on topic ``actor`` and keeps the snapshot of what was published behind it."""
+
+    def __init__(self, folder: Path, groups: TopicWriter, keeper: TopicReader, progress: ActorProgress):
+        self._folder, self._groups, self._progress = folder, groups, progress
+        self._keeper = keeper
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+
+    def replay(self) -> None:
+        """Takes up where an earlier process of this job stopped."""
+        snapshot = load_snapshot(self._folder)
+        if snapshot is not None:
+            self._progress.restore(snapshot)
+        offset = snapshot.offset if snapshot else 0
+        with open_reader(self._groups.spec, ActorRecord, name=None, start=offset) as reader:
+            for _, record in reader.read_all():
+                self._progress.apply(record)
+        self._progress.resume()
+        if self._groups.next_offset:
+            log.info("continued records=%d published=%d", self._groups.next_offset, self._progress.published)
+
+    def publish(self, record: ActorRecord) -> None:
+        """Appends the record and counts it; saves now and then."""
+        if time.monotonic() >= self._next_save:
+            self.save()
+        self._groups.write(record)
+        self._progress.apply(record)
+
+    def save(self) -> None:
+        """Writes the snapshot, then gives the records that it covers up for deletion."""
+        offset = self._groups.next_offset
+        save_snapshot(self._folder, self._progress.snapshot(offset))
+        self._keeper.commit(offset)
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+
+
+class DropListener:
+    """Samples that the preprocessor dropped, from topic ``preprocessor``, read by a thread of its own."""
+
+    def __init__(self, run_dir: Path, replica: int):
+        self._spec = SingleStreamSpec(run_dir, topics.PREPROCESSOR, instance=replica)
+        self._total = 0
+        self._by_domain: dict[str, int] = {}
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="preprocessor-drops", daemon=True)
+        self._thread.start()
+
+    def total(self) -> int:
+        if self._failure is not None:
+            raise StreamError(f"the listener on {self._spec} died: {self._failure}") from self._failure
+        return self._total
+
+    def by_domain(self) -> dict[str, int]:
+        return self._by_domain
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        """Consumes progress records; ends with ``stop`` or a failure, which the next ``total`` raises."""
+        try:
+            with open_reader(self._spec, PreprocessorProgress, name=None) as reader:
+                while not self._stop.is_set():
+                    for _, progress in reader.poll(LISTEN_S):
+                        self._total = progress.samples_dropped
+                        self._by_domain = progress.dropped_by_domain
+        except Exception as error:  # the thread's boundary
+            self._failure = error

@@ -1,0 +1,78 @@
+"""What people see of the actor while it runs: its metrics, its progress line, the one wait that its status names."""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.records import EvaluationDone
+
+log = logging.getLogger(__name__)
+
+SHOWN = ("rollouts", "rollouts_per_s", "tokens_generated_per_s", "reward", "success", "rollouts_under_way")
+
+
+class Status(Protocol):
+    """What the actor tells its role's status."""
+
+    def progress(self, **fields: Any) -> None: ...
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager: ...
+
+
+class MetricsLog(Protocol):
+    """Where metrics are written: ``observability.metrics.MetricsLogger``."""
+
+    def log(self, values: dict[str, float], *, step: int) -> None: ...
+
+
+class Reporter:
+    """Writes metrics every ``every_s`` seconds, and says what the actor waits for."""
+
+    def __init__(
+        self,
+        metrics: ActorMetrics,
+        metrics_log: MetricsLog,
+        status: Status,
+        every_s: float,
+    ):
+        self._metrics, self._metrics_log, self._status, self._every_s = metrics, metrics_log, status, every_s
+        self._next = time.monotonic() + every_s
+        self._waits_for: tuple[str, str] | None = None
+        self._wait = contextlib.ExitStack()
+
+    def progress(self, **fields: Any) -> None:
+        """Shows fields in the role's status."""
+        self._status.progress(**fields)
+
+    def wait_for(self, what: str, on: str) -> None:
+        """Names the one wait, changed only when it changes."""
+        if self._waits_for != (what, on):
+            self.stop_waiting()
+            self._waits_for = (what, on)
+            self._wait.enter_context(self._status.waiting(what, on=on))
+
+    def stop_waiting(self) -> None:
+        self._wait.close()
+        self._waits_for = None
+
+    def log(self, numbers: Callable[[], dict[str, float]], step: int, *, force: bool = False) -> None:
+        """Writes the metrics and the progress line when their time has come."""
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + self._every_s
+        values = self._metrics.snapshot(now) | numbers()
+        self._metrics_log.log(values, step=step)
+        log.info("progress %s", " ".join(f"{key}={_short(values[key])}" for key in SHOWN if key in values))
+
+    def evaluation(self, done: EvaluationDone) -> None:
+        """Writes the metrics of an evaluation."""
+        values = {"eval/success": done.success, "eval/reward": done.reward}
+        self._metrics_log.log(values | {f"eval/{k}": v for k, v in done.metrics.items()}, step=done.version)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) and value == int(value) else f"{value:.3f}"

@@ -1,0 +1,235 @@
+"""Training groups from dispatch to publication.
+
+A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. Its missing members
+are tried again, or it is dropped with the reason. A whole group is published when no domain that is further behind has
+groups under way (see ``mixing``).
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from pipelinerl.actor import failures
+from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.messages import Failure, StartGroup
+from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.actor.mixing import counted, furthest_behind
+from pipelinerl.actor.problems import Place
+from pipelinerl.actor.progress import ActorProgress
+from pipelinerl.actor.work import Ended, Work, WorkTable
+from pipelinerl.errors import RecordTooLarge
+from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+class Drops(Protocol):
+    """What is known of the samples that the preprocessor dropped."""
+
+    def total(self) -> int: ...
+    def by_domain(self) -> Mapping[str, int]: ...
+
+
+class Journal(Protocol):
+    """Where groups are published, and what is settled is kept."""
+
+    def publish(self, record: ActorRecord) -> None: ...
+    def save(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDomain:
+    """A domain's training problems."""
+
+    name: str
+    weight: float
+    problems: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRules:
+    """What the configuration says about groups."""
+
+    attempts: int
+    max_failed_rollouts: int
+    max_reissues: int
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainingGroup(Work):
+    """A group under way."""
+
+    place: Place
+    dispatch_index: int
+    rollouts: list[Rollout] = field(default_factory=list)
+    reissues: int = 0
+
+
+class TrainingGroups:
+    """Every training group of this actor. One thread."""
+
+    def __init__(
+        self,
+        *,
+        domains: Sequence[TrainDomain],
+        rules: GroupRules,
+        pacing: Pacing,
+        progress: ActorProgress,
+        journal: Journal,
+        drops: Drops,
+        table: WorkTable,
+        metrics: ActorMetrics,
+    ):
+        self._domains, self._rules, self._pacing = domains, rules, pacing
+        self._progress, self._journal, self._drops = progress, journal, drops
+        self._table, self._metrics = table, metrics
+        self._under_way: Counter[int] = Counter()
+        self._held: list[deque[TrainingGroup]] = [deque() for _ in domains]
+
+    @property
+    def holds_groups(self) -> bool:
+        """Whether whole groups wait for a domain that is behind."""
+        return any(self._held)
+
+    @property
+    def published(self) -> int:
+        """Samples published."""
+        return self._progress.published
+
+    def fill(self, version: int) -> None:
+        """Starts as many groups as there is room for."""
+        while self._table.has_room(self._rules.attempts) and self._may_start(version):
+            self._start(version)
+
+    def take(self, ended: Ended) -> None:
+        """Keeps the whole group for its turn, tries its missing members again, or drops it with the reason."""
+        group, failed = ended.work, ended.failures
+        assert isinstance(group, TrainingGroup)
+        group.rollouts.extend(ended.rollouts)
+        if len(failed) <= self._rules.max_failed_rollouts and group.rollouts:
+            self._held[group.start.domain].append(group)
+            return
+        worst = next((f for f in failed if f.reason not in failures.WORTH_REPEATING), failed[0])
+        if worst.reason in failures.WORTH_REPEATING and group.reissues < self._rules.max_reissues:
+            self._metrics.retried()
+            group.reissues += 1
+            missing = tuple(sorted(failure.attempt for failure in failed))
+            group.start = msgspec.structs.replace(group.start, attempts=missing)
+            self._table.submit(group)
+            return
+        self._drop(group, worst)
+
+    def publish_in_turn(self) -> bool:
+        """Publishes what is whole, as long as no domain that is further behind has groups under way."""
+        published = False
+        while any(self._held):
+            under_way = [i for i, samples in self._under_way.items() if samples]
+            index = furthest_behind([domain.weight for domain in self._domains], self._counted(), under_way)
+            if not self._held[index]:
+                break
+            self._publish(self._held[index].popleft())
+            published = True
+        return published
+
+    def give_up(self) -> None:
+        """Training is done: whatever is under way will not be trained."""
+        self._table.cancel(TrainingGroup)
+        self._held = [deque() for _ in self._domains]
+
+    def numbers(self) -> dict[str, float]:
+        """Counts for the metrics."""
+        progress, domains = self._progress, self._domains
+        values: dict[str, float] = {
+            "samples_dispatched": progress.dispatched,
+            "samples_published": progress.published,
+            "samples_dropped": progress.dropped,
+            "epoch": max((source.epoch for source in progress.sources.values()), default=0),
+        }
+        if len(domains) > 1:
+            dropped = self._drops.by_domain()
+            kept = {domain.name: progress.by_domain[domain.name] - dropped.get(domain.name, 0) for domain in domains}
+            values |= {f"mix/{name}": samples / max(1, sum(kept.values())) for name, samples in kept.items()}
+            values["groups_held"] = sum(map(len, self._held))
+        removed = sum(len(source.removed) for source in progress.sources.values())
+        return values | ({"problems_removed": removed} if removed else {})
+
+    def _may_start(self, version: int) -> bool:
+        dropped = self._progress.dropped + self._drops.total()
+        return self._pacing.may_start(dispatched=self._progress.dispatched, dropped=dropped, version=version)
+
+    def _start(self, version: int) -> None:
+        counts = [count + self._under_way[i] for i, count in enumerate(self._counted())]
+        index = furthest_behind([domain.weight for domain in self._domains], counts, range(len(counts)))
+        domain = self._domains[index]
+        place = self._progress.sources[domain.name].take()
+        if self._progress.epoch_began:
+            self._journal.save()
+        prefix = f"{domain.name}-" if len(self._domains) > 1 else ""
+        start = StartGroup(
+            group_id=f"{prefix}{place.epoch}-{place.position}",
+            domain=index,
+            problem=domain.problems[place.problem_index],
+            attempts=tuple(range(self._rules.attempts)),
+            evaluation=False,
+            version=version,
+        )
+        self._under_way[index] += self._rules.attempts
+        dispatch_index = self._progress.dispatch(self._rules.attempts)
+        self._table.submit(TrainingGroup(start=start, place=place, dispatch_index=dispatch_index))
+
+    def _counted(self) -> list[float]:
+        """Samples of each domain that were published and not dropped since."""
+        progress, dropped = self._progress, self._drops.by_domain()
+        return [
+            counted(
+                settled=progress.settled_by_domain[domain.name],
+                published=progress.by_domain[domain.name],
+                dropped_later=dropped.get(domain.name, 0),
+            )
+            for domain in self._domains
+        ]
+
+    def _publish(self, group: TrainingGroup) -> None:
+        rollouts = tuple(sorted(group.rollouts, key=lambda rollout: rollout.attempt))
+        try:
+            self._settle(
+                group,
+                RolloutGroup(**self._identity(group), rollouts=rollouts, dispatched_version=group.start.version),
+            )
+        except RecordTooLarge as error:
+            self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
+            return
+        domain = self._domains[group.start.domain].name
+        self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else dataset_of(group.start.problem))
+
+    def _drop(self, group: TrainingGroup, failure: Failure) -> None:
+        self._settle(group, GroupDropped(**self._identity(group), reason=failure.reason, detail=failure.detail))
+        self._metrics.dropped(failure.reason)
+        log.warning("group dropped id=%s reason=%s detail=%s", group.start.group_id, failure.reason, failure.detail)
+
+    def _settle(self, group: TrainingGroup, record: RolloutGroup | GroupDropped) -> None:
+        self._journal.publish(record)
+        self._under_way[group.start.domain] -= self._rules.attempts
+
+    def _identity(self, group: TrainingGroup) -> dict[str, Any]:
+        return {
+            "group_id": group.start.group_id,
+            "epoch": group.place.epoch,
+            "position": group.place.position,
+            "problem_index": group.place.problem_index,
+            "actor": self._pacing.actor,
+            "domain": self._domains[group.start.domain].name,
+            "dataset": dataset_of(group.start.problem),
+            "attempts": self._rules.attempts,
+            "settled_before": self._progress.before,
+            "dispatch_index": group.dispatch_index,
+        }
+
+
+def dataset_of(problem: Mapping[str, Any]) -> str:
+    """The data set that a training problem says it is from."""
+    return str(problem.get("dataset", "train"))

@@ -1,0 +1,143 @@
+"""What is at the workers: every piece of work has a ticket, and comes back exactly once unless it is cancelled.
+
+Knows nothing of what the work is for. When a worker dies, everything that it had is suspect: suspects run one at a
+time, so that the one that kills is found and the others are not blamed with it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from pipelinerl.actor import failures
+from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
+from pipelinerl.actor.workers import Lost
+from pipelinerl.records import Rollout
+
+
+class Workers(Protocol):
+    """What the table needs of ``workers.RolloutWorkers``."""
+
+    @property
+    def num_rollouts(self) -> int: ...
+    def set_servers(self, servers: Servers) -> None: ...
+    def start(self, start: StartGroup) -> None: ...
+    def cancel(self, ticket: int) -> None: ...
+    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Work:
+    """A piece of work; its kinds are subclasses."""
+
+    start: StartGroup
+    """The ticket is set by ``submit``."""
+    suspect: bool = False
+    """Its worker died while it ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What came of a piece of work."""
+
+    work: Work
+    rollouts: tuple[Rollout, ...]
+    failures: tuple[Failure, ...]
+    aborted_requests: int = 0
+
+
+class WorkTable:
+    """The actor's work at its workers. One thread.
+
+    Args:
+        rollouts_per_server: ``actor.llm_max_rollouts``.
+    """
+
+    def __init__(self, workers: Workers, rollouts_per_server: int):
+        self._workers, self._rollouts_per_server = workers, rollouts_per_server
+        self._num_servers = 0
+        self._works: dict[int, Work] = {}
+        self._next_ticket = 0
+        self._suspect: Work | None = None
+        self._waiting_suspects: deque[Work] = deque()
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts under way."""
+        return self._workers.num_rollouts
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def runs(self, kind: type[Work]) -> bool:
+        """Whether work of this kind is at the workers."""
+        return any(isinstance(work, kind) for work in self._works.values())
+
+    def set_servers(self, servers: Servers) -> None:
+        self._num_servers = len(servers.urls)
+        self._workers.set_servers(servers)
+
+    def has_room(self, attempts: int) -> bool:
+        """Whether the servers can take so many more rollouts; an idle one takes any number."""
+        running = self._workers.num_rollouts
+        return running == 0 or running + attempts <= self._num_servers * self._rollouts_per_server
+
+    def submit(self, work: Work) -> None:
+        """Gives the work to a worker; a suspect waits until no other one runs."""
+        if work.suspect:
+            if self._suspect is not None:
+                self._waiting_suspects.append(work)
+                return
+            self._suspect = work
+        self._next_ticket += 1
+        work.start = msgspec.structs.replace(work.start, ticket=self._next_ticket)
+        self._works[self._next_ticket] = work
+        self._workers.start(work.start)
+
+    def cancel(self, kind: type[Work]) -> None:
+        """Gives up all work of this kind."""
+        for ticket in [ticket for ticket, work in self._works.items() if isinstance(work, kind)]:
+            del self._works[ticket]
+            self._workers.cancel(ticket)
+        self._waiting_suspects = deque(work for work in self._waiting_suspects if not isinstance(work, kind))
+        if isinstance(self._suspect, kind):
+            self._suspect = None
+
+    def poll(self, timeout_s: float) -> list[Ended]:
+        """What came to an end; waits up to ``timeout_s`` for news."""
+        if self._suspect is None and self._waiting_suspects:
+            self.submit(self._waiting_suspects.popleft())
+        ended: list[Ended] = []
+        for result in self._workers.poll(timeout_s):
+            if isinstance(result, Lost):
+                ended += self._lost(result)
+            elif (work := self._take(result.ticket)) is not None:
+                work.suspect = False
+                ended.append(
+                    Ended(
+                        work=work,
+                        rollouts=result.rollouts,
+                        failures=result.failures,
+                        aborted_requests=result.aborted_requests,
+                    )
+                )
+        return ended
+
+    def _take(self, ticket: int) -> Work | None:
+        work = self._works.pop(ticket, None)
+        if work is self._suspect:
+            self._suspect = None
+        return work
+
+    def _lost(self, lost: Lost) -> list[Ended]:
+        ended = []
+        for work in [work for ticket in lost.tickets if (work := self._take(ticket)) is not None]:
+            work.suspect = True
+            detail = f"the worker process ended with exit code {lost.exit_code} during this group"
+            failed = tuple(
+                Failure(attempt=attempt, reason=failures.POISONOUS, detail=detail) for attempt in work.start.attempts
+            )
+            ended.append(Ended(work=work, rollouts=(), failures=failed))
+        return ended
