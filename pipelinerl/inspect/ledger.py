@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 import msgspec
@@ -51,12 +52,14 @@ def build(
     steps_trained: int,
     *,
     first_offset: int = 0,
+    first_progress: int = 0,
 ) -> Ledger:
     """Joins the records of one replica's topics; pure.
 
     Args:
         first_offset: of the first record of ``actor``; older ones were used up and deleted, so that what was packed
             from them cannot be looked up any more.
+        first_progress: offset of the first record of ``preprocessor``; what older ones settled is not known any more.
     """
     published: dict[str, LedgerEntry] = {}
     actor = list(actor)
@@ -84,7 +87,10 @@ def build(
                 violations.append(f"{entry.sample_id} was {_say(entry)} but never published")
             settled[entry.sample_id] = entry
         begin = progress.source
-    violations += _passed_over(list(published), settled)
+    names = list(published)
+    if first_progress:
+        names = list(dropwhile(lambda name: name not in settled, names))
+    violations += _passed_over(names, settled)
     entries = (*in_flight, *dropped_groups, *(published | settled).values())
     return Ledger(entries=entries, violations=tuple(violations))
 
@@ -139,9 +145,10 @@ def read(run_dir: Path) -> Ledger:
         steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
         ledgers = []
         for replica in range(load_run(run_dir).world.replicas):
-            _, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
+            first_progress, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
             first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
-            ledgers.append(build(actor, preprocessor, steps_trained, first_offset=first_offset))
+            firsts = {"first_offset": first_offset, "first_progress": first_progress}
+            ledgers.append(build(actor, preprocessor, steps_trained, **firsts))
     return merge(ledgers)
 
 

@@ -16,3 +16,7 @@ TRAINING_DATA = "training_data"
 PREPROCESSOR = "preprocessor"
 TRAINER = "trainer"
 EVALUATION = "evaluation"
+
+RETAINED_MB = {TRAINER: 64, PREPROCESSOR: 256, ACTOR_TEST: 512}
+"""Topics that nobody reads to its end, and how much of each is kept at least. The others are deleted as their readers
+commit; `evaluation` is a line per evaluation."""

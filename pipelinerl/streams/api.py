@@ -5,6 +5,7 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 """
 
 import types
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, RecordTooLarge, StreamError
+from pipelinerl.records.topics import RETAINED_MB
 from pipelinerl.streams.base import Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
 from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
@@ -23,6 +25,7 @@ BACKENDS = {
     "redis": "pipelinerl.streams.redis.RedisBackend",
 }
 """Backends by name; a class is imported when it is chosen."""
+RETENTION_SLICES = 8
 _BLOCK_S = 1.0
 _backend: Backend | None = None
 
@@ -45,11 +48,19 @@ class _Closing:
 class TopicWriter(_Closing, Generic[R]):
     """Appends records of one type to one stream; its only writer."""
 
-    def __init__(self, spec: SingleStreamSpec, appender: Appender, codec: Codec[R], max_record_bytes: int):
+    def __init__(
+        self,
+        spec: SingleStreamSpec,
+        appender: Appender,
+        codec: Codec[R],
+        max_record_bytes: int,
+        retention: "Retention | None" = None,
+    ):
         self.spec = spec
         self._appender = appender
         self._codec = codec
         self._max_record_bytes = max_record_bytes
+        self._retention = retention
 
     @property
     def next_offset(self) -> int:
@@ -67,7 +78,10 @@ class TopicWriter(_Closing, Generic[R]):
                 f"{self.spec}: record {self.next_offset} has {len(payload)} bytes, but streams.max_record_mb is "
                 f"{self._max_record_bytes >> 20}: raise it or write smaller records"
             )
-        return self._appender.append(payload)
+        offset = self._appender.append(payload)
+        if self._retention is not None:
+            self._retention.appended(offset, len(payload))
+        return offset
 
     def last(self) -> tuple[int, R] | None:
         """The newest record with its offset, for continuing after a restart; None in an empty stream."""
@@ -77,6 +91,33 @@ class TopicWriter(_Closing, Generic[R]):
     def close(self) -> None:
         """Gives the stream up; harmless when repeated."""
         self._appender.close()
+        if self._retention is not None:
+            self._retention.close()
+
+
+class Retention(_Closing):
+    """Bounds a topic that no named reader follows: gives old records up once ``keep_bytes`` newer ones are there.
+
+    It remembers the offset of every eighth of ``keep_bytes``; after a restart it begins anew, so that at most twice as
+    much is kept.
+    """
+
+    def __init__(self, cursor: Cursor, keep_bytes: int):
+        self._cursor, self._slice_bytes = cursor, keep_bytes // RETENTION_SLICES
+        self._marks: deque[int] = deque(maxlen=RETENTION_SLICES + 1)
+        self._since_mark = 0
+
+    def appended(self, offset: int, num_bytes: int) -> None:
+        """Counts a record that was written."""
+        self._since_mark += num_bytes
+        if self._since_mark >= self._slice_bytes:
+            self._since_mark = 0
+            self._marks.append(offset + 1)
+            if len(self._marks) == self._marks.maxlen:
+                self._cursor.commit(self._marks[0])
+
+    def close(self) -> None:
+        self._cursor.close()
 
 
 class TopicReader(_Closing, Generic[R]):
@@ -211,7 +252,16 @@ def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
     """
     backend = get_streams_backend()
     codec: Codec[Any] = Codec(record_type)
-    return TopicWriter(spec, backend.open_appender(spec), codec, backend.max_record_bytes)
+    appender = backend.open_appender(spec)
+    keep_mb = RETAINED_MB.get(spec.topic)
+    if keep_mb is None:
+        return TopicWriter(spec, appender, codec, backend.max_record_bytes)
+    try:
+        retention = Retention(backend.open_cursor(spec, "retention", None), keep_mb << 20)
+    except BaseException:
+        appender.close()
+        raise
+    return TopicWriter(spec, appender, codec, backend.max_record_bytes, retention)
 
 
 def open_reader(

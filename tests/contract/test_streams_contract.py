@@ -15,6 +15,7 @@ import pytest
 
 import pipelinerl.streams as streams
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
+from pipelinerl.records.topics import RETAINED_MB
 from pipelinerl.streams import SingleStreamSpec, StreamRangeSpec, open_reader, open_writer, set_streams_backend
 from tests.memory_streams import MemoryBackend
 
@@ -291,3 +292,22 @@ def test_files_position_that_is_not_a_number_is_an_error(spec: SingleStreamSpec)
     (spec.path / "readers" / "r").write_text("")
     with pytest.raises(CorruptStreamError, match="is not a position"):
         open_reader(spec, Note, name="r")
+
+
+@pytest.mark.parametrize("topic", ["trainer", "preprocessor", "actor_test"])
+def test_topic_that_nobody_follows_keeps_its_newest_records_only(
+    backend: str, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """800 records of 16 KB are 12.8 MB; 1 MB is to be kept, in segments of 1 MB."""
+    if backend == "files":
+        set_streams_backend("files", segment_mb=1)
+    monkeypatch.setitem(RETAINED_MB, topic, 1)
+    spec = SingleStreamSpec(tmp_path, topic)
+    with open_writer(spec, Note) as writer:
+        for number in range(800):
+            writer.write(Note(number=number, values=np.zeros(2**14, np.uint8)))
+    with open_reader(spec, Note, name=None) as reader:
+        kept = reader.read_all()
+    assert kept[-1][0] == 799
+    assert 64 <= len(kept) <= 3 * 64
+    assert kept[0][1].number == kept[0][0]
