@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.work import Ended, Work, WorkTable
+from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.records import EvaluationDone, EvaluationStarted, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
 
@@ -125,7 +125,7 @@ class Evaluator:
             )
             self._table.submit(TestWork(start=start, item=item))
 
-    def take(self, ended: Ended) -> None:
+    def take(self, ended: WorkEnded) -> None:
         """Counts what came of an item."""
         work, current = ended.work, self._current
         assert isinstance(work, TestWork)
@@ -151,7 +151,7 @@ class Evaluator:
         )
         return done
 
-    def _group(self, work: TestWork, ended: Ended, version: int) -> RolloutGroup:
+    def _group(self, work: TestWork, ended: WorkEnded, version: int) -> RolloutGroup:
         problem = work.item.problem
         return RolloutGroup(
             group_id=work.start.group_id,

@@ -19,7 +19,7 @@ from pipelinerl.actor.messages import Failure, Servers
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.reporting import Reporter
 from pipelinerl.actor.training import TrainingGroup, TrainingGroups
-from pipelinerl.actor.work import Ended, WorkTable
+from pipelinerl.actor.work import WorkEnded, WorkTable
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ActorLoop:
         if not self._finishing:
             self._training.fill(self._version)
 
-    def _take(self, ended: Ended) -> None:
+    def _take(self, ended: WorkEnded) -> None:
         self._metrics.aborted(ended.aborted_requests)
         for failure in ended.failures:
             self._note(failure)

@@ -20,7 +20,7 @@ from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.mixing import counted, furthest_behind
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress
-from pipelinerl.actor.work import Ended, Work, WorkTable
+from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
 
@@ -105,7 +105,7 @@ class TrainingGroups:
         while self._table.has_room(self._rules.attempts) and self._may_start(version):
             self._start(version)
 
-    def take(self, ended: Ended) -> None:
+    def take(self, ended: WorkEnded) -> None:
         """Keeps the whole group for its turn, tries its missing members again, or drops it with the reason."""
         group, failed = ended.work, ended.failures
         assert isinstance(group, TrainingGroup)

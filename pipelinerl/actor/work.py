@@ -39,7 +39,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class WorkEnded:
     """What came of a piece of work."""
 
     work: Work
@@ -105,18 +105,18 @@ class WorkTable:
         if isinstance(self._suspect, kind):
             self._suspect = None
 
-    def poll(self, timeout_s: float) -> list[Ended]:
+    def poll(self, timeout_s: float) -> list[WorkEnded]:
         """What came to an end; waits up to ``timeout_s`` for news."""
         if self._suspect is None and self._waiting_suspects:
             self.submit(self._waiting_suspects.popleft())
-        ended: list[Ended] = []
+        ended: list[WorkEnded] = []
         for result in self._workers.poll(timeout_s):
             if isinstance(result, Lost):
                 ended += self._lost(result)
             elif (work := self._take(result.ticket)) is not None:
                 work.suspect = False
                 ended.append(
-                    Ended(
+                    WorkEnded(
                         work=work,
                         rollouts=result.rollouts,
                         failures=result.failures,
@@ -131,7 +131,7 @@ class WorkTable:
             self._suspect = None
         return work
 
-    def _lost(self, lost: Lost) -> list[Ended]:
+    def _lost(self, lost: Lost) -> list[WorkEnded]:
         ended = []
         for work in [work for ticket in lost.tickets if (work := self._take(ticket)) is not None]:
             work.suspect = True
@@ -139,5 +139,5 @@ class WorkTable:
             failed = tuple(
                 Failure(attempt=attempt, reason=failures.POISONOUS, detail=detail) for attempt in work.start.attempts
             )
-            ended.append(Ended(work=work, rollouts=(), failures=failed))
+            ended.append(WorkEnded(work=work, rollouts=(), failures=failed))
         return ended
