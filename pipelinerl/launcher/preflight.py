@@ -14,12 +14,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.processes import describe_exit, run_helper
 
 DOMAIN_TIMEOUT_S = 14.0
+OBJECTIVE_TIMEOUT_S = 300.0
 HUB_TIMEOUT_S = 8.0
 BUILD_TIMEOUT_S = 900.0
 COMPARE_TIMEOUT_S = 300.0
@@ -41,6 +43,23 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     if verdict["refusal"]:
         raise DomainError(verdict["refusal"])
     return list(verdict["warnings"])
+
+
+def check_objective(config: Config, container: Mapping[str, Any]) -> None:
+    """Try a policy loss or an advantage of the user's own in a process of its own."""
+    rl = config.finetune.rl
+    if rl.policy_loss in POLICY_LOSSES and rl.advantage in ADVANTAGES:
+        return
+    argv = [sys.executable, "-m", "pipelinerl.launcher.objective_check"]
+    code, output, errors = run_helper(
+        argv, timeout_s=OBJECTIVE_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
+    )
+    if code != 0 or not output.strip():
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"the objective's code ended the process that tried it ({describe_exit(code)}): {last}")
+    refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
+    if refusal:
+        raise ConfigError(refusal)
 
 
 def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:

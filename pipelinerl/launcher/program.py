@@ -163,6 +163,7 @@ def prepare(plan: RunPlan, overrides: Sequence[str]) -> None:
     if not build:
         preflight.check_model(config.model_path)
         preflight.check_architecture(config)
+    preflight.check_objective(config, plan.container)
     warnings = preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
     for warning in (*plan.warnings, *warnings):
         say(f"warning: {warning}")
