@@ -142,9 +142,10 @@ def _versions(text: TrainingText, positions: np.ndarray, fallback_version: int) 
 
 
 def _finish_reason(text: TrainingText) -> str:
-    if text._tokens is not None:
-        return text._tokens.finish_reason
-    return "length" if "finished" in text.model_fields_set and not text.finished else "stop"
+    """The server's word, unless the domain says that the text is unfinished."""
+    if "finished" in text.model_fields_set and not text.finished:
+        return "length"
+    return text._tokens.finish_reason if text._tokens is not None else "stop"
 
 
 def _merge(pieces: list[_Piece]) -> list[_Piece]:

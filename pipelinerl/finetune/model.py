@@ -163,6 +163,7 @@ def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
         attn_implementation=attention,
         trust_remote_code=cfg.trust_remote_code,
     )
+    turn_dropout_off(lm)
     if cfg.finetune.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.finetune.lora.enabled:
@@ -172,6 +173,14 @@ def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
         "loaded model_path=%s parameters=%d attention=%s", source, sum(p.numel() for p in lm.parameters()), attention
     )
     return lm.train()
+
+
+def turn_dropout_off(lm: nn.Module) -> None:
+    """The servers sample without dropout: with it the trained policy would be another one, and never twice the same."""
+    for module in lm.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
+                setattr(module, name, 0.0)
 
 
 def add_adapters(lm: nn.Module, lora: LoraSection, seed: int) -> nn.Module:
@@ -186,7 +195,14 @@ def add_adapters(lm: nn.Module, lora: LoraSection, seed: int) -> nn.Module:
     config = LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules, bias="none"
     )
-    return inject_adapter_in_model(config, lm)
+    inject_adapter_in_model(config, lm)
+    head = lm.get_output_embeddings()
+    if any("lora_" in name for name, _ in head.named_parameters()):
+        raise ConfigError(
+            f"`finetune.lora.target_modules` is {lora.target_modules!r}: it covers the output head, whose loss is "
+            "computed without logits and would leave the adapter out; name the other modules, or use all-linear"
+        )
+    return lm
 
 
 def isolation_error(

@@ -120,11 +120,11 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric(
             "logratio_abs_max_lag0",
             "nats",
-            "the same over tokens of the current version only. It measures nothing but numerical difference between "
-            "server and trainer",
+            "the same over sequences that the current version sampled alone. It measures nothing but numerical "
+            "difference between server and trainer",
         ),
         Metric("clip_fraction", "share", "of tokens on which the loss's clip acts"),
-        Metric("clip_fraction_lag0", "share", "of tokens of the current version on which it acts: numerical noise"),
+        Metric("clip_fraction_lag0", "share", "of the tokens of such sequences on which it acts: numerical noise"),
         Metric("corrected_fraction", "share", "of tokens that an off-policy correction truncates or drops"),
         Metric(
             "lag_min", "steps", "smallest lag of a token: from the version that sampled it to the one that trains it"

@@ -89,7 +89,7 @@ def test_page_functions_pass_the_trial_before_the_start(modules: Path) -> None:
 WRONG = {
     "mean": ("def wrong(logprobs_K, tokens): return (tokens.weight_K * logprobs_K).mean()", "one per token"),
     "constant": ("def wrong(logprobs_K, tokens): return tokens.mask_K * logprobs_K.detach()", "no gradient"),
-    "argument": ("def wrong(logprobs_K, tokens, *, unheard_of): return tokens.mask_K * logprobs_K", "unheard_of` is missing"),
+    "argument": ("def wrong(logprobs_K, tokens, *, unheard): return tokens.mask_K * logprobs_K", "unheard` is missing"),
     "infinite": ("def wrong(logprobs_K, tokens): return tokens.mask_K * logprobs_K / 0", "inf"),
     "correction": ("def wrong(logprobs_K, tokens): return logprobs_K * 1", "would have no effect"),
     "raises": ("def wrong(logprobs_K, tokens): raise KeyError('x')", "KeyError"),

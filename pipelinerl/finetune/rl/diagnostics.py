@@ -73,7 +73,8 @@ class StepDiagnostics:
         lag_K = lags.lag_K.double()
         kl = inputs.ref_logprobs_K
         zero = log_ratio_K.new_zeros(())
-        fresh_K = lags.lag_K == 0
+        older_S = segment_sum((lags.lag_K > 0).double(), inputs)
+        fresh_K = (older_S == 0)[inputs.segments_K]
         loss, tokens = policy_term(logprobs_K, inputs, settings)
         clipped = zero if loss.clipped_K is None else loss.clipped_K.sum().double()
         clipped_fresh = zero if loss.clipped_K is None else (loss.clipped_K & fresh_K).sum().double()

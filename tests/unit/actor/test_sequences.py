@@ -102,6 +102,14 @@ def test_turn_that_the_server_cut_marks_the_sequence_that_it_was_merged_into() -
     assert sequence.finish_reason == "length"
 
 
+def test_text_that_the_domain_calls_unfinished_counts_as_cut() -> None:
+    """An agent's own limit of turns, say; that the domain calls a text finished does not undo the server's word."""
+    unfinished, finished = text([1], [2]), text([1], [2], finish_reason="length")
+    unfinished.finished, finished.finished = False, True
+    assert [rollout(t).sequences[0].finish_reason for t in (unfinished, finished)] == ["length", "length"]
+    assert rollout(text([1], [2])).sequences[0].finish_reason == "stop"
+
+
 def test_reward_left_unset_is_the_metrics_reward_and_zero_set_is_zero() -> None:
     assert rollout(text([1], [2]), reward=0.75).reward == 0.75
     assert rollout(text([1], [2], reward=0.0), reward=0.75).reward == 0.0

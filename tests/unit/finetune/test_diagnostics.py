@@ -133,3 +133,10 @@ def test_clip_that_acts_on_old_tokens_is_what_it_is_for() -> None:
     metrics = one_step([1.0, 1.0, 10.0, 10.0], [0, 1, 2, 3], [0, 0, 1, 1], [0] * 4)
     assert (metrics["clip_fraction"], metrics["clip_fraction_lag0"]) == (0.5, 0.0)
     assert clip_warning(metrics) is None
+
+
+def test_lag0_numbers_leave_out_fresh_tokens_of_sequences_that_older_weights_began() -> None:
+    """Sequence 0 has lags 1 and 0: its fresh token was sampled over the older version's KV cache."""
+    metrics = one_step([1.0, 10.0, 2.0], [0, 0, 1], [1, 0, 0], [1, 0, 0])
+    assert metrics["logratio_abs_max_lag0"] == pytest.approx(math.log(2), rel=1e-5)
+    assert metrics["clip_fraction_lag0"] == 0.0

@@ -1,0 +1,45 @@
+"""The policy's model as it is loaded for training."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pipelinerl.config.sections import LoraSection
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.model import add_adapters, turn_dropout_off
+from tests.models import make_qwen2
+
+
+def test_dropout_is_off_in_training_whatever_the_configuration_says() -> None:
+    """GPT-2 has 0.1 in attention, residuals and embeddings: log-probs of training and evaluation differed by .03."""
+    torch.manual_seed(0)
+    lm = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)).train()
+    ids = torch.arange(12)[None]
+    assert (lm(ids).logits - lm(ids).logits).abs().max() > 1e-3
+    turn_dropout_off(lm)
+    trained = lm.train()(ids).logits
+    assert torch.equal(trained, lm(ids).logits)
+    assert (trained - lm.eval()(ids).logits).abs().max() <= 1e-6
+
+
+def test_attention_dropout_given_as_a_number_is_off_too() -> None:
+    lm = make_qwen2(32, attention_dropout=0.5, attn_implementation="eager").train()
+    ids = torch.arange(12)[None]
+    assert (lm(ids).logits - lm(ids).logits).abs().max() > 1e-3
+    turn_dropout_off(lm)
+    assert torch.equal(lm(ids).logits, lm(ids).logits)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "lm_head"], r".*(q_proj|lm_head)"])
+def test_adapters_on_the_output_head_are_refused(modules: list[str] | str) -> None:
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules=modules)
+    with pytest.raises(ConfigError, match=r"target_modules.*output head"):
+        add_adapters(make_qwen2(32, tied=False), lora, seed=0)
+
+
+def test_adapters_on_all_linear_layers_leave_the_output_head_alone() -> None:
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules="all-linear")
+    lm = add_adapters(make_qwen2(32, tied=False), lora, seed=0)
+    assert isinstance(lm.get_output_embeddings(), torch.nn.Linear)
