@@ -6,7 +6,7 @@ import numpy as np
 
 from pipelinerl.records import Rollout, TrainingSequence
 
-ZERO_ADVANTAGE = 1e-6
+ZERO_TOLERANCE = 1e-6
 
 
 def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
@@ -40,4 +40,4 @@ def is_overlong(rollout: Rollout) -> bool:
 
 def all_advantages_zero(advantages: np.ndarray) -> bool:
     """Whether a group teaches nothing: |A| ≤ 1e-6 for every member."""
-    return bool((np.abs(advantages) <= ZERO_ADVANTAGE).all())
+    return bool((np.abs(advantages) <= ZERO_TOLERANCE).all())

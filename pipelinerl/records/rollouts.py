@@ -52,8 +52,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """`texts`, `steps`: reward of every text, trained or not, indexed by ``turn``; empty for `rollout`."""
 
 
-class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
-    """All rollouts of one problem, published whole."""
+class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
+    """One dispatch of a problem, whatever became of it."""
 
     group_id: str
     """`<epoch>-<position>` for training, `test-<version>-<dataset>-<index>` for evaluation: unique in the run."""
@@ -67,32 +67,28 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     domain: str
     dataset: str
     attempts: int
-    """How many rollouts the group should have; ``len(rollouts)`` is lower when members failed within the budget."""
-    rollouts: tuple[Rollout, ...]
-    dispatched_version: int
-    """Weight version live when the group was dispatched."""
+    """How many rollouts the group should have."""
     settled_before: int
     """Every dispatch number of this actor below this one is published or dropped (for restart)."""
     dispatch_index: int
     """Running number of the dispatch on this actor, across epochs."""
 
 
-class GroupDropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+class RolloutGroup(Dispatched, frozen=True, kw_only=True, tag="group"):
+    """All rollouts of one problem, published whole."""
+
+    rollouts: tuple[Rollout, ...]
+    """Fewer than ``attempts`` when members failed within the budget."""
+    dispatched_version: int
+    """Weight version live when the group was dispatched."""
+
+
+class GroupDropped(Dispatched, frozen=True, kw_only=True, tag="dropped"):
     """A dispatched problem that yields no group: the reason, so that nothing is lost without one."""
 
-    group_id: str
-    epoch: int
-    position: int
-    problem_index: int
-    actor: int
-    domain: str
-    dataset: str
-    attempts: int
     reason: str
     """"transport", "timeout", "domain_error", "verifier", "too_long", "poisonous", …"""
     detail: str
-    settled_before: int
-    dispatch_index: int
 
 
 ActorRecord = Annotated[RolloutGroup | GroupDropped, msgspec.Meta(title="ActorRecord")]

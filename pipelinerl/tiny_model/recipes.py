@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from pipelinerl.config.load import resolve_function
-from pipelinerl.domains.countdown.dataset import draw_target
-from pipelinerl.domains.countdown.dataset import is_held_out as is_held_out_countdown
+from pipelinerl.domains.countdown.dataset import draw_target, is_test_problem
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
 from pipelinerl.domains.guessing.game import feedback, instructions
 from pipelinerl.domains.largest.dataset import is_held_out, question
@@ -94,7 +93,7 @@ def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> 
         while True:
             numbers = [rng.randint(1, max_number) for _ in range(2)]
             target = draw_target(rng, numbers, operators)
-            if target is not None and target not in numbers and not is_held_out_countdown(numbers, target):
+            if target is not None and target not in numbers and not is_test_problem(numbers, target):
                 return numbers, target
 
     def conversation(rng: Random) -> Messages:

@@ -1,18 +1,16 @@
 """Countdown problems from a seed. A problem is held out by its own content, so train and test never meet."""
 
-import zlib
 from fractions import Fraction
 from random import Random
 
-from pipelinerl.domains.datasets import Problem, generate_problems
+from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 
-HELD_OUT_EVERY = 10
 MAX_TRIES = 1000
 
 
-def is_held_out(numbers: list[int], target: int) -> bool:
-    """One problem in ten, whatever the order of its numbers."""
-    return zlib.crc32(repr((sorted(numbers), target)).encode()) % HELD_OUT_EVERY == 0
+def is_test_problem(numbers: list[int], target: int) -> bool:
+    """Whether a problem is held out, whatever the order of its numbers."""
+    return is_held_out(repr((sorted(numbers), target)))
 
 
 def apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
@@ -97,6 +95,6 @@ def draw_problem(
         target = draw_target(rng, numbers, operators)
         if target is None or target > max_target or target in numbers or (tuple(sorted(numbers)), target) in seen:
             continue
-        if is_held_out(numbers, target) == held_out:
+        if is_test_problem(numbers, target) == held_out:
             return numbers, target
     return None

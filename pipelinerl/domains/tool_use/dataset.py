@@ -1,18 +1,11 @@
 """Arithmetic too long for the head, from a seed; or questions with numeric answers from files and the Hub."""
 
-import zlib
 from random import Random
 
 from pipelinerl.domains.countdown.expression import evaluate
-from pipelinerl.domains.datasets import Problem, generate_problems
+from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.errors import DomainError
-
-HELD_OUT_EVERY = 10
-
-
-def is_held_out(expression: str) -> bool:
-    return zlib.crc32(expression.encode()) % HELD_OUT_EVERY == 0
 
 
 def draw_expression(rng: Random, num_terms: int, max_number: int) -> str:
