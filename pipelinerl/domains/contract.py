@@ -12,10 +12,10 @@ from typing import Any
 
 from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config, DomainSection
+from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import ConfigError, DomainError
 
 ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
-Problem = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ BEING_MENDED = {
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
 
 TWO_MEANINGS = {
+    "Documents": {"finetune/attention.py", "finetune/ring.py"},
     "Test": {"domains/coding/judge.py", "sandbox/inside/syscalls.py"},
     "Verdict": {"weights/attestation.py", "records/verdicts.py"},
 }

@@ -141,7 +141,7 @@ def test_reaper_killed_at_the_very_end_leaves_nothing() -> None:
     assert not os.path.exists(watch.temporary)
 
 
-def test_run_folder_of_a_killed_launcher_is_free_when_its_guardian_is_done(tmp_path: Path) -> None:
+def test_run_folder_of_a_killed_launcher_is_free_when_its_reaper_is_done(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys
 from pathlib import Path
