@@ -92,6 +92,13 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("rank_imbalance", "share", "largest deviation of a rank's tokens from the mean"),
         Metric("lockstep", "share", "of the time that the ranks compute, when each round lasts as long as its longest"),
         Metric("dropped/{reason}", "rollouts", "that will not be trained, by reason, since the run began"),
+        Metric(
+            "dropped_by_length/{decile}",
+            "share",
+            "of the sampled tokens of the shortest (1) to the longest (10) tenth of the last 2,000 rollouts that "
+            "max_lag_steps takes away, mean over the rollouts",
+        ),
+        Metric("tokens_masked_by_lag", "tokens", "of the batch's rollouts that are not trained since they are too old"),
         Metric("survivorship/{fate}/count", "rollouts", "that met this fate since the previous batch"),
         Metric("survivorship/{fate}/mean_tokens", "tokens", "sampled in a rollout of this fate"),
         Metric("survivorship/{fate}/mean_reward", "", "of the rollouts of this fate"),

@@ -13,6 +13,7 @@ from pipelinerl.config import load
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import ConfigError
+from pipelinerl.plan.drops import drop_shares, recommended_bound
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.rates import GPUS, Rates, assumed_rates, measured_rates
 from pipelinerl.plan.throughput import (
@@ -80,6 +81,7 @@ def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, Pip
         )
     conventional = conventional_rate(work, max(plan.largest_lag, 1))
     print_plan(console, work, rates, plan, conventional)
+    dropped = print_drops(console, work, plan, cfg.attempts, bound)
     console.print(bounds_table(work))
     result = {
         "plan": msgspec.to_builtins(plan),
@@ -87,6 +89,7 @@ def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, Pip
         "conventional_rate": conventional,
         "speed_up": plan.rate / conventional,
         "rates": rates.source,
+        "dropped": dropped,
     }
     return work, plan, result
 
@@ -184,6 +187,24 @@ def print_plan(console: Console, work: Workload, rates: Rates, plan: PipelinePla
     ):
         table.add_row(name, value)
     console.print(table)
+
+
+def print_drops(
+    console: Console, work: Workload, plan: PipelinePlan, attempts: int, bound: int | None
+) -> dict[str, Any]:
+    """What the bound on the lag costs, and the bound that costs next to nothing."""
+    needed = recommended_bound(work, plan, attempts)
+    result: dict[str, Any] = {"recommended_max_lag_steps": needed}
+    line = f"max_lag_steps={needed} keeps 99 % of the longest tenth"
+    if bound is not None:
+        shares = drop_shares(work, plan, attempts, bound)
+        result |= {"rollouts": shares.rollouts, "longest_tenth": shares.longest_tenth}
+        line = (
+            f"Predicted at max_lag_steps={bound}: {shares.rollouts:.0%} of the rollouts are dropped, "
+            f"{shares.longest_tenth:.0%} of the longest tenth (groups of {attempts}); {line}"
+        )
+    console.print(line)
+    return result
 
 
 def bounds_table(work: Workload) -> Table:

@@ -7,6 +7,7 @@ Batch ``b`` is trained by step ``b`` on weights of version ``b``, so the lag of 
 
 from dataclasses import dataclass, field
 
+from pipelinerl.preprocess.lag import LagDrop, without_old_tokens
 from pipelinerl.preprocess.samples import INVALID, LAG, Sample, Source
 
 
@@ -35,6 +36,7 @@ class BatchCutter:
     max_lag_steps: int | None
     stride: int = 1
     """Steps between two batches of this preprocessor = number of preprocessors."""
+    lag_drop: LagDrop = "rollout"
     samples: list[Sample] = field(default_factory=list)
 
     def offer(self, sample: Sample) -> str | None:
@@ -42,7 +44,19 @@ class BatchCutter:
         reason = sample.drop_reason or self._lag_reason(sample)
         if reason is None:
             self.samples.append(sample)
+        elif reason == LAG and self.lag_drop == "token" and self.max_lag_steps is not None:
+            young = without_old_tokens(sample, self.step - self.max_lag_steps)
+            if young is not None:
+                self.samples.append(young)
+                return None
         return reason
+
+    def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
+        """Share of the tokens of a sample that was just offered which the bound on the lag takes away."""
+        if drop_reason is not None:
+            return 1.0 if drop_reason == LAG else 0.0
+        taken = self.samples[-1]
+        return taken.num_masked / sample.num_trained if sample.num_trained else 0.0
 
     def take(self) -> OptimizerBatch | None:
         """The batch if it is full; the next one begins."""

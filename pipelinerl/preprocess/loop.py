@@ -22,12 +22,13 @@ from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.lag import LengthDeciles
 from pipelinerl.preprocess.metrics import Survivorship, quality_of, step_metrics, survivorship_line
 from pipelinerl.preprocess.progress import Totals, next_own_step
 from pipelinerl.preprocess.publish import MicroBatchPublisher
 from pipelinerl.preprocess.reader import GroupReader, read_vocab_size
 from pipelinerl.preprocess.reference import ReferenceScorer, needs_reference
-from pipelinerl.preprocess.samples import Sample, Shaping
+from pipelinerl.preprocess.samples import LAG, Sample, Shaping
 from pipelinerl.records import ActorRecord, PreprocessorProgress
 from pipelinerl.records.topics import ACTOR, PREPROCESSOR
 from pipelinerl.state import TrainerState
@@ -113,6 +114,7 @@ class Preprocessor:
             step=next_own_step(self.totals.step, replica, num_replicas),
             batch_size=cfg.batch_size,
             max_lag_steps=cfg.max_lag_steps,
+            lag_drop=cfg.preprocess.lag_drop,
             stride=num_replicas,
         )
         self.groups = self._open_groups(shaping, replica)
@@ -120,6 +122,7 @@ class Preprocessor:
         self.scorer = self._make_scorer()
         self.metrics = MetricsLogger(cfg, ctx.run_dir, ctx.job.kind if replica == 0 else ctx.job.name)
         self.survivorship = Survivorship()
+        self.deciles = LengthDeciles()
         self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
         self.trainer = TrainerState(ctx.run_dir)
         self.trainer.start_listening()
@@ -191,6 +194,9 @@ class Preprocessor:
         reason = self.cutter.offer(sample)
         if self.totals.decided(sample, reason) or reason is None:
             self.survivorship.add(sample, reason)
+            if reason in (None, LAG):
+                lag = self.cutter.step - sample.oldest_version
+                self.deciles.add(sample.num_trained, lag, self.cutter.lost_share(sample, reason))
         batch = self.cutter.take()
         if batch is not None and self._wait_for_trainer(batch.step):
             self._publish(batch)
@@ -224,7 +230,10 @@ class Preprocessor:
     def _report(self, batch: OptimizerBatch, values: dict[str, float]) -> None:
         now = time.monotonic()
         seconds, self.last_publish = now - self.last_publish, now
-        fates = self.survivorship.take()
+        fates = self.survivorship.take() | self.deciles.values()
+        warning = self.deciles.warning(self.cfg.max_lag_steps)
+        if warning:
+            log.warning(warning)
         dropped = {f"dropped/{reason}": count for reason, count in self.totals.dropped.items()}
         self.metrics.log(
             values | fates | dropped | {"tokens_per_s": values["tokens"] / max(seconds, 1e-9)}, step=batch.step

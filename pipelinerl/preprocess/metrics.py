@@ -118,6 +118,7 @@ def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[str, fl
         "tokens_trained": sum(sample.num_trained for sample in batch.samples),
         "reward": float(np.mean([sample.reward for sample in batch.samples])),
         "advantage_std": float(advantages.std()),
+        "tokens_masked_by_lag": sum(sample.num_masked for sample in batch.samples),
         "zero_weight": sum(not sample.weighted for sample in batch.samples),
         "packed_lag_mean": float(lags.mean()),
         "packed_lag_max": int(lags.max()),

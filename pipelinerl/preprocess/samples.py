@@ -54,6 +54,8 @@ class Sample:
     """False: weight zero (overlong filtering)."""
     num_tokens: int = 0
     num_trained: int = 0
+    num_masked: int = 0
+    """Sampled tokens that are not trained because they were too old (`preprocess.lag_drop=token`)."""
     group_size: int = 1
     """Rollouts of the group that can be trained, this one included."""
     group_tokens: int = 0

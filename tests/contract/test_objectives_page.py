@@ -75,8 +75,8 @@ def test_page_advantage_runs(modules: Path) -> None:
 
 def test_page_functions_pass_the_trial_before_the_start(modules: Path) -> None:
     own = [
-        *("finetune.rl.policy_loss=my_loss.one_sided", "+finetune.rl.policy_loss_kwargs={floor: 0.01}"),
-        *("finetune.rl.advantage=my_advantage.median_baseline", "+finetune.rl.advantage_kwargs={scale: 2.0}"),
+        *("finetune.rl.policy_loss=my_loss.one_sided", "+finetune.rl.policy_loss_kwargs.floor=0.01"),
+        *("finetune.rl.advantage=my_advantage.median_baseline", "+finetune.rl.advantage_kwargs.scale=2.0"),
     ]
     required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     container = to_container(compose("base", [*required, *own]))
@@ -124,7 +124,7 @@ def test_page_loss_trains_the_quickstart(modules: Path) -> None:
     """The page's own command."""
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", "output_dir=run"]
     own = ["finetune.rl.policy_loss=my_loss.one_sided", "finetune.rl.epsilon_high=0.3"]
-    kwargs = "+finetune.rl.policy_loss_kwargs={floor: 0.01}"
+    kwargs = "+finetune.rl.policy_loss_kwargs.floor=0.01"
     done = subprocess.run(
         [*command, *own, kwargs], cwd=modules, capture_output=True, text=True, timeout=900, check=False
     )

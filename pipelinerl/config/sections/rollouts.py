@@ -1,6 +1,6 @@
 """Sections of what makes the data: sampling, the actor, evaluation, the preprocessor."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -106,6 +106,11 @@ class PreprocessSection(Section):
     )
     overlong_filtering: bool = key(False, "weight 0 for rollouts that the server cut for their length")
     overlong_buffer_tokens: NonNegativeInt = key(0, "length of the soft penalty before `max_tokens`. 0 = none")
+    lag_drop: Literal["rollout", "token"] = key(
+        "rollout",
+        "what `max_lag_steps` takes away. `rollout` drops one that has a too old token, `token` masks these. See "
+        "[§5](algorithms.md)",
+    )
     reference_concurrency: PositiveInt = key(64, "requests at a time per reference server", may_change=True)
     max_ready_steps: PositiveInt = key(
         2,

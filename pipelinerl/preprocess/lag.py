@@ -1,0 +1,102 @@
+"""What the bound on the lag takes away: masking of too old tokens, and who loses how much. Pure.
+
+A rollout whose oldest token is beyond `max_lag_steps` is dropped whole, or, with `preprocess.lag_drop=token`, keeps the
+tokens that are young enough. Long rollouts are the old ones, so both select: the first by rollout, the second by the
+place in the rollout. `LengthDeciles` says how much.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import TrainingSequence
+
+LagDrop = Literal["rollout", "token"]
+
+WINDOW = 2000
+"""Rollouts over which the deciles are taken."""
+FEWEST = 100
+"""Below this many a decile says nothing."""
+LARGEST_LOSS = 0.1
+"""Of the longest decile, above which there is a warning."""
+DECILES = 10
+
+
+def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
+    """``sample`` with the tokens of versions before ``oldest_allowed`` left out of training; None if none is left.
+
+    The tokens stay in their sequences as context. Advantages and the group's size do not change.
+    """
+    kept = [i for i, (_, sequence) in enumerate(sample.sequences) if (sequence.spans[:, 2] >= oldest_allowed).any()]
+    if not kept:
+        return None
+    masks = {i: _young_tokens(sample.sequences[i][1], oldest_allowed) for i in kept}
+    sequences = tuple((sample.sequences[i][0], _masked(sample.sequences[i][1], oldest_allowed)) for i in kept)
+    ref = sample.ref_logprobs
+    num_trained = sum(len(sequence.logprobs) for _, sequence in sequences)
+    return replace(
+        sample,
+        sequences=sequences,
+        advantages=tuple(sample.advantages[i] for i in kept),
+        ref_logprobs=None if ref is None else tuple(ref[i][masks[i]] for i in kept),
+        num_tokens=sum(len(sequence.token_ids) for _, sequence in sequences),
+        num_trained=num_trained,
+        num_masked=sample.num_trained - num_trained,
+        oldest_version=min(int(sequence.spans[:, 2].min()) for _, sequence in sequences),
+    )
+
+
+def _young_tokens(sequence: TrainingSequence, oldest_allowed: int) -> np.ndarray:
+    """bool [K]"""
+    lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
+    return np.repeat(sequence.spans[:, 2] >= oldest_allowed, lengths)
+
+
+def _masked(sequence: TrainingSequence, oldest_allowed: int) -> TrainingSequence:
+    young_R = sequence.spans[:, 2] >= oldest_allowed
+    if young_R.all():
+        return sequence
+    return TrainingSequence(
+        token_ids=sequence.token_ids,
+        logprobs=sequence.logprobs[_young_tokens(sequence, oldest_allowed)],
+        spans=sequence.spans[young_R],
+        finish_reason=sequence.finish_reason,
+        turn=sequence.turn,
+    )
+
+
+@dataclass
+class LengthDeciles:
+    """Share of rollouts that the bound drops (or of tokens that it masks), by length of the rollout."""
+
+    _seen: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _warned: bool = False
+
+    def add(self, num_trained: int, lag: int, lost: float) -> None:
+        """A rollout of ``num_trained`` sampled tokens, the oldest of ``lag`` steps, that lost this share of them."""
+        self._seen.append((num_trained, lag, lost))
+
+    def values(self) -> dict[str, float]:
+        """`dropped_by_length/1` (the shortest tenth) … `/10` (the longest); empty before there are enough rollouts."""
+        if len(self._seen) < FEWEST:
+            return {}
+        parts = np.array_split(np.array(sorted(self._seen, key=lambda seen: seen[0])), DECILES)
+        return {f"dropped_by_length/{i}": float(part[:, 2].mean()) for i, part in enumerate(parts, start=1)}
+
+    def warning(self, max_lag_steps: int | None) -> str | None:
+        """Once, when the longest decile loses too much: how much, and which bound would keep it."""
+        values = self.values()
+        if self._warned or not values or values[f"dropped_by_length/{DECILES}"] <= LARGEST_LOSS:
+            return None
+        self._warned = True
+        longest = np.array_split(np.array(sorted(self._seen, key=lambda seen: seen[0])), DECILES)[-1]
+        needed = int(np.ceil(np.quantile(longest[:, 1], 0.99)))
+        lost = values[f"dropped_by_length/{DECILES}"]
+        return (
+            f"max_lag_steps={max_lag_steps} takes {lost:.0%} of the longest tenth of the rollouts and "
+            f"{values['dropped_by_length/1']:.0%} of the shortest: what is trained is shorter than what is sampled. Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
+            "preprocess.lag_drop=token keeps what is young enough of them"
+        )

@@ -1,0 +1,96 @@
+"""What the bound on the lag takes away, by hand and by brute force."""
+
+import numpy as np
+import pytest
+
+from pipelinerl.preprocess.batching import BatchCutter
+from pipelinerl.preprocess.lag import LengthDeciles, without_old_tokens
+from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import TrainingSequence
+
+
+def sequence(spans: list[tuple[int, int, int]], total: int = 12) -> TrainingSequence:
+    count = sum(end - start for start, end, _ in spans)
+    return TrainingSequence(
+        token_ids=np.arange(total, dtype=np.int32),
+        logprobs=-np.arange(1, count + 1, dtype=np.float32),
+        spans=np.array(spans, np.int32),
+        finish_reason="stop",
+    )
+
+
+def sample(*sequences: TrainingSequence) -> Sample:
+    return Sample(
+        sample_id="0-0/0",
+        group_id="0-0",
+        domain="d",
+        source=(0, 0),
+        reward=1.0,
+        sequences=tuple(enumerate(sequences)),
+        advantages=tuple(float(i) for i in range(len(sequences))),
+        ref_logprobs=tuple(10 * s.logprobs for s in sequences),
+        num_tokens=sum(len(s.token_ids) for s in sequences),
+        num_trained=sum(len(s.logprobs) for s in sequences),
+        group_size=4,
+        group_tokens=99,
+        oldest_version=min(int(s.spans[:, 2].min()) for s in sequences),
+        newest_version=max(int(s.spans[:, 2].max()) for s in sequences),
+    )
+
+
+LONG = sample(sequence([(1, 4, 2), (4, 6, 5)]), sequence([(2, 5, 3)]), sequence([(2, 4, 6), (7, 9, 7)]))
+
+
+def test_without_old_tokens_by_hand() -> None:
+    """Versions before 5 go: 3 of 5 tokens of the first sequence, all of the second, none of the third."""
+    found = without_old_tokens(LONG, 5)
+    assert found is not None
+    (first, a), (third, c) = found.sequences
+    assert (first, third, found.advantages) == (0, 2, (0.0, 2.0))
+    assert a.spans.tolist() == [[4, 6, 5]]
+    assert a.logprobs.tolist() == [-4, -5]
+    assert len(a.token_ids) == 12, "what is not trained stays as context"
+    assert c is LONG.sequences[2][1]
+    assert found.ref_logprobs is not None
+    assert [r.tolist() for r in found.ref_logprobs] == [[-40, -50], [-10, -20, -30, -40]]
+    assert (found.num_trained, found.num_masked, found.num_tokens, found.oldest_version) == (6, 6, 24, 5)
+    assert (found.group_size, found.group_tokens) == (4, 99)
+
+
+def test_without_old_tokens_nothing_left_is_nothing() -> None:
+    assert without_old_tokens(LONG, 8) is None
+
+
+@pytest.mark.parametrize(("lag_drop", "reason", "trained"), [("rollout", "lag", None), ("token", None, 6)])
+def test_cutter_drops_the_rollout_or_its_old_tokens(lag_drop: str, reason: str | None, trained: int | None) -> None:
+    cutter = BatchCutter(step=8, batch_size=1, max_lag_steps=3, lag_drop=lag_drop)
+    assert cutter.offer(LONG) == reason
+    batch = cutter.take()
+    assert (batch.samples[0].num_trained if batch else None) == trained
+    if batch:
+        assert all(8 - version <= 3 for _, s in batch.samples[0].sequences for version in s.spans[:, 2])
+
+
+def test_cutter_token_mode_drops_what_is_old_as_a_whole() -> None:
+    assert BatchCutter(step=20, batch_size=1, max_lag_steps=3, lag_drop="token").offer(LONG) == "lag"
+
+
+def test_deciles_count_by_length_and_warn_once_with_the_bound_that_would_do() -> None:
+    """Rollouts of 1 … 200 tokens; those over 185 are lost, their lag is 11: 15 of the longest 20, none of the rest."""
+    deciles = LengthDeciles()
+    for length in range(1, 201):
+        deciles.add(length, 11 if length > 185 else 3, float(length > 185))
+    values = deciles.values()
+    assert [values[f"dropped_by_length/{i}"] for i in range(1, 11)] == [0.0] * 9 + [0.75]
+    text = deciles.warning(8)
+    assert text is not None
+    assert "max_lag_steps=8 takes 75% of the longest tenth" in text
+    assert "Raise max_lag_steps to 11" in text
+    assert deciles.warning(8) is None
+
+
+def test_deciles_say_nothing_before_there_are_enough_rollouts() -> None:
+    deciles = LengthDeciles()
+    for length in range(99):
+        deciles.add(length, 20, 1.0)
+    assert (deciles.values(), deciles.warning(8)) == ({}, None)
