@@ -97,6 +97,7 @@ class LengthDeciles:
         lost = values[f"dropped_by_length/{DECILES}"]
         return (
             f"max_lag_steps={max_lag_steps} takes {lost:.0%} of the longest tenth of the rollouts and "
-            f"{values['dropped_by_length/1']:.0%} of the shortest: what is trained is shorter than what is sampled. Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
+            f"{values['dropped_by_length/1']:.0%} of the shortest: what is trained is shorter than what is sampled. "
+            f"Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
             "preprocess.lag_drop=token keeps what is young enough of them"
         )
