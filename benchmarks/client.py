@@ -1,39 +1,44 @@
-"""CPU of the actor's client per completion token, against a fake server that answers as vLLM does.
+"""CPU per completion token from the engine's report to the record for the actor: server's API process and client.
 
     python benchmarks/client.py --json benchmarks/client.json
 
-The server is another process and answers from memory, byte for byte in vLLM's format with random ids and
-log-probabilities. Measured in the worker process: everything from the domain's function to the encoded message for the
-actor (render, HTTP, decoding, training text, record). ``plain`` is the usual client for comparison: JSON to dicts, a
-Python object per token, the conversation rendered and tokenised again for the training text.
+The server is another process: our route (``pipelinerl.inference.answers``) on a web server as in production and vLLM's
+own output processor, fed with what an engine sends it: one report per completion. Only the engine is missing. In the
+client everything from the domain's function to the encoded message for the actor is measured (render, HTTP, decoding,
+training text, record).
+
+- `joined`, `single`: eight attempts as one request with ``n`` = 8, or as eight requests.
+- `plain`: the same completions by vLLM's own route (a report per token, pydantic objects, JSON) and its usual client
+  (JSON to dicts, an object per token, the conversation tokenised again).
+- `blocked_ms`: the most that a loop's thread computed between two wake-ups that are 2 ms apart.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import platform
-import random
 import time
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
-from aiohttp import web
+from answer_server import serve
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
 from pipelinerl.actor.transport import Client, RequestLimits
-from pipelinerl.async_llm import GENERATE_ROUTE, llm_async_generate, make_training_text
+from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.streams.codec import Codec
-from pipelinerl.testing import byte_tokenizer, vllm_choice, vllm_response
+from pipelinerl.testing import byte_tokenizer
 
 ATTEMPTS = 8
 PROMPT_TOKENS = 300
@@ -44,37 +49,36 @@ class TokenObject(BaseModel):
     token_id: int
 
 
-def serve(connection: Connection, lengths: list[int]) -> None:
-    """Answers every request with completions of the length that ``max_tokens`` asks for."""
-    rng = random.Random(0)
-    payloads = {(length, n): payload(rng, length, n) for length in lengths for n in (1, ATTEMPTS)}
-
-    async def generate(request: web.Request) -> web.Response:
-        params = json.loads(await request.read())["sampling_params"]
-        return web.Response(body=payloads[params["max_tokens"], params.get("n", 1)], content_type="application/json")
-
-    async def main() -> None:
-        app = web.Application(client_max_size=2**26)
-        app.router.add_post(GENERATE_ROUTE, generate)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        connection.send(runner.addresses[0][1])
-        await asyncio.to_thread(connection.poll, None)
-        await runner.cleanup()
-
-    uvloop.run(main())
+async def watch(longest: list[float]) -> None:
+    """Notes the most that this thread computed between two wake-ups 2 ms apart, in seconds."""
+    before = time.thread_time()
+    while True:
+        await asyncio.sleep(0.002)
+        now = time.thread_time()
+        longest[0] = max(longest[0], now - before)
+        before = now
 
 
-def payload(rng: random.Random, length: int, n: int) -> bytes:
-    choices = []
-    for index in range(n):
-        token_ids = [rng.randrange(256) for _ in range(length)]
-        choice = vllm_choice(index, token_ids, {"max_tokens": length, "logprobs": 0}, version=3)
-        for entry in choice["logprobs"]["content"]:
-            entry["logprob"] = entry["top_logprobs"][0]["logprob"] = -rng.random() * 3
-        choices.append(choice)
-    return vllm_response(choices, prompt_tokens=PROMPT_TOKENS)
+@contextlib.asynccontextmanager
+async def measured(session: aiohttp.ClientSession, url: str, row: dict[str, float]) -> AsyncIterator[None]:
+    """CPU and blocks of both processes while the body runs."""
+
+    async def usage() -> dict[str, float]:
+        async with session.get(url + "/usage") as response:
+            return await response.json()
+
+    before, longest = await usage(), [0.0]
+    watcher = asyncio.create_task(watch(longest))
+    cpu, started = time.process_time(), time.perf_counter()
+    yield
+    row |= {"client_cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - started}
+    watcher.cancel()
+    after = await usage()
+    row |= {
+        "server_cpu_s": after["cpu_s"] - before["cpu_s"],
+        "client_blocked_ms": 1e3 * longest[0],
+        "server_blocked_ms": 1e3 * after["blocked_s"],
+    }
 
 
 async def rollout(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
@@ -111,10 +115,13 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
                     encode(RolloutDone(ticket=finished.ticket, rollout=done))
                 count += len(finished.rollouts)
 
+        row: dict[str, float] = {}
         await groups(time.perf_counter() + 0.3)
-        count, cpu, started = 0, time.process_time(), time.perf_counter()
-        await asyncio.gather(*(groups(started + seconds) for _ in range(2)))
-        return figures(count, length, time.process_time() - cpu, time.perf_counter() - started)
+        count = 0
+        async with measured(session, url, row):
+            until = time.perf_counter() + seconds
+            await asyncio.gather(*(groups(until) for _ in range(2)))
+        return figures(count, length, row)
 
 
 def group(number: int) -> StartGroup:
@@ -131,7 +138,7 @@ def group(number: int) -> StartGroup:
 
 
 async def measure_plain(url: str, length: int, seconds: float) -> dict[str, float]:
-    """The usual client: dicts, an object per token, a second tokenisation."""
+    """vLLM's own route and its usual client: dicts, an object per token, a second tokenisation."""
     tokenizer = byte_tokenizer()
     count = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -139,8 +146,9 @@ async def measure_plain(url: str, length: int, seconds: float) -> dict[str, floa
         async def one(number: int) -> dict[str, Any]:
             messages = [{"role": "user", "content": group(number).problem["question"]}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            body = {"model": "policy", "token_ids": prompt, "sampling_params": {"max_tokens": length, "logprobs": 0}}
-            async with session.post(url + GENERATE_ROUTE, json=body) as response:
+            params = {"max_tokens": length, "logprobs": 0}
+            body = {"request_id": str(number), "token_ids": prompt, "sampling_params": params}
+            async with session.post(url + "/vllm", json=body) as response:
                 choice = (await response.json())["choices"][0]
             tokens = [TokenObject(**entry) for entry in choice["logprobs"]["content"]]
             content = tokenizer.decode([token.token_id for token in tokens])
@@ -150,23 +158,32 @@ async def measure_plain(url: str, length: int, seconds: float) -> dict[str, floa
             return {"input_ids": ids, "labels": labels, "logprobs": [token.logprob for token in tokens]}
 
         async def run(until: float) -> None:
-            nonlocal count
+            nonlocal count, numbers
             while time.perf_counter() < until:
-                json.dumps(await one(count))
+                numbers += 1
+                json.dumps(await one(numbers))
                 count += 1
 
+        row: dict[str, float] = {}
+        numbers = 0
         await run(time.perf_counter() + 0.3)
-        count, cpu, started = 0, time.process_time(), time.perf_counter()
-        await asyncio.gather(*(run(started + seconds) for _ in range(2 * ATTEMPTS)))
-        return figures(count, length, time.process_time() - cpu, time.perf_counter() - started)
+        count = 0
+        async with measured(session, url, row):
+            until = time.perf_counter() + seconds
+            await asyncio.gather(*(run(until) for _ in range(2)))
+        return figures(count, length, row)
 
 
-def figures(count: int, length: int, cpu_s: float, wall_s: float) -> dict[str, float]:
+def figures(count: int, length: int, row: dict[str, float]) -> dict[str, float]:
+    server, client = (1e6 * row[f"{side}_cpu_s"] / (count * length) for side in ("server", "client"))
     return {
-        "us_cpu_per_token": round(cpu_s / (count * length) * 1e6, 3),
-        "rollouts_per_s": round(count / wall_s, 1),
-        "rollouts_per_cpu_s": round(count / cpu_s, 1),
-        "us_cpu_per_rollout": round(cpu_s / count * 1e6, 1),
+        "us_cpu_per_token": round(server + client, 3),
+        "us_server_cpu_per_token": round(server, 3),
+        "us_client_cpu_per_token": round(client, 3),
+        "rollouts_per_s": round(count / row["wall_s"], 1),
+        "us_client_cpu_per_rollout": round(client * length, 1),
+        "server_blocked_ms": round(row["server_blocked_ms"], 1),
+        "client_blocked_ms": round(row["client_blocked_ms"], 1),
     }
 
 
@@ -174,11 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000, 4000])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000, 4000, 32_000])
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs, args.lengths), daemon=True)
+    server = context.Process(target=serve, args=(theirs,), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
     results: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Asks a server for a completion and turns the answer into training data. Public: the two functions at the top.
 
 The prompt is rendered once, here, and travels as token ids; the answer is the sampled ids with log-probabilities and
-the weight version of each token (vLLM's ``/inference/v1/generate``). Nothing is ever re-tokenised. A completion without
-a finite log-probability for every token is a server failure, never a shorter or padded list.
+the weight version of each token (``records.answers``). Nothing is ever re-tokenised. A completion without a finite
+log-probability for every token is a server failure, never a shorter or padded list.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -19,14 +20,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from pipelinerl.chat import ChatRenderer, ReadText, Turn, extend, renderer_of
 from pipelinerl.chat.tool_calls import read_plain, reader_of
-from pipelinerl.errors import DomainError, ServerError, TransportError
+from pipelinerl.errors import DomainError, ServerError, StreamError, TransportError
 from pipelinerl.llm import FunctionCall, GenerateRequest, LLMCall, LLMOutput, Prompt, ToolCall, TrainableLLM
+from pipelinerl.records.answers import ANSWER_FORMAT, ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import CallTokens, TrainingText
+from pipelinerl.streams.codec import Codec
 
-GENERATE_ROUTE = "/inference/v1/generate"
 MISSING_LOGPROB = -9999.0
 """vLLM's floor: what it sends for a token that has no log-probability."""
 MAX_BACKOFF_S = 10.0
+LONG_TOKENS = 4000
+"""Completions from this length on are decoded beside the event loop: about a millisecond."""
 UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
 
 
@@ -48,9 +52,10 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
     """
     llm.load_tokenizer()
     renderer = renderer_of(llm.tokenizer)
-    text, prompt_ids = _prompt_tokens(renderer, llm, prompt)
+    text, prompt_ids, prefix_version = _prompt_tokens(renderer, llm, prompt)
     request = GenerateRequest(
         token_ids=prompt_ids,
+        prefix_version=prefix_version,
         body_key=_sampling_params(llm),
         model=llm.model_name,
         retries=llm.max_retries,
@@ -65,7 +70,10 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
         if is_retryable(error):  # a refusal is the domain's to handle; a failure may not become a reward
             llm._failure = error
         raise
-    return _to_call(renderer, llm, prompt, text, tokens, index)
+    llm._sent_tokens += len(tokens.prompt_ids)
+    llm._cached_tokens += tokens.cached_tokens
+    texts = await _texts(renderer, tokens)
+    return _to_call(renderer, llm, prompt, text, tokens, texts, index, prefix_version)
 
 
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
@@ -115,104 +123,102 @@ async def post_generate(
     session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str
 ) -> list[CallTokens]:
     """One HTTP request for ``n`` completions of one prompt."""
-    headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    url = base_url.rstrip("/") + GENERATE_ROUTE
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    url = base_url.rstrip("/") + ANSWER_PATH
     try:
-        async with session.post(url, data=request.body(n), headers=headers) as response:
+        async with session.post(url, data=encode_request(request, n), headers=headers) as response:
             payload = await response.read()
             status = response.status
     except (aiohttp.ClientError, OSError) as error:
         raise TransportError(f"{url}: {type(error).__name__}: {error}") from error
     if status != 200:
         raise ServerError(f"{url} answered {status}: {payload[:500].decode(errors='replace')}", status)
-    return parse_response(payload, request, n)
+    return read_answer(payload, request, n)
 
 
-class _Logprob(msgspec.Struct, gc=False):
-    logprob: float
+_decoding = ThreadPoolExecutor(1, "decoding")
+_request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
+_answer_codec: Codec[Answer] = Codec(Answer)
 
 
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Logprob] | None = None
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: list[int]
-    finish_reason: str = "stop"
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Response(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_decode_response = msgspec.json.Decoder(_Response).decode
-
-
-def parse_response(payload: bytes, request: GenerateRequest, n: int) -> list[CallTokens]:
-    """The completions of vLLM's answer, checked; anything that does not fit is a server failure."""
-    try:
-        choices = _decode_response(payload).choices
-    except msgspec.MsgspecError as error:
-        raise ServerError(f"the server's answer cannot be read: {error}", 502) from error
-    if len(choices) != n:
-        raise ServerError(f"the server answered {len(choices)} completions instead of {n}", 502)
-    with_logprobs = b'"logprobs"' in request.body_key
-    return [_choice_tokens(choice, request.token_ids, with_logprobs) for choice in choices]
-
-
-def _choice_tokens(choice: _Choice, prompt_ids: np.ndarray, with_logprobs: bool) -> CallTokens:
-    if choice.finish_reason in ("abort", "error"):
-        raise ServerError(f"the server ended a completion with {choice.finish_reason!r}", 503)
-    count = len(choice.token_ids)
-    logprobs = None
-    if with_logprobs:
-        content = (choice.logprobs and choice.logprobs.content) or []
-        logprobs = np.array([entry.logprob for entry in content], dtype=np.float32)
-        if len(logprobs) != count or (count and (not np.isfinite(logprobs).all() or logprobs.min() <= MISSING_LOGPROB)):
-            raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
-    return CallTokens(
-        prompt_ids=prompt_ids,
-        completion_ids=np.array(choice.token_ids, dtype=np.int32),
-        logprobs=logprobs,
-        version_spans=_version_spans(choice.weight_versions or [], count),
-        finish_reason=choice.finish_reason,
+def encode_request(request: GenerateRequest, n: int) -> bytes:
+    """The HTTP body that asks for ``n`` samples."""
+    sampling = msgspec.json.decode(request.body_key)
+    if n > 1:
+        sampling["n"] = n
+    return _request_codec.encode(
+        AnswerRequest(
+            token_ids=request.token_ids,
+            model=request.model,
+            sampling=sampling,
+            prefix_version=request.prefix_version,
+        )
     )
 
 
-def _version_spans(spans: list[_Span], count: int) -> np.ndarray:
-    """int32 [R, 3]; empty when the server labels its weights with something else than an optimizer step."""
-    if not spans or not all(span.version.isdecimal() for span in spans):
+def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTokens]:
+    """The completions of a server's answer, checked; anything that does not fit is a server failure."""
+    try:
+        answer = _answer_codec.decode(payload)
+    except StreamError as error:
+        raise ServerError(f"the server's answer cannot be read: {error}", 502) from error
+    if answer.format > ANSWER_FORMAT:
+        raise ServerError(f"the server answers in format {answer.format}, this client reads {ANSWER_FORMAT}", 502)
+    if len(answer.completions) != n:
+        raise ServerError(f"the server answered {len(answer.completions)} completions instead of {n}", 502)
+    with_logprobs = b'"logprobs"' in request.body_key
+    return [_checked(completion, request.token_ids, with_logprobs) for completion in answer.completions]
+
+
+def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool) -> CallTokens:
+    if completion.finish_reason in ("abort", "error"):
+        raise ServerError(f"the server ended a completion with {completion.finish_reason!r}", 503)
+    token_ids, logprobs = completion.token_ids, completion.logprobs
+    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+        raise ServerError(f"the server sent token ids as {token_ids.ndim}-D {token_ids.dtype}", 502)
+    count = len(token_ids)
+    if with_logprobs and (
+        logprobs is None
+        or logprobs.dtype != np.float32
+        or logprobs.shape != (count,)
+        or not np.isfinite(logprobs).all()
+        or (count and logprobs.min() <= MISSING_LOGPROB)
+    ):
+        raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
+    return CallTokens(
+        prompt_ids=prompt_ids,
+        completion_ids=token_ids,
+        logprobs=logprobs if with_logprobs else None,
+        version_spans=_version_spans(completion.version_spans, count),
+        finish_reason=completion.finish_reason,
+        cached_tokens=completion.cached_tokens,
+    )
+
+
+def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
+    """int32 [R, 3]; empty when the server's weights are not those of an optimizer step."""
+    if spans is None:
         return np.empty((0, 3), dtype=np.int32)
-    table = np.array([(span.start, span.end, int(span.version)) for span in spans if span.end > span.start], np.int32)
-    table = table.reshape(-1, 3)
-    covered = int((table[:, 1] - table[:, 0]).sum())
-    if covered != count or (count and (table[0, 0] != 0 or (table[1:, 0] != table[:-1, 1]).any())):
-        raise ServerError(f"the server's weight versions cover {covered} of {count} sampled tokens", 502)
-    return table
+    is_table = spans.dtype == np.int32 and spans.ndim == 2 and spans.shape[1:] == (3,)
+    ends = np.concatenate(([0], spans[:, 1])) if is_table else np.empty(0)
+    if not is_table or ends[-1] != count or (spans[:, 0] != ends[:-1]).any() or (spans[:, 0] >= spans[:, 1]).any():
+        raise ServerError(f"the server's weight versions {spans.tolist()} are not those of {count} tokens", 502)
+    return spans
 
 
-def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[str, np.ndarray]:
+def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[str, np.ndarray, int | None]:
+    """(text, token ids, weight version of the first token of the conversation that it continues)"""
     if prompt.token_ids:
-        return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32)
+        return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32), None
     if not prompt.messages:
         raise DomainError("the prompt has neither messages nor token_ids")
     if llm._turns:
         extended = extend(renderer, llm._turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
         if extended is not None:
-            return renderer.decode(extended.tolist()), extended
+            token_ids, turn = extended
+            return renderer.decode(token_ids.tolist()), token_ids, turn.prefix_version
     rendered = renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs)
-    return rendered.text, rendered.token_ids
+    return rendered.text, rendered.token_ids, None
 
 
 def _sampling_params(llm: TrainableLLM) -> bytes:
@@ -247,11 +253,21 @@ def _plain(value: Any) -> Any:
 
 
 def _to_call(
-    renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, prompt_text: str, tokens: CallTokens, index: int
+    renderer: ChatRenderer,
+    llm: TrainableLLM,
+    prompt: Prompt,
+    prompt_text: str,
+    tokens: CallTokens,
+    texts: tuple[str, str],
+    index: int,
+    prefix_version: int | None,
 ) -> LLMCall:
-    sampled_text, end_text = _split_end(renderer, tokens)
+    sampled_text, end_text = texts
     read = reader_of(llm.tool_parser, llm.tokenizer, prompt.tools) if prompt.tools else read_plain
     said = read(sampled_text)
+    spans = tokens.version_spans
+    if prefix_version is None and len(spans):
+        prefix_version = int(spans[0, 2])
     if llm._turns is not None:
         llm._turns.append(
             Turn(
@@ -263,9 +279,9 @@ def _to_call(
                 end_text,
                 said,
                 read,
+                prefix_version,
             )
         )
-    spans = tokens.version_spans
     call = LLMCall(
         prompt=prompt,
         output=_output_of(sampled_text, said, f"call-{index}"),
@@ -293,6 +309,13 @@ def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
         for i, (name, arguments) in enumerate(said.calls)
     ]
     return LLMOutput(content=said.content or None, tool_calls=tool_calls)
+
+
+async def _texts(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
+    """See ``_split_end``; long completions one at a time beside the loop, which goes on between them."""
+    if len(tokens.completion_ids) < LONG_TOKENS:
+        return _split_end(renderer, tokens)
+    return await asyncio.get_running_loop().run_in_executor(_decoding, _split_end, renderer, tokens)
 
 
 def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:

@@ -137,18 +137,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     retries: int
     base_delay_s: float
 
+    prefix_version: int | None = None
+    """Weight version of the first token of the conversation that the prompt continues."""
+
     @property
     def key(self) -> tuple[bytes, bytes]:
         return self.token_ids.tobytes(), self.body_key
-
-    def body(self, n: int) -> bytes:
-        """The HTTP body for ``n`` samples."""
-        params = msgspec.json.decode(self.body_key)
-        if n > 1:
-            params["n"] = n
-        return msgspec.json.encode(
-            {"model": self.model, "token_ids": self.token_ids.tolist(), "sampling_params": params}
-        )
 
 
 class Transport(Protocol):
@@ -192,6 +186,8 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     _num_calls: int = PrivateAttr(default=0)
     _rollout: str = PrivateAttr(default="")
     """The actor's name of the rollout: a seed in ``parameters`` becomes one of this rollout and call."""
+    _sent_tokens: int = PrivateAttr(default=0)
+    _cached_tokens: int = PrivateAttr(default=0)
     _failure: BaseException | None = PrivateAttr(default=None)
 
     def load_tokenizer(self) -> None:

@@ -32,6 +32,8 @@ class CallTokens:
     version_spans: np.ndarray
     """int32 [R, 3]: (start, end exclusive, weight version) over the completion; empty when the server names none."""
     finish_reason: str
+    cached_tokens: int = 0
+    """Prompt tokens that the server did not compute again."""
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -1,12 +1,14 @@
 """What a domain's tests need: a language model without a server, and a server without a language model.
 
-``FakeLLM`` answers from a script inside the process; ``FakeServer`` answers over HTTP exactly as vLLM's token interface
-does, with weight versions that a test can change. Both use a small byte-level tokenizer unless given another.
+``FakeLLM`` answers from a script inside the process; ``FakeServer`` answers over HTTP exactly as our servers do
+(``records.answers``), with weight versions that a test can change. Both use a small byte-level tokenizer unless given
+another.
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy as np
 from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.async_llm import GENERATE_ROUTE
 from pipelinerl.llm import GenerateRequest, TrainableLLM
+from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
+from pipelinerl.streams.codec import Codec
 
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{%- endif %}"
@@ -142,12 +145,15 @@ async def run_rollout(
     return check_result(result, OmegaConf.select(config, "actor.rewards") or "rollout")
 
 
-Answer = Callable[[list[int], dict[str, Any], int], list[int]]
+Sampler = Callable[[list[int], dict[str, Any], int], list[int]]
 """(prompt ids, sampling parameters, index of the completion) → sampled ids."""
+
+_request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
+_answer_codec: Codec[Answer] = Codec(Answer)
 
 
 class FakeServer:
-    """An HTTP server that answers ``/inference/v1/generate`` as vLLM does.
+    """An HTTP server that answers as ours do; every prompt token scores log ½.
 
     Attributes a test may change while it runs: ``version`` (label of the tokens; "default" = weights from disk),
     ``status`` (not 200: every request fails with it), ``delay_s`` (before the answer), ``hold`` (an unset event:
@@ -157,7 +163,7 @@ class FakeServer:
         >>> # async with FakeServer(lambda prompt_ids, params, i: [72, 105]) as server: ... server.url
     """
 
-    def __init__(self, answer: Answer, *, version: int | str = 0, delay_s: float = 0.0):
+    def __init__(self, answer: Sampler, *, version: int | str = 0, delay_s: float = 0.0):
         self.answer = answer
         self.version = version
         self.status = 200
@@ -178,7 +184,7 @@ class FakeServer:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listens on ``port`` (0 = a free one)."""
         app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_post(GENERATE_ROUTE, self._generate)
+        app.router.add_post(ANSWER_PATH, self._generate)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -196,56 +202,36 @@ class FakeServer:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read())
-        self.requests.append(body)
+        asked = _request_codec.decode(await request.read())
+        token_ids = asked.token_ids.tolist()
+        self.requests.append({"model": asked.model, "token_ids": token_ids, "sampling_params": asked.sampling})
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         await self.hold.wait()
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
-        params = body["sampling_params"]
-        choices = [
-            vllm_choice(i, self.answer(body["token_ids"], params, i), params, self.version)
-            for i in range(params.get("n", 1))
-        ]
-        payload = vllm_response(choices, prompt_tokens=len(body["token_ids"]))
-        return web.Response(body=payload, content_type="application/json")
+        if asked.scores:
+            scores = np.full(len(token_ids), math.log(0.5), dtype=np.float32)
+            lengths = [len(token_ids)] if asked.prompt_lengths is None else asked.prompt_lengths
+            scores[np.cumsum(lengths) - lengths] = 0.0
+            return web.Response(body=_answer_codec.encode(Answer(prompt_scores=scores)))
+        count = asked.sampling.get("n", 1)
+        sampled = [self.answer(token_ids, asked.sampling, i) for i in range(count)]
+        completions = tuple(completion(each, asked.sampling, self.version) for each in sampled)
+        return web.Response(body=_answer_codec.encode(Answer(completions=completions)))
 
 
-def vllm_choice(index: int, token_ids: list[int], params: dict[str, Any], version: int | str) -> dict[str, Any]:
-    """One completion in the shape of vLLM 0.32's token interface; cut at ``max_tokens``."""
+def completion(token_ids: Sequence[int], params: dict[str, Any], version: int | str) -> Completion:
+    """One completion as our servers send it; cut at ``max_tokens``."""
     limit = params.get("max_tokens", 16)
-    cut = len(token_ids) > limit
-    token_ids = token_ids[:limit]
-    content = [{"token_id": t, "logprob": -0.6931471824645996, "rank": 1, "top_logprobs": [_top(t)]} for t in token_ids]
-    return {
-        "index": index,
-        "finish_reason": "length" if cut else "stop",
-        "stop_reason": None,
-        "token_ids": token_ids,
-        "routed_experts": None,
-        "sampling_mask": None,
-        "weight_versions": [{"version": str(version), "start": 0, "end": len(token_ids)}],
-        "logprobs": {"content": content} if "logprobs" in params else None,
-    }
-
-
-def _top(token_id: int) -> dict[str, Any]:
-    return {"token_id": token_id, "logprob": -0.6931471824645996, "rank": 1}
-
-
-def vllm_response(choices: list[dict[str, Any]], prompt_tokens: int) -> bytes:
-    """The whole answer as vLLM sends it."""
-    sampled = sum(len(choice["token_ids"]) for choice in choices)
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + sampled,
-        "completion_tokens": sampled,
-        "prompt_tokens_details": None,
-    }
-    empty = ("prompt_logprobs", "prompt_token_id_logprobs", "prompt_token_ids", "mm_placeholders", "metrics")
-    answer = {"request_id": "fake", "model": "policy", "created": 0, "usage": usage} | dict.fromkeys(empty)
-    return msgspec.json.encode(answer | {"output_mode": "tokens", "choices": choices})
+    count = min(len(token_ids), limit)
+    spans = [(0, count, version)] if count else []
+    return Completion(
+        token_ids=np.array(token_ids[:count], dtype=np.int32),
+        logprobs=np.full(count, math.log(0.5), dtype=np.float32) if "logprobs" in params else None,
+        version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3) if str(version).isdecimal() else None,
+        finish_reason="length" if len(token_ids) > limit else "stop",
+    )
 
 
 def save_tokenizer(folder: Path, tokenizer: Any = None) -> Path:

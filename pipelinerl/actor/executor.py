@@ -128,7 +128,7 @@ class Executor:
         llm.parameters = dict(template.parameters)
         llm._transport = transport
         llm._turns = []
-        llm._num_calls = 0
+        llm._num_calls = llm._sent_tokens = llm._cached_tokens = 0
         llm._rollout = f"{start.group_id}/{attempt}"
         llm._failure = None
         return llm
@@ -146,6 +146,8 @@ class Executor:
             attempt=attempt,
             latency_s=latency_s,
             num_llm_calls=llm._num_calls,
+            sent_tokens=llm._sent_tokens,
+            cached_tokens=llm._cached_tokens,
             fallback_version=start.version,
             seq_length=self._rules.seq_length,
             rewards=self._rules.rewards,

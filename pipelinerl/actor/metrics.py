@@ -18,6 +18,8 @@ class _Seen:
     output_tokens: int
     prompt_tokens: int
     num_llm_calls: int
+    sent_tokens: int
+    cached_tokens: int
     num_unmerged_turns: int
     cut: bool
     num_versions: int
@@ -94,6 +96,8 @@ class ActorMetrics:
             "output_tokens_max": max(seen.output_tokens for seen in recent),
             "prompt_tokens": sum(seen.prompt_tokens for seen in recent) / count,
             "llm_calls": sum(seen.num_llm_calls for seen in recent) / count,
+            "prefix_hit_rate": sum(seen.cached_tokens for seen in recent)
+            / max(1, sum(seen.sent_tokens for seen in recent)),
             "unmerged_turns": sum(seen.num_unmerged_turns for seen in recent) / count,
             "cut_by_length": sum(seen.cut for seen in recent) / count,
         }
@@ -124,6 +128,8 @@ def _see(rollout: Rollout, part: str) -> _Seen:
         output_tokens=sampled,
         prompt_tokens=sum(len(sequence.token_ids) for sequence in rollout.sequences) - sampled,
         num_llm_calls=rollout.num_llm_calls,
+        sent_tokens=rollout.sent_tokens,
+        cached_tokens=rollout.cached_tokens,
         num_unmerged_turns=rollout.num_unmerged_turns,
         cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),

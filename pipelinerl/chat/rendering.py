@@ -49,6 +49,8 @@ class Turn:
     """What was read in it."""
     read: CallReader
     """How it was read."""
+    prefix_version: int | None = None
+    """Weight version of the first token that was sampled in this conversation; None when the server names none."""
 
 
 class ChatRenderer:
@@ -155,13 +157,13 @@ def extend(
     messages: list[dict],
     tools: list[dict] | None,
     kwargs: dict[str, Any],
-) -> np.ndarray | None:
-    """Prompt ids that continue an earlier turn's tokens exactly, or None when no turn is continued."""
+) -> tuple[np.ndarray, Turn] | None:
+    """Prompt ids that continue an earlier turn's tokens exactly, and that turn; None when no turn is continued."""
     for turn in reversed(turns):
         if _continues(turn, messages, tools):
             suffix = _suffix_after_answer(renderer, turn, messages, kwargs)
             if suffix is not None:
-                return np.concatenate((turn.prompt_ids, turn.completion_ids, renderer.encode(suffix)))
+                return np.concatenate((turn.prompt_ids, turn.completion_ids, renderer.encode(suffix))), turn
     return None
 
 

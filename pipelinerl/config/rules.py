@@ -283,12 +283,6 @@ def engine_overrides_choice(config: Config) -> str | None:
     return None
 
 
-def prefix_cache_mixes_versions(config: Config) -> str | None:
-    if server_options(config).get("enable-prefix-caching") in (None, False):
-        return None
-    return "vllm_config.vllm_kwargs.enable-prefix-caching: cached prompts keep the weights that made them"
-
-
 HINTS: tuple[Rule, ...] = (
     *OBJECTIVE_HINTS,
     reference_without_kl,
@@ -297,5 +291,4 @@ HINTS: tuple[Rule, ...] = (
     interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,
-    prefix_cache_mixes_versions,
 )

@@ -15,11 +15,14 @@ def main(context: RoleContext) -> None:
     os.environ.update(vllm_environment(context.cfg, context.world, context.job))
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
-    from pipelinerl.inference.server import serve
+    from pipelinerl.inference.server import Service, serve
 
     is_policy = context.job.kind == "actor_llm"
-    temperature = None if is_policy else context.cfg.finetune.rl.temperature
-    serve(arguments, score_temperature=temperature, status=context.status)
+    service = Service(
+        score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
+        keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
+    )
+    serve(arguments, service=service, status=context.status)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pipelinerl.world.model_shape import find_model_shape
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
 GUARD = "pipelinerl.inference.guard.Guard"
+SCHEDULER = "pipelinerl.inference.scheduler.AnswerScheduler"
 WEIGHT_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
 SCORE_EXTENSION = "pipelinerl.inference.scoring.ScoreExtension"
 
@@ -35,6 +36,8 @@ RESERVED = {
     "data-parallel-size": "use more servers: world.actor_fraction",
     "api-server-count": "one API process takes the weight updates",
     "middleware": "the guard of the control routes is one",
+    "scheduler-cls": "ours keeps cached prompts exact",
+    "enable-prefix-caching": "set vllm_config.prefix_caching",
     "api-key": "generation is open on the node; control routes need the run's secret",
     "root-path": "clients use the plain paths",
     "config": "put the settings into vllm_config.vllm_kwargs",
@@ -52,7 +55,7 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
     """
     user = server_options(cfg)
     own = _defaults(cfg, world, job)
-    _refuse_reserved(user, own, job)
+    _refuse_reserved(user, own)
     _refuse_compiled_policy(user, world, job)
     settings = own | _shared_cache(cfg, world, job, gpu_bytes) | user
     if job.kind == "preprocessor_llm" and isinstance(settings.get("max-model-len"), int):
@@ -95,7 +98,8 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "return-tokens-as-token-ids": True,
-        "enable-prefix-caching": False,
+        "scheduler-cls": SCHEDULER,
+        "enable-prefix-caching": job.kind == "actor_llm" and cfg.vllm_config.prefix_caching != "off",
         "generation-config": "vllm",
         "trust-remote-code": cfg.trust_remote_code,
         "disable-log-stats": True,
@@ -124,15 +128,10 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
     return {"kv-cache-memory-bytes": cache} if cache else {}
 
 
-def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any], job: Job) -> None:
+def _refuse_reserved(user: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key, value in user.items():
         if key in RESERVED and (key not in own or own[key] != value):
             raise ConfigError(f"`vllm_config.vllm_kwargs.{key}` is {value!r}, but the run sets it: {RESERVED[key]}")
-    if job.kind == "actor_llm" and user.get("enable-prefix-caching") not in (None, False):
-        raise ConfigError(
-            "`vllm_config.vllm_kwargs.enable-prefix-caching` is on, but a cached prompt keeps keys and values of "
-            "older weights after an update in flight: remove it"
-        )
 
 
 def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) -> None:

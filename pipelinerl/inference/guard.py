@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.records.answers import ANSWER_PATH
 
 OPEN_PATHS = frozenset(
     {
@@ -23,6 +24,7 @@ OPEN_PATHS = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/inference/v1/generate",
+        ANSWER_PATH,
         "/tokenize",
         "/detokenize",
     }

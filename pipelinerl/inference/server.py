@@ -12,6 +12,7 @@ import socket
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -25,7 +26,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.inference.control import UpdateControl, build_router
+from pipelinerl.inference import answers, control
+from pipelinerl.inference.answers import Answers
+from pipelinerl.inference.control import UpdateControl
 from pipelinerl.observability.status import RoleStatus
 
 log = logging.getLogger(__name__)
@@ -72,19 +75,30 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
     return args
 
 
-def serve(arguments: Sequence[str], *, score_temperature: float | None, status: RoleStatus) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the server does beyond serving vLLM.
+
+    ``score_temperature`` None = a policy server, which takes weights; else a frozen one, whose scores are those of this
+    temperature. ``keeps_conversations``: the history of a conversation is not computed again after an update.
+    """
+
+    score_temperature: float | None = None
+    keeps_conversations: bool = False
+
+
+def serve(arguments: Sequence[str], *, service: Service, status: RoleStatus) -> None:
     """Serve until SIGTERM or SIGINT; returns when everything is down.
 
     Args:
         arguments: vLLM's command line.
-        score_temperature: None = a policy server, which takes weights; else a frozen one, whose scores are those of
-            this temperature.
+        service: policy or reference server.
         status: the role's heartbeat.
     """
-    uvloop.run(_serve(parse_arguments(arguments), score_temperature, status))
+    uvloop.run(_serve(parse_arguments(arguments), service, status))
 
 
-async def _serve(args: Namespace, score_temperature: float | None, status: RoleStatus) -> None:
+async def _serve(args: Namespace, service: Service, status: RoleStatus) -> None:
     address, sock = setup_server(args, reuse_port=False)
     try:
         with status.waiting("the engine's start"), _signals_end_the_start(status):
@@ -92,7 +106,7 @@ async def _serve(args: Namespace, score_temperature: float | None, status: RoleS
             client = await engine.__aenter__()
         try:
             assert isinstance(client, AsyncLLM), "the engine client of one API process"
-            shutdown = await _serve_engine(client, args, sock, score_temperature, status)
+            shutdown = await _serve_engine(client, args, sock, service, status)
         finally:
             await engine.__aexit__(None, None, None)
         await shutdown
@@ -101,21 +115,26 @@ async def _serve(args: Namespace, score_temperature: float | None, status: RoleS
     log.info("event=server_ended address=%s", address)
 
 
-async def _serve_engine(
-    client: AsyncLLM, args: Namespace, sock: Any, score_temperature: float | None, status: RoleStatus
-) -> Any:
+async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: Service, status: RoleStatus) -> Any:
     supported = await client.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(args, supported, client.model_config)
     logging.getLogger().setLevel(level)  # a dependency of vLLM's application raises it to ERROR when it is imported
     await init_app_state(client, app.state, args, supported)
     updates = None
-    if score_temperature is not None:
-        await client.collective_rpc("score_at_temperature", args=(score_temperature,))
+    if service.score_temperature is not None:
+        await client.collective_rpc("score_at_temperature", args=(service.score_temperature,))
     else:
         num_workers = client.vllm_config.parallel_config.world_size_across_dp
         updates = UpdateControl(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
-    _replace_routes(app, build_router(updates))
+    _replace_routes(app, control.build_router(updates))
+    lean = Answers(
+        client,
+        model=args.served_model_name[0],
+        max_model_len=client.model_config.max_model_len,
+        keeps_conversations=service.keeps_conversations,
+    )
+    _replace_routes(app, answers.build_router(lean))
     asked = asyncio.Event()
     tasks = [asyncio.create_task(_heartbeat(client, status)), asyncio.create_task(_end_when_asked(app, asked))]
     try:

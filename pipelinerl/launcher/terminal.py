@@ -126,7 +126,7 @@ def step_line(
     pause_ms: float | None,
     actor: Mapping[str, Any],
 ) -> str:
-    """`step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s`."""
+    """`step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
     metrics = message.metrics
     success = metrics.get("success", actor.get("success"))
     tokens = metrics.get("tokens")
@@ -139,6 +139,7 @@ def step_line(
         f"{number(speed, 0)} tok/s",
         f"pause {number(pause_ms, 0)} ms",
         f"wait {number(metrics.get('wait_s'), 2)} s",
+        f"prefix hits {number(actor.get('prefix_hit_rate'), 2)}",
     ]
     return "  ".join(parts)
 

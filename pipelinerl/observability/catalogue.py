@@ -50,6 +50,7 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("output_tokens_max", "tokens", "sampled in the longest rollout"),
         Metric("prompt_tokens", "tokens", "of a rollout that were not sampled"),
         Metric("llm_calls", "calls", "of a rollout"),
+        Metric("prefix_hit_rate", "share", "of the prompt tokens of all calls that servers found computed"),
         Metric("unmerged_turns", "turns", "of a rollout that became training sequences of their own"),
         Metric("cut_by_length", "share", "of rollouts with a completion that the server cut for its length"),
         Metric("rollouts_under_way", "rollouts", "at this time"),

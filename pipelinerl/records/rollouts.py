@@ -44,6 +44,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Numeric fields of the domain's metrics: reward, success, no_error, no_answer and its own."""
     latency_s: float
     num_llm_calls: int
+    sent_tokens: int = 0
+    """Prompt tokens of all its calls together."""
+    cached_tokens: int = 0
+    """Those of them that the server found computed."""
     num_unmerged_turns: int = 0
     """Turns whose tokens did not extend the previous turn's and therefore started another sequence."""
     rewards: RewardMode = "rollout"

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 import aiohttp
 import numpy as np
 
-from pipelinerl.errors import ServerError, TransportError
-from pipelinerl.weights.scores import SCORE_PATH, read_scores, score_request
+from pipelinerl.errors import ServerError, StreamError, TransportError
+from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest
+from pipelinerl.streams.codec import Codec
 
 DEFAULT_TIMEOUT_S = 600.0
 ERROR_CHARS = 500
+
+_request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
+_answer_codec: Codec[Answer] = Codec(Answer)
 
 
 async def score_tokens(
@@ -24,28 +28,50 @@ async def score_tokens(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> np.ndarray:
-    """Log-probabilities of a sequence's tokens under a server's model.
+    """Log-probabilities of a sequence's tokens under a server's model; see ``score_sequences``."""
+    return (await score_sequences(session, url, [np.asarray(token_ids)], timeout_s=timeout_s))[0]
+
+
+async def score_sequences(
+    session: aiohttp.ClientSession,
+    url: str,
+    sequences: Sequence[np.ndarray],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[np.ndarray]:
+    """Log-probabilities of several sequences' tokens under a server's model, by one request.
 
     Args:
         session: the caller's pooled connection.
         url: the server, e.g. ``http://127.0.0.1:8000``.
-        token_ids: int [T].
+        sequences: int [T] each.
         timeout_s: deadline of the whole request.
 
     Returns:
-        float32 [T]: entry t is log p(token t | tokens 0 … t−1); entry 0 is 0.
+        float32 [T] of each: entry t is log p(token t | tokens 0 … t−1); entry 0 is 0.
 
     Raises:
-        ServerError: the server answered with a failure status (400: these tokens can never be scored).
+        ServerError: the server answered with a failure status (400: one of these sequences can never be scored).
         TransportError: no answer, or one that is not about these tokens.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
+    token_ids = np.concatenate(sequences).astype(np.int32, copy=False)
+    lengths = [len(sequence) for sequence in sequences]
     try:
-        async with session.post(url + SCORE_PATH, json=score_request(token_ids), timeout=timeout) as response:
+        request = _request_codec.encode(
+            AnswerRequest(token_ids=token_ids, scores=True, prompt_lengths=np.array(lengths, dtype=np.int32))
+        )
+        async with session.post(url + ANSWER_PATH, data=request, timeout=timeout) as response:
             body = await response.read()
             if response.status != 200:
                 message = body[:ERROR_CHARS].decode(errors="replace")
                 raise ServerError(f"{url} answered {response.status}: {message}", response.status)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise TransportError(f"{url} did not answer: {type(error).__name__} {error}") from error
-    return read_scores(body, token_ids)
+    try:
+        scores = _answer_codec.decode(body).prompt_scores
+    except StreamError as error:
+        raise TransportError(f"not an answer with scores: {error}") from error
+    if scores is None or scores.dtype != np.float32 or scores.shape != token_ids.shape:
+        raise TransportError(f"{len(token_ids)} tokens were sent, {0 if scores is None else scores.size} were scored")
+    return np.split(scores, np.cumsum(lengths)[:-1])

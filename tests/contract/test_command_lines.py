@@ -100,10 +100,10 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
         assert arguments["model"] == config.model_path
         probes = 1 if job.kind == "actor_llm" else 0
         assert arguments["max_num_seqs"] == config.actor.llm_max_rollouts + probes
-        assert arguments["enable_prefix_caching"] is False
         assert arguments["logprobs_mode"] == "processed_logprobs"
         assert arguments["hf_overrides"] == {"head_dtype": "float32"}
         policy = job.kind == "actor_llm"
+        assert arguments["enable_prefix_caching"] is policy
         assert arguments["served_model_name"] == ["policy" if policy else "reference"]
         assert bool(arguments["weight_transfer"]) is policy
         assert arguments["worker_extension_cls"].startswith("pipelinerl.weights.") is policy

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from pipelinerl.errors import ServerError
+from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.streams.codec import Codec
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.score_client import score_tokens
@@ -50,36 +52,38 @@ class Trainer:
         return sender.send(version, self.model.named_parameters(), specs, **settings)
 
     @torch.no_grad()
-    def replay(self, prompt: list[int], tokens: list[int], spans: list[dict[str, Any]]) -> torch.Tensor:
+    def replay(self, prompt: list[int], tokens: list[int], spans: list[list[int]]) -> torch.Tensor:
         """Log-probabilities of sampled tokens, each under the weights of its version, older keys and values kept."""
         inputs, cache, parts, position = prompt + tokens, None, [], 0
-        for span in spans:
-            self.model.load_state_dict(self.versions[int(span["version"])])
-            end = len(prompt) + span["end"] - 1
+        for first, last, version in spans:
+            self.model.load_state_dict(self.versions[version])
+            end = len(prompt) + last - 1
             output = self.model(torch.tensor([inputs[position:end]]), past_key_values=cache, use_cache=True)
             cache, position = output.past_key_values, end
-            count = span["end"] - span["start"]
-            targets = torch.tensor(tokens[span["start"] : span["end"]])
+            count = last - first
+            targets = torch.tensor(tokens[first:last])
             logprobs = output.logits[0, -count:].log_softmax(-1)
             parts.append(logprobs.gather(1, targets[:, None])[:, 0])
         return torch.cat(parts)
 
 
-def generate(url: str, *, max_tokens: int, prompt: list[int] = PROMPT, n: int = 1) -> list[dict[str, Any]]:
+def generate(url: str, *, max_tokens: int, prompt: list[int] = PROMPT, n: int = 1) -> list[Completion]:
     sampling = {"n": n, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling | {"detokenize": False}}
-    response = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120)
+    request = AnswerRequest(model="policy", token_ids=np.array(prompt, dtype=np.int32), sampling=sampling)
+    response = httpx.post(f"{url}{ANSWER_PATH}", content=Codec(AnswerRequest).encode(request), timeout=120)
     response.raise_for_status()
-    return response.json()["choices"]
+    return list(Codec(Answer).decode(response.content).completions)
 
 
-def logprobs_of(choice: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+def versions_of(choice: Completion) -> list[int]:
+    assert choice.version_spans is not None
+    return choice.version_spans[:, 2].tolist()
 
 
-def error_of(trainer: Trainer, choice: dict[str, Any], prompt: list[int] = PROMPT) -> float:
-    replayed = trainer.replay(prompt, choice["token_ids"], choice["weight_versions"])
-    return (replayed - logprobs_of(choice)).abs().max().item()
+def error_of(trainer: Trainer, choice: Completion, prompt: list[int] = PROMPT) -> float:
+    assert choice.version_spans is not None
+    replayed = trainer.replay(prompt, choice.token_ids.tolist(), choice.version_spans.tolist())
+    return (replayed - torch.from_numpy(choice.logprobs)).abs().max().item()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,7 @@ def test_update_is_live_labelled_and_exact(vllm_server: Any, trainer: Trainer, s
         assert trainer.send(sender, version).servers == ("actor_llm_0",)
         assert httpx.get(f"{vllm_server.job.url}/weight_info").json()["weight_version"] == str(version)
         (choice,) = generate(vllm_server.job.url, max_tokens=100)
-        assert [span["version"] for span in choice["weight_versions"]] == [str(version)]
+        assert versions_of(choice) == [version]
         assert error_of(trainer, choice) <= TOLERANCE
 
 
@@ -112,7 +116,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
     trainer.send(sender, 10)
     with ThreadPoolExecutor(8) as pool:
         prompts = [PROMPT[: 5 + 2 * index] for index in range(8)]
-        futures: list[Future[list[dict[str, Any]]]] = [
+        futures: list[Future[list[Completion]]] = [
             pool.submit(generate, url, max_tokens=400, prompt=prompt, n=4) for prompt in prompts
         ]
         version = 10
@@ -124,8 +128,8 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
             time.sleep(0.3)  # spacing of the updates, not synchronisation
         results = [(prompt, choice) for prompt, f in zip(prompts, futures, strict=True) for choice in f.result()]
     assert len(results) == 32
-    assert all(choice["finish_reason"] == "length" and len(choice["token_ids"]) == 400 for _, choice in results)
-    most = max(len(choice["weight_versions"]) for _, choice in results)
+    assert all(choice.finish_reason == "length" and len(choice.token_ids) == 400 for _, choice in results)
+    most = max(len(versions_of(choice)) for _, choice in results)
     assert most >= 3, f"only {most} versions in one rollout"
     worst = max(error_of(trainer, choice, prompt) for prompt, choice in results)
     assert worst <= TOLERANCE
@@ -275,7 +279,7 @@ def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_run
             time.sleep(0.05)
         (after,) = generate(url, max_tokens=50)
         for choice in (during, after):
-            assert [span["version"] for span in choice["weight_versions"]] == [str(version)]
+            assert versions_of(choice) == [version]
             assert error_of(trainer, choice) <= TOLERANCE
         headers = {"Authorization": f"Bearer {vllm_server.secret}"}
         assert httpx.get(f"{url}/is_paused", headers=headers).json() == {"is_paused": False}

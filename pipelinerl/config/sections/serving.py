@@ -25,6 +25,13 @@ class VLLMSection(Section):
         "Tensor × pipeline parallel size is the number of GPUs of a server",
         may_change=True,
     )
+    prefix_caching: Literal["version", "conversation", "off"] = key(
+        "version",
+        "which keys and values of a prompt's beginning are used again. `version`: those computed by the weights that "
+        "sample the request's first token. `conversation`: also those of the rollout's earlier turns, across updates. "
+        "`off`: none. See [Servers](architecture.md)",
+        may_change=True,
+    )
     env: dict[str, str] = key({}, "environment variables of the servers", may_change=True)
 
 

@@ -3,16 +3,19 @@
 import json
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.actor.sequences import to_rollout
-from pipelinerl.async_llm import llm_async_generate, make_training_text, parse_response
+from pipelinerl.async_llm import llm_async_generate, make_training_text, read_answer
 from pipelinerl.errors import DomainError, ServerError
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.records import Rollout
+from pipelinerl.records.answers import Answer
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.testing import FakeLLM, FakeServer, byte_tokenizer, run_rollout, vllm_choice, vllm_response
+from pipelinerl.streams.codec import Codec
+from pipelinerl.testing import FakeLLM, FakeServer, byte_tokenizer, completion, run_rollout
 
 TOKENIZER = byte_tokenizer()
 NO_SESSION: aiohttp.ClientSession = None  # type: ignore[assignment]
@@ -200,8 +203,8 @@ async def test_training_text_without_logprobs_is_refused() -> None:
 
 
 def answer(change: dict | None = None, count: int = 3) -> bytes:
-    choice = vllm_choice(0, list(range(count)), {"max_tokens": 99, "logprobs": 0}, 4)
-    return vllm_response([choice | (change or {})], prompt_tokens=1)
+    whole = completion(list(range(count)), {"max_tokens": 99, "logprobs": 0}, 4)
+    return Codec(Answer).encode(Answer(completions=(msgspec.structs.replace(whole, **(change or {})),)))
 
 
 class Request:
@@ -209,29 +212,52 @@ class Request:
     body_key = b'{"logprobs":0}'
 
 
+def spans(*rows: tuple[int, int, int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
 def test_spans_of_several_versions_are_kept() -> None:
-    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
-    (tokens,) = parse_response(answer({"weight_versions": spans}), Request, 1)  # type: ignore[arg-type]
+    payload = answer({"version_spans": spans((0, 2, 4), (2, 3, 5)), "cached_tokens": 7})
+    (tokens,) = read_answer(payload, Request, 1)  # type: ignore[arg-type]
     assert tokens.version_spans.tolist() == [[0, 2, 4], [2, 3, 5]]
     assert tokens.logprobs is not None
     assert tokens.logprobs.tolist() == pytest.approx([-0.6931472] * 3)
+    assert tokens.cached_tokens == 7
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"logprobs": None},
-        {"logprobs": {"content": [{"token_id": 0, "logprob": -1.0}]}},
-        {"logprobs": {"content": [{"token_id": i, "logprob": -9999.0 if i == 1 else -1.0} for i in range(3)]}},
-        {"weight_versions": [{"version": "4", "start": 0, "end": 2}]},
-        {"weight_versions": [{"version": "4", "start": 1, "end": 4}]},
+        {"logprobs": np.array([-1.0], np.float32)},
+        {"logprobs": np.array([-1.0, -9999.0, -1.0], np.float32)},
+        {"logprobs": np.array([-1.0, np.nan, -1.0], np.float32)},
+        {"logprobs": np.array([-1.0, -1.0, -1.0], np.float64)},
+        {"version_spans": spans((0, 2, 4))},
+        {"version_spans": spans((1, 4, 4))},
+        {"version_spans": spans((0, 2, 4), (1, 3, 5))},
+        {"version_spans": spans()},
+        {"version_spans": np.array([0, 3, 4], np.int32)},
         {"finish_reason": "abort"},
         {"token_ids": "x"},
+        {"token_ids": np.array([1.0, 2.0, 3.0], np.float32)},
     ],
 )
 def test_answer_that_lacks_something_is_a_server_failure(change: dict) -> None:
     with pytest.raises(ServerError):
-        parse_response(answer(change), Request, 1)  # type: ignore[arg-type]
+        read_answer(answer(change), Request, 1)  # type: ignore[arg-type]
+
+
+def test_answer_of_a_newer_format_and_of_other_counts_is_a_server_failure() -> None:
+    with pytest.raises(ServerError, match="in format 2, this client reads 1"):
+        read_answer(Codec(Answer).encode(Answer(format=2)), Request, 1)  # type: ignore[arg-type]
+    with pytest.raises(ServerError, match="1 completions instead of 2"):
+        read_answer(answer(), Request, 2)  # type: ignore[arg-type]
+
+
+def test_answer_with_fields_of_a_later_version_is_read() -> None:
+    later = msgspec.msgpack.decode(Codec(Answer).encode(Answer()))
+    assert read_answer(msgspec.msgpack.encode(later | {"later": 1}), Request, 0) == []  # type: ignore[arg-type]
 
 
 async def test_shipped_run_rollout_plays_a_domain_without_a_server() -> None:

@@ -1,5 +1,6 @@
 """The actor's own numbers."""
 
+import msgspec
 import pytest
 
 from pipelinerl.actor.metrics import ActorMetrics
@@ -29,6 +30,14 @@ def test_several_domains_have_means_of_their_own() -> None:
     assert (values["math/success"], values["math/latency_s"]) == (0.5, 0.5)
     assert (values["game/success"], values["game/turns"]) == (1.0, 4.0)
     assert "math/turns" not in values
+
+
+def test_prefix_hit_rate_is_of_tokens_not_of_rollouts() -> None:
+    metrics = ActorMetrics(0.0)
+    one = msgspec.structs.replace(rollout(success=1.0), sent_tokens=300, cached_tokens=60)
+    other = msgspec.structs.replace(rollout(success=1.0), sent_tokens=100, cached_tokens=100)
+    metrics.rollouts([one, other], "math")
+    assert metrics.snapshot(1.0)["prefix_hit_rate"] == pytest.approx((60 + 100) / (300 + 100))
 
 
 def test_domains_with_test_sets_of_one_name_are_evaluated_apart() -> None:

@@ -184,9 +184,6 @@ HINTED = {
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
-    "prefix_cache_mixes_versions": {
-        "vllm_config__vllm_kwargs": {"enable-prefix-caching": "", "generation-config": "vllm", "max_model_len": 100}
-    },
 }
 
 

@@ -56,7 +56,8 @@ def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
         "--enable-scale-out": True,
         "--logprobs-mode": "processed_logprobs",
         "--return-tokens-as-token-ids": True,
-        "--no-enable-prefix-caching": True,
+        "--enable-prefix-caching": True,
+        "--scheduler-cls": "pipelinerl.inference.scheduler.AnswerScheduler",
         "--enforce-eager": True,
         "--distributed-executor-backend": "uni",
         "--dtype": "float32",
@@ -65,6 +66,11 @@ def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
     assert {key: found.get(key) for key in expected} == expected
     assert json.loads(found["--weight-transfer-config"]) == {"backend": "gloo"}
     assert "--hf-overrides" not in found
+
+
+def test_prefix_caching_off_is_said_to_vllm() -> None:
+    off = settings(vllm_arguments(config("vllm_config.prefix_caching=off"), world(), POLICY))
+    assert off["--no-enable-prefix-caching"] is True
 
 
 def test_environment_on_cpu_pins_threads_and_the_users_word_wins() -> None:
@@ -142,7 +148,8 @@ def test_users_kwargs_win_in_any_spelling() -> None:
         ("+vllm_config.vllm_kwargs.port=80", "ports come from the world map"),
         ("+vllm_config.vllm_kwargs.served_model_name=x", "clients address the model"),
         ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", "processed log-probabilities"),
-        ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "older weights"),
+        ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "prefix_caching"),
+        ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", "exact"),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
         (
             "+vllm_config.vllm_kwargs.max-model-len=5",

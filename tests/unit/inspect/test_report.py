@@ -115,11 +115,12 @@ def test_draw_learning_curve_writes_a_picture(records: report.RunRecords, tmp_pa
 
 def test_step_line_says_everything_once() -> None:
     message = processed(12, 5.0, reward=0.414, lag_mean=1.23, lag_max=3.0, tokens=1155.0, wait_s=0.016)
-    assert step_line(message, 96, 0.5, 33.6, {"success": 0.55}) == (
+    assert step_line(message, 96, 0.5, 33.6, {"success": 0.55, "prefix_hit_rate": 0.618}) == (
         "step 12/96  reward 0.41  success 0.55  lag 1.2 (max 3)  2,310 tok/s  pause 34 ms  wait 0.02 s"
+        "  prefix hits 0.62"
     )
     bare = step_line(processed(1, 0.0), 96, None, None, {})
-    assert bare == "step 1/96  reward –  success –  lag – (max –)  – tok/s  pause – ms  wait – s"
+    assert bare == "step 1/96  reward –  success –  lag – (max –)  – tok/s  pause – ms  wait – s  prefix hits –"
 
 
 def test_evaluation_line_names_its_version() -> None:

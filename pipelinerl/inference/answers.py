@@ -1,0 +1,230 @@
+"""The lean answer route: a packed record in, a packed record out, nothing built per token on the way.
+
+Beside vLLM's own routes and on the same engine. Consumes ``AnswerRequest``, produces ``Answer``; a request ends in the
+engine when its client goes away. Errors are JSON with vLLM's statuses: 400 what can never be answered, 404 another
+model, 422 not a request, 503 too many requests.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, output_processor
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+from pipelinerl.errors import StreamError
+from pipelinerl.inference.scheduler import PINNED, STARTS, WHOLE
+from pipelinerl.records.answers import ANSWER_FORMAT, ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.streams.codec import Codec
+
+SAMPLING_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
+MEDIA_TYPE = "application/msgpack"
+
+
+class Engine(Protocol):
+    """What the route needs of vLLM's engine client."""
+
+    def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str) -> Any: ...
+
+
+class BadRequest(Exception):
+    """``status`` and message for the client."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Sampled:
+    """Log-probabilities and weight versions of one completion, as the engine reported them."""
+
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class PackedLogprobs(LogprobsProcessor):
+    """Keeps what the engine reports as arrays; vLLM makes an object of every token."""
+
+    @classmethod
+    def from_new_request(cls, tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
+        params = request.sampling_params
+        if params is None or WHOLE not in (params.extra_args or {}):
+            return LogprobsProcessor.from_new_request(tokenizer, request)
+        return cls(
+            tokenizer=None,
+            logprobs=Sampled(),
+            prompt_logprobs=[],
+            cumulative_logprob=None,
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        sampled: Sampled = self.logprobs
+        if output.new_logprobs is not None:
+            sampled.logprobs.append(output.new_logprobs.logprobs[:, 0])
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs.append(output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy())
+        if output.kv_transfer_params:
+            sampled.starts += [(version, start) for version, start in output.kv_transfer_params.get(STARTS, ())]
+        if output.prefill_stats is not None:
+            sampled.cached_tokens += output.prefill_stats.num_cached_tokens
+
+
+class Answers:
+    """Answers requests from one engine.
+
+    Args:
+        engine: vLLM's client.
+        model: the name under which clients address it.
+        max_model_len: longest prompt and completion together, in tokens.
+        keeps_conversations: whether ``prefix_version`` is followed.
+    """
+
+    def __init__(self, engine: Engine, *, model: str, max_model_len: int, keeps_conversations: bool):
+        output_processor.LogprobsProcessor = PackedLogprobs
+        self._engine, self._model, self._max_model_len = engine, model, max_model_len
+        self._keeps = keeps_conversations
+        self._request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
+        self._answer_codec: Codec[Answer] = Codec(Answer)
+        self._numbers = itertools.count()
+
+    async def answer(self, body: bytes) -> bytes:
+        """The encoded answer; raises ``BadRequest``."""
+        try:
+            request = self._request_codec.decode(body)
+        except StreamError as error:
+            raise BadRequest(422, f"not an answer request: {error}") from error
+        try:
+            outputs = await self._sample(request)
+        except GracefulHTTPError as error:
+            raise BadRequest(503, str(error)) from error
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise BadRequest(400, str(error)) from error
+        # Off the loop: a long answer is copied and encoded at once.
+        return await asyncio.to_thread(self._encode, request, outputs)
+
+    async def _sample(self, request: AnswerRequest) -> list[RequestOutput]:
+        """One output per prompt."""
+        prompts = self._prompts(request)
+        tasks = [asyncio.create_task(self._generate(request, token_ids)) for token_ids in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generate(self, request: AnswerRequest, token_ids: np.ndarray) -> RequestOutput:
+        params = msgspec.convert(self._sampling(request), SamplingParams)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.extra_args = {WHOLE: not params.stop}  # stop strings are found by vLLM's front, token by token
+        salt = None
+        if self._keeps and request.prefix_version is not None:
+            salt = str(request.prefix_version)
+            params.extra_args[PINNED] = True
+        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
+        outputs = self._engine.generate(prompt, params, f"answer-{next(self._numbers)}")
+        return [output async for output in outputs][-1]
+
+    def _prompts(self, request: AnswerRequest) -> list[np.ndarray]:
+        if request.format > ANSWER_FORMAT:
+            raise BadRequest(400, f"format {request.format} is newer than this server's {ANSWER_FORMAT}: update it")
+        if request.model not in ("", self._model):
+            raise BadRequest(404, f"this server's model is {self._model!r}, not {request.model!r}")
+        ids = request.token_ids
+        if ids.ndim != 1 or ids.dtype != np.int32 or not len(ids) or ids.min() < 0:
+            raise BadRequest(400, "token_ids must be a non-empty 1-D int32 array without negative values")
+        lengths = request.prompt_lengths
+        if lengths is None:
+            return [ids]
+        if not request.scores or lengths.ndim != 1 or (lengths < 1).any() or lengths.sum() != len(ids):
+            raise BadRequest(400, f"prompt_lengths must divide the {len(ids)} token_ids of a request for scores")
+        return np.split(ids, np.cumsum(lengths)[:-1])
+
+    def _sampling(self, request: AnswerRequest) -> dict[str, Any]:
+        if request.scores:
+            return {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        unknown = sorted(request.sampling.keys() - SAMPLING_PARAMETERS)
+        if unknown:
+            raise BadRequest(400, f"vLLM has no sampling parameter {unknown[0]!r}: correct llm.parameters")
+        room = {"max_tokens": max(1, self._max_model_len - len(request.token_ids))}
+        return room | request.sampling | {"detokenize": bool(request.sampling.get("stop"))}
+
+    def _encode(self, request: AnswerRequest, results: list[RequestOutput]) -> bytes:
+        with_logprobs = request.sampling.get("logprobs") is not None
+        if request.scores:
+            first = np.zeros(1, np.float32)
+            scores = np.concatenate([part for result in results for part in (first, *result.prompt_logprobs)])
+            return self._answer_codec.encode(Answer(prompt_scores=scores.astype(np.float32, copy=False)))
+        outputs = sorted(results[0].outputs, key=lambda each: each.index)
+        return self._answer_codec.encode(
+            Answer(completions=tuple(_completion(each, with_logprobs=with_logprobs) for each in outputs))
+        )
+
+
+def _completion(output: CompletionOutput, *, with_logprobs: bool) -> Completion:
+    sampled: Sampled = output.logprobs
+    starts = sampled.starts or [(span.version, span.start) for span in output.weight_versions or ()]
+    logprobs = np.concatenate([np.empty(0, np.float32), *sampled.logprobs]) if with_logprobs else None
+    return Completion(
+        token_ids=np.array(output.token_ids, dtype=np.int32),
+        logprobs=logprobs,
+        version_spans=version_spans(starts, len(output.token_ids)),
+        finish_reason=output.finish_reason or "stop",
+        cached_tokens=sampled.cached_tokens,
+        routed_experts=None if output.routed_experts is None else _flat(output.routed_experts),
+    )
+
+
+def _flat(routed_experts: np.ndarray) -> np.ndarray:
+    return routed_experts.reshape(len(routed_experts), -1)
+
+
+def version_spans(starts: Sequence[tuple[str, int]], count: int) -> np.ndarray | None:
+    """int32 [R, 3] of ``count`` tokens; None when the weights are not those of an optimizer step."""
+    if not starts or not all(version.isdecimal() for version, _ in starts):
+        return None
+    ends = [start for _, start in starts[1:]] + [count]
+    rows = [(start, end, int(version)) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+    return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
+def build_router(answers: Answers) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post(ANSWER_PATH)
+    async def answer(raw: Request) -> Response:
+        body = await raw.body()
+        work = asyncio.ensure_future(answers.answer(body))
+        gone = asyncio.ensure_future(_gone(raw))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)
+            return Response(work.result(), media_type=MEDIA_TYPE)
+        except BadRequest as error:
+            content = {"error": {"message": str(error), "code": error.status}}
+            return Response(msgspec.json.encode(content), status_code=error.status, media_type="application/json")
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    return router
+
+
+async def _gone(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,150 @@
+"""vLLM's scheduler with two things of ours. Runs in the engine's process, which alone knows the order of things.
+
+1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
+   computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
+   A prompt that is being prefilled when the weights change starts again, once, under the new version; so all of it is
+   computed by the weights that sample its first token. A request that continues a conversation may name the version
+   under which the conversation began (``PINNED``), and then keeps its history as a sequence in flight does.
+2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
+   itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
+
+PINNED = "pipelinerl_pinned"
+"""Key of ``SamplingParams.extra_args``: the request's salt is not changed."""
+WHOLE = "pipelinerl_whole"
+"""Key of ``SamplingParams.extra_args``: report at the end only."""
+STARTS = "pipelinerl_version_starts"
+"""Key of the parameters that come with a whole answer: ``[(weight version, index of its first token), …]``."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a request has sampled so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    prompt_logprobs: Any = None
+    prefill_stats: Any = None
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, output: EngineCoreOutput, version: str) -> None:
+        if output.new_token_ids and (not self.starts or self.starts[-1][0] != version):
+            self.starts.append((version, len(self.token_ids)))
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+        if output.routed_experts is not None:
+            self.routed_experts.append(output.routed_experts)
+
+    def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
+        """The last output with everything in it."""
+        last.new_token_ids = self.token_ids
+        last.new_prompt_logprobs_tensors = self.prompt_logprobs
+        last.prefill_stats = self.prefill_stats
+        last.kv_transfer_params = {STARTS: self.starts}
+        if self.logprobs:
+            ids = np.array(self.token_ids, dtype=np.int32)[:, None]
+            values = np.array(self.logprobs, dtype=np.float32)[:, None]
+            last.new_logprobs = LogprobsLists(ids, values, np.zeros(len(ids), dtype=np.int32))
+        if self.routed_experts:
+            last.routed_experts = np.concatenate(self.routed_experts)
+        return last
+
+
+class AnswerScheduler(AsyncScheduler):
+    """See the module."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._version = "default"
+        self._held: dict[str, _Held] = {}
+
+    def add_request(self, request: Request) -> None:
+        if _marked(request, WHOLE):
+            self._held.setdefault(request.request_id, _Held())
+        super().add_request(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._held.pop(request.request_id, None)
+        return finished
+
+    def set_weight_version(self, version: str) -> None:
+        """The weights have changed. Called while the engine is paused, with no step under way."""
+        self._version = version
+        for request in [request for request in reversed(self.running) if _is_prefilling(request)]:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+        self._salt(request)
+        return super()._get_local_prefix_cache_hit(request)
+
+    def _salt(self, request: Request) -> None:
+        if _marked(request, PINNED) or request.num_output_tokens or request.cache_salt == self._version:
+            return
+        request.cache_salt = self._version
+        request.block_hashes = []
+        request.update_block_hashes()
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        reports = super().update_from_output(*args, **kwargs)
+        for client, report in list(reports.items()):
+            report.outputs = [output for output in map(self._report, report.outputs) if output is not None]
+            if not (report.outputs or report.scheduler_stats or report.finished_requests):
+                del reports[client]
+        return reports
+
+    def _report(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        held = self._held.get(output.request_id)
+        if held is None:
+            return output
+        held.add(output, self._version)
+        if output.finish_reason is None:
+            return None
+        del self._held[output.request_id]
+        return held.whole(output)
+
+
+def _marked(request: Request, key: str) -> bool:
+    params = request.sampling_params
+    return params is not None and bool(params.extra_args) and bool(params.extra_args.get(key))
+
+
+def _is_prefilling(request: Request) -> bool:
+    """Has sampled nothing, and did not start again before: a prefill that outlasts every update must end too."""
+    return not (request.num_output_tokens or request.num_preemptions or _marked(request, PINNED))
+
+
+def _tell_scheduler() -> None:
+    """vLLM's engine core keeps the weight version to itself: let it tell the scheduler."""
+    keep = EngineCore.set_weight_version
+
+    def set_weight_version(core: EngineCore, weight_version: str) -> None:
+        keep(core, weight_version)
+        if isinstance(core.scheduler, AnswerScheduler):
+            core.scheduler.set_weight_version(weight_version)
+
+    EngineCore.set_weight_version = set_weight_version
+
+
+_tell_scheduler()

@@ -1,0 +1,146 @@
+"""The answer route of a real vLLM server: prefix caching that is exact across updates, errors, clients that go away."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.streams.codec import Codec
+from pipelinerl.weights.sender import WeightSender
+from tests.integration.test_server import TOLERANCE, Trainer, error_of, versions_of
+
+BLOCK = 128
+"""Tokens of a block of keys and values on CPU: only whole blocks are found again."""
+PROMPT = [(7 * i) % 251 + 1 for i in range(3 * BLOCK + 5)]
+
+
+def encoded(prompt: list[int], *, max_tokens: int = 40, n: int = 1, **fields: Any) -> bytes:
+    sampling = {"n": n, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    fields = {"model": "policy", "sampling": sampling} | fields
+    return Codec(AnswerRequest).encode(AnswerRequest(token_ids=np.array(prompt, dtype=np.int32), **fields))
+
+
+def ask(url: str, prompt: list[int], **fields: Any) -> list[Completion]:
+    response = httpx.post(url + ANSWER_PATH, content=encoded(prompt, **fields), timeout=120)
+    assert response.status_code == 200, response.text
+    return list(Codec(Answer).decode(response.content).completions)
+
+
+class Run:
+    """A trainer that sends a new version to a server."""
+
+    def __init__(self, server: Any, model: Path):
+        self.url, self.server = server.job.url, server
+        self.trainer = Trainer(model)
+        self.sender = WeightSender([server.job], backend="gloo", bucket_mb=1, timeout_s=60, secret=server.secret)
+
+    def update(self, version: int) -> None:
+        self.trainer.next_version(version)
+        assert self.trainer.send(self.sender, version).errors == {}
+
+
+@pytest.fixture
+def run(vllm_server: Any, tiny_qwen2: Path) -> Iterator[Run]:
+    run = Run(vllm_server, tiny_qwen2)
+    yield run
+    run.sender.close()
+
+
+def test_attempts_of_a_group_share_the_prompts_prefill(run: Run) -> None:
+    run.update(1)
+    choices = ask(run.url, PROMPT, n=8)
+    assert sorted(choice.cached_tokens for choice in choices)[1:] == [3 * BLOCK] * 7
+    assert max(error_of(run.trainer, choice, PROMPT) for choice in choices) <= TOLERANCE
+
+
+def test_conversation_is_computed_anew_by_new_weights_and_found_again_under_them(run: Run) -> None:
+    """Turns of one rollout, an update after the first: no key or value of the old weights is read."""
+    run.update(11)
+    (first,) = ask(run.url, PROMPT, max_tokens=BLOCK)
+    history = PROMPT + first.token_ids.tolist() + [9, 8, 7]
+    run.update(12)
+    (second,) = ask(run.url, history, prefix_version=11)
+    assert versions_of(second) == [12]
+    assert second.cached_tokens == 0
+    longer = history + second.token_ids.tolist() + [9, 8, 7]
+    (third,) = ask(run.url, longer, prefix_version=11)
+    assert third.cached_tokens == len(history) // BLOCK * BLOCK
+    assert error_of(run.trainer, second, history) <= TOLERANCE
+    assert error_of(run.trainer, third, longer) <= TOLERANCE
+
+
+async def test_requests_that_wait_or_prefill_during_updates_never_read_older_blocks(run: Run) -> None:
+    """More requests than the server decodes at once, of one prompt, while the weights change again and again."""
+    run.update(21)
+    async with aiohttp.ClientSession() as session:
+
+        async def one() -> Completion:
+            async with session.post(run.url + ANSWER_PATH, data=encoded(PROMPT, max_tokens=30)) as response:
+                assert response.status == 200
+                return Codec(Answer).decode(await response.read()).completions[0]
+
+        tasks = [asyncio.create_task(one()) for _ in range(200)]
+        version = 21
+        while not all(task.done() for task in tasks) and version < 33:
+            version += 1
+            await asyncio.to_thread(run.update, version)
+        choices = [await task for task in tasks]
+    seen = {first for choice in choices for first in versions_of(choice)[:1]}
+    assert len(seen) >= 3, f"all requests began under {seen}"
+    assert sum(choice.cached_tokens > 0 for choice in choices) > 100
+    assert max(error_of(run.trainer, choice, PROMPT) for choice in choices) <= TOLERANCE
+
+
+def test_stop_string_ends_a_completion_and_keeps_logprobs_and_versions(run: Run) -> None:
+    run.update(41)
+    sampling = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "stop": ["a", "e", "i"]}
+    (choice,) = ask(run.url, PROMPT, sampling=sampling)
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert len(choice.logprobs) == len(choice.token_ids)
+    assert versions_of(choice) == [41]
+    assert error_of(run.trainer, choice, PROMPT) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 422, "not an answer request"),
+        (encoded([1], model="other"), 404, "model is 'policy', not 'other'"),
+        (encoded([]), 400, "non-empty"),
+        (encoded([-1]), 400, "negative"),
+        (encoded([1], format=2), 400, "format 2"),
+        (encoded([1] * 3000), 400, "2048"),
+        (encoded([10**6]), 400, "vocab"),
+        (encoded([1], sampling={"temperature": -1.0}), 400, "temperature"),
+        (encoded([1], sampling={"temprature": 1.0}), 400, "temprature"),
+        (encoded([1], sampling={"max_tokens": "many"}), 400, "max_tokens"),
+    ],
+)
+def test_request_that_can_never_be_answered_says_why(vllm_server: Any, body: bytes, status: int, message: str) -> None:
+    response = httpx.post(vllm_server.job.url + ANSWER_PATH, content=body, timeout=60)
+    assert response.status_code == status, response.text
+    assert message in response.json()["error"]["message"]
+
+
+async def test_client_that_goes_away_ends_its_requests(vllm_server: Any, serving: Any) -> None:
+    def wait_for_requests(count: int) -> None:
+        status = vllm_server.run_dir / "status" / "actor_llm_0.json"
+        serving.wait_for(
+            lambda: msgspec.json.decode(status.read_bytes())["fields"]["requests"] == count, 60, vllm_server.log
+        )
+
+    async with aiohttp.ClientSession() as session:
+        body = encoded([5, 6, 7], max_tokens=2000, n=8)
+        task = asyncio.create_task(session.post(vllm_server.job.url + ANSWER_PATH, data=body))
+        await asyncio.to_thread(wait_for_requests, 8)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(wait_for_requests, 0)
