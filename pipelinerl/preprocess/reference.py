@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -23,13 +23,15 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
-from pipelinerl.weights.score_client import score_tokens
+from pipelinerl.weights.score_client import score_sequences
 from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
+REQUEST_TOKENS = 32_768
+"""Short sequences of a group share requests of up to so many tokens."""
 REFUSED = (400, 413, 422)
 """Statuses that say that these tokens can never be scored, whatever the server's state."""
 
@@ -45,8 +47,45 @@ def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarr
     return np.concatenate(parts).astype(np.float32, copy=False)
 
 
+Result = np.ndarray | RecordError
+"""float32 [K], or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A sequence and the sample that it belongs to."""
+
+    sample_id: str
+    sequence: TrainingSequence
+
+
+def _batches(asked: Sequence[_Asked]) -> list[list[_Asked]]:
+    """What goes into one request: sequences of at most ``REQUEST_TOKENS`` together, or one."""
+    batches: list[list[_Asked]] = []
+    room = 0
+    for one in asked:
+        length = len(one.sequence.token_ids)
+        if length > room:
+            batches.append([])
+            room = REQUEST_TOKENS
+        batches[-1].append(one)
+        room -= length
+    return batches
+
+
+def _with_scores(sample: Sample, results: Sequence[Result]) -> Sample:
+    refused = next((result for result in results if isinstance(result, RecordError)), None)
+    arrays = [result for result in results if isinstance(result, np.ndarray)]
+    if refused is None and not all(np.isfinite(values_K).all() for values_K in arrays):
+        refused = RecordError("a reference log-prob is not finite")
+    if refused is not None:
+        log.warning("sample refused sample=%s reason=%s", sample.sample_id, refused)
+        return replace(sample, drop_reason=INVALID)
+    return replace(sample, ref_logprobs=tuple(arrays))
+
+
 class ReferenceScorer:
-    """Scores samples on the reference servers, a bounded number of sequences per server at a time.
+    """Scores samples on the reference servers, a bounded number of requests per server at a time.
 
     >>> scorer = ReferenceScorer(servers, concurrency=64, deadline_s=600)
     >>> samples = scorer.submit(samples).result()
@@ -91,37 +130,35 @@ class ReferenceScorer:
             await self._session.close()
 
     async def _score_all(self, samples: list[Sample]) -> list[Sample]:
-        return list(await asyncio.gather(*(self._score_sample(sample) for sample in samples)))
+        good = [sample for sample in samples if sample.drop_reason is None]
+        asked = [_Asked(sample.sample_id, sequence) for sample in good for _, sequence in sample.sequences]
+        scored = await asyncio.gather(*(self._score(batch) for batch in _batches(asked)))
+        results = iter([result for batch in scored for result in batch])
+        return [
+            _with_scores(sample, [next(results) for _ in sample.sequences]) if sample.drop_reason is None else sample
+            for sample in samples
+        ]
 
-    async def _score_sample(self, sample: Sample) -> Sample:
-        if sample.drop_reason is not None:
-            return sample
-        try:
-            logprobs = await asyncio.gather(*(self._score(sample, sequence) for _, sequence in sample.sequences))
-            if not all(np.isfinite(values_K).all() for values_K in logprobs):
-                raise RecordError("a reference log-prob is not finite")
-        except RecordError as error:
-            log.warning("sample refused sample=%s reason=%s", sample.sample_id, error)
-            return replace(sample, drop_reason=INVALID)
-        return replace(sample, ref_logprobs=tuple(logprobs))
-
-    async def _score(self, sample: Sample, sequence: TrainingSequence) -> np.ndarray:
-        """float32 [K]; tries the servers in turn until the deadline. A refused request is a ``RecordError``."""
+    async def _score(self, asked: list["_Asked"]) -> list[Result]:
+        """Tries the servers in turn until the deadline; what a server refuses together is asked one by one."""
         deadline: float | None = None
         backoff_s = FIRST_BACKOFF_S
         while True:
             server = self._servers[next(self._turns) % len(self._servers)]
             try:
                 async with self._slots[server.name]:
-                    values_T = await score_tokens(self._open_session(), server.url, sequence.token_ids)
-                return trained_values(np.asarray(values_T), sequence)
+                    token_ids = [one.sequence.token_ids for one in asked]
+                    scores = await score_sequences(self._open_session(), server.url, token_ids)
+                return [trained_values(values_T, one.sequence) for one, values_T in zip(asked, scores, strict=True)]
             except (TransportError, aiohttp.ClientError, TimeoutError) as error:
                 if isinstance(error, ServerError) and error.status in REFUSED:
-                    raise RecordError(f"{server.name} refuses to score it: {error}") from error
+                    if len(asked) == 1:
+                        return [RecordError(f"{server.name} refuses to score it: {error}")]
+                    return [result for one in asked for result in await self._score([one])]
                 deadline = deadline or time.monotonic() + self._deadline_s
                 if time.monotonic() + backoff_s > deadline:
                     raise DeadlineError(
-                        f"no reference log-probs for {sample.sample_id} within {self._deadline_s:.0f} s; "
+                        f"no reference log-probs for {asked[0].sample_id} within {self._deadline_s:.0f} s; "
                         f"the last server was {server.name} (see its log.txt): {error}"
                     ) from error
                 await asyncio.sleep(backoff_s)
