@@ -148,7 +148,7 @@ def test_users_kwargs_win_in_any_spelling() -> None:
         ("+vllm_config.vllm_kwargs.port=80", "ports come from the world map"),
         ("+vllm_config.vllm_kwargs.served_model_name=x", "clients address the model"),
         ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", "processed log-probabilities"),
-        ("+vllm_config.vllm_kwargs.enable_prefix_caching=true", "prefix_caching"),
+        ("+vllm_config.vllm_kwargs.enable_prefix_caching=false", "prefix_caching"),
         ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", "exact"),
         ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
         (
