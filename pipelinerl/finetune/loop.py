@@ -32,7 +32,8 @@ from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
-from pipelinerl.finetune.model import DTYPES, Policy, isolation_error, load_lm
+from pipelinerl.finetune.loading import WeightFiles, stream_weights
+from pipelinerl.finetune.model import DTYPES, Policy, empty_lm, isolation_error, load_lm
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
@@ -299,6 +300,14 @@ class Trainer:
 
 def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine, its attention verified."""
+    engine = load_engine(cfg, device, world_size)
+    if cfg.finetune.seq_packing:
+        verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)
+    return engine
+
+
+def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
+    """The policy at `model_path` in the configured engine."""
     finetune = cfg.finetune
     name = engine_of(cfg, world_size)
     if world_size % finetune.seq_parallel:
@@ -313,8 +322,9 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         seq_parallel=finetune.seq_parallel,
         trust_remote_code=cfg.trust_remote_code,
     )
+    lm, files = load_model(cfg, found.attention)
     policy = Policy(
-        load_lm(cfg.model_path, cfg, found.attention),
+        lm,
         temperature=finetune.rl.temperature,
         chunk=finetune.head_chunk_tokens,
         fp32_head=finetune.fp32_lm_head,
@@ -324,10 +334,22 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         logit_map=found.logit_map,
     )
     engine = build_engine(name, policy, cfg, device)
-    if finetune.seq_packing:
-        verify_isolation(engine, found.attention)
+    if files is not None:
+        stream_weights(engine, files)
     log.info("engine=%s ranks=%d", name, world_size)
     return engine
+
+
+def load_model(cfg: Config, attention: str) -> tuple[torch.nn.Module, WeightFiles | None]:
+    """The language model, empty with the files that fill it, or whole where that is not possible."""
+    files = None if cfg.finetune.lora.enabled else WeightFiles.find(cfg.model_path)
+    if files is not None:
+        lm = empty_lm(cfg.model_path, cfg, attention)
+        lacking = files.lacking(lm)
+        if not lacking and getattr(lm.config, "quantization_config", None) is None:
+            return lm, files
+        log.info("every rank loads the whole model, for these are not in its files as they are: %s", lacking[:3])
+    return load_lm(cfg.model_path, cfg, attention), None
 
 
 def verify_isolation(engine: Engine, attention: str) -> None:

@@ -4,6 +4,7 @@ Parameter names under ``lm.`` are those of the Hugging Face model, so that check
 speak of the same tensors.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
@@ -163,15 +164,55 @@ def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
         attn_implementation=attention,
         trust_remote_code=cfg.trust_remote_code,
     )
+    return _prepared(lm, cfg)
+
+
+def empty_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
+    """The same model with its parameters on the meta device: an engine makes memory for its share of them."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    lm.tie_weights()
+    with contextlib.suppress(OSError):  # a model folder without one
+        lm.generation_config = GenerationConfig.from_pretrained(str(source))
+    return _prepared(lm, cfg)
+
+
+def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Give parameters on the meta device memory, without values; tied ones stay tied. The rest moves to ``device``."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                memory = torch.empty_like(parameter, device=device, dtype=dtype or parameter.dtype)
+                made[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+            part._parameters[key] = made[id(parameter)]
+    module.to(device)
+
+
+def is_empty(module: nn.Module) -> bool:
+    """Whether parameters have no memory yet."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _prepared(lm: nn.Module, cfg: Config) -> nn.Module:
+    """Checked and set up for training."""
     turn_dropout_off(lm)
     if cfg.finetune.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.finetune.lora.enabled:
         lm = add_adapters(lm, cfg.finetune.lora, cfg.seed)
     lm.config.use_cache = False
-    log.info(
-        "loaded model_path=%s parameters=%d attention=%s", source, sum(p.numel() for p in lm.parameters()), attention
-    )
     return lm.train()
 
 

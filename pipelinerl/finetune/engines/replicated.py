@@ -20,7 +20,7 @@ from pipelinerl.finetune.engines.base import (
     create_moments,
     set_step,
 )
-from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, materialise
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
@@ -31,7 +31,8 @@ class ReplicatedEngine(Engine):
     """`finetune.engine: ddp`."""
 
     def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
-        self.policy = policy.to(device)
+        materialise(policy, device)
+        self.policy = policy
         self.device = device
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0

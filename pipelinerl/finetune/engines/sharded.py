@@ -24,7 +24,7 @@ from pipelinerl.finetune.engines.base import (
     create_moments,
     set_step,
 )
-from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
@@ -33,11 +33,14 @@ class ShardedEngine(Engine):
     """`finetune.engine: fsdp2`."""
 
     def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
-        self.policy = policy.to(device)
+        empty = is_empty(policy)
+        self.policy = policy if empty else policy.to(device)
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.clipping = finetune.gradient_clipping_threshold
         self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
+        if empty:
+            _make_shards(self.policy, device)
         self._parameters = dict(self.policy.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self.optimizer = adamw(self.policy, finetune)
@@ -99,6 +102,14 @@ class ShardedEngine(Engine):
 
     def loaded(self, num_steps: int) -> None:
         set_step(self.optimizer, num_steps)
+
+
+def _make_shards(policy: Policy, device: torch.device) -> None:
+    """Memory for this rank's shards, without values; buffers keep theirs."""
+    kept = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    for name, values in kept.items():
+        policy.get_buffer(name).copy_(values)
 
 
 def _flat_piece(tensor: DTensor) -> Piece:

@@ -26,7 +26,7 @@ from pipelinerl.finetune.engines.base import (
     adamw,
     set_step,
 )
-from pipelinerl.finetune.model import Policy, PolicyOutput
+from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, decoder_layers, is_empty, materialise
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
@@ -58,7 +58,7 @@ class ZeroEngine(Engine):
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         settings = deepspeed_settings(cfg, deepspeed_file(cfg))
         self.stage = int(settings["zero_optimization"]["stage"])
-        self.engine = _prepare(policy.to(device), settings, cfg)
+        self.engine = _prepare(policy, settings, cfg, device)
         self.policy = self.engine.module
         self._parameters = dict(self.policy.named_parameters())
         self._trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
@@ -110,11 +110,11 @@ class ZeroEngine(Engine):
             shard = parameter._z3_optimizer.get_local_fp32_param(parameter, key)
             start, whole = self.rank * len(shard), parameter.ds_numel
             length = min(len(shard), whole - start)  # the last shards are padded
-            return Piece(shard[:length], start, whole) if length > 0 else None
+            return Piece(shard.detach()[:length], start, whole) if length > 0 else None
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        return Piece(mapping.get_hp_fragment(key), mapping.lp_fragment_address.start, parameter.numel())
+        return Piece(mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start, parameter.numel())
 
     def _create_moments(self) -> None:
         """Zero states of the inner optimizer before its first step.
@@ -143,13 +143,29 @@ class ZeroEngine(Engine):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config) -> Any:
+def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config, device: torch.device) -> Any:
     """The DeepSpeed engine around the policy, made by Accelerate."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    empty, dtype = is_empty(policy), DTYPES[cfg.finetune.dtype]
+    if empty and settings["zero_optimization"]["stage"] == 3:
+        _partition_by_layer(policy, settings, device, dtype)
+    else:
+        materialise(policy, device, dtype if empty else None)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
     prepared, _ = accelerator.prepare(policy, adamw(policy, cfg.finetune))
     return prepared
+
+
+def _partition_by_layer(policy: Policy, settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    """Memory for this rank's shards, without values: one layer is whole at a time, then embedding and heads."""
+    import deepspeed
+
+    if policy.value_head is not None:
+        policy.value_head.to(dtype)
+    for part in (*decoder_layers(policy.lm), policy):
+        materialise(part, device, dtype)
+        deepspeed.zero.Init(module=part, config_dict_or_path=settings, dtype=dtype)

@@ -1,0 +1,99 @@
+"""A model's weights from its safetensors files into an engine: every rank reads the ranges that it holds.
+
+The model is built without memory for its weights (``model.empty_lm``), the engine takes only this rank's share of them,
+and ``stream_weights`` fills it. Host memory beyond the share: one rank's piece of one tensor at a time. A checkpoint
+whose tensors are not the model's parameters one by one (fused experts, other names, adapters) is loaded whole instead.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from pipelinerl.finetune.engines import Engine
+from pipelinerl.finetune.export import LM_PREFIX
+
+log = logging.getLogger(__name__)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class WeightFiles:
+    """The tensors of a model folder."""
+
+    def __init__(self, files: Mapping[str, Path]):
+        """``files``: tensor → file."""
+        self._files = files
+        self._open: tuple[Path, safe_open] | None = None
+
+    @classmethod
+    def find(cls, source: str) -> "WeightFiles | None":
+        """Those of a local folder or of a model in the hub's cache; None without safetensors files."""
+        index = _locate(source, INDEX)
+        if index is not None:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            paths = {name: _locate(source, name) for name in sorted(set(weight_map.values()))}
+            if None in paths.values():
+                return None
+            return cls({name: path for name, file in weight_map.items() if (path := paths[file])})
+        single = _locate(source, SINGLE)
+        if single is None:
+            return None
+        with safe_open(single, "pt") as file:
+            return cls(dict.fromkeys(file.keys(), single))
+
+    def lacking(self, model: nn.Module) -> list[str]:
+        """Parameters of ``model`` that are not here under their name with their shape, and saved buffers."""
+        parameters = dict(model.named_parameters())
+        absent = [
+            name
+            for name, parameter in parameters.items()
+            if name not in self._files or tuple(self._slice(name).get_shape()) != tuple(parameter.shape)
+        ]
+        return absent + sorted(model.state_dict().keys() & dict(model.named_buffers()).keys())
+
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """[count] elements of the flattened tensor from ``start`` on; reads whole rows around them."""
+        part = self._slice(name)
+        shape = part.get_shape()
+        row = max(torch.Size(shape[1:]).numel(), 1)
+        first = start // row
+        rows = part[first : -(-(start + count) // row)]
+        return rows.reshape(-1)[start - first * row :][:count]
+
+    def _slice(self, name: str):  # type: ignore[no-untyped-def]  # safetensors names no type for it
+        path = self._files[name]
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safe_open(path, "pt"))
+        return self._open[1].get_slice(name)
+
+
+def stream_weights(engine: Engine, files: WeightFiles) -> None:
+    """Fill the engine's pieces of the weights; what is not the language model's starts at 0. Collective."""
+    for name, piece in engine.pieces().items():
+        parameter, _, key = name.rpartition(".")
+        if key != "param":
+            continue
+        if parameter.startswith(LM_PREFIX):
+            piece.tensor.copy_(files.read(parameter.removeprefix(LM_PREFIX), piece.start, len(piece.tensor)))
+        else:
+            piece.tensor.zero_()
+    engine.loaded(0)
+
+
+def _locate(source: str, name: str) -> Path | None:
+    """A file of the model: in its folder, or in the hub's cache, downloaded when it is not there."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if found is None else Path(found)

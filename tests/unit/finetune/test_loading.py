@@ -1,0 +1,106 @@
+"""A model streamed into an engine holds the very numbers that a whole load gives, and reads only its ranges."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.finetune.engines.replicated import ReplicatedEngine
+from pipelinerl.finetune.loading import WeightFiles, stream_weights
+from pipelinerl.finetune.loop import load_model
+from pipelinerl.finetune.model import Policy, empty_lm, is_empty, load_lm
+from tests.models import make_qwen2, save_qwen2
+
+CPU = torch.device("cpu")
+
+
+def make_config(model: Path, *overrides: str) -> Config:
+    required = ["output_dir=x", f"model_path={model}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    return parse(compose("base", [*required, *overrides]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: bool) -> None:
+    cfg = make_config(save_qwen2(tmp_path / "model", 32, tied=tied))
+    lm, files = load_model(cfg, "sdpa")
+    assert files is not None
+    assert is_empty(lm)
+    engine = ReplicatedEngine(Policy(lm, value_loss_coef=0.5), cfg.finetune, CPU)
+    stream_weights(engine, files)
+
+    whole = Policy(load_lm(cfg.model_path, cfg, "sdpa"), value_loss_coef=0.5)
+    ours, expected = dict(engine.policy.named_parameters()), dict(whole.named_parameters())
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    buffers = dict(engine.policy.named_buffers())
+    assert all(torch.equal(buffers[name], values) for name, values in whole.named_buffers())
+    ids, positions = torch.arange(9)[None], torch.arange(9)[None]
+    assert torch.equal(engine.policy.hidden_states(ids, positions), whole.hidden_states(ids, positions))
+    assert engine.policy.lm.generation_config.to_dict() == whole.lm.generation_config.to_dict()
+
+
+def test_bfloat16_files_become_float32_weights(tmp_path: Path) -> None:
+    make_qwen2(32).bfloat16().save_pretrained(tmp_path)
+    cfg = make_config(tmp_path)
+    files = WeightFiles.find(str(tmp_path))
+    assert files is not None
+    engine = ReplicatedEngine(Policy(empty_lm(tmp_path, cfg, "sdpa")), cfg.finetune, CPU)
+    stream_weights(engine, files)
+    weight = engine.policy.get_parameter("lm.model.norm.weight")
+    assert weight.dtype == torch.float32
+    embedding = engine.policy.get_parameter("lm.model.embed_tokens.weight")
+    assert torch.equal(embedding, make_qwen2(32).get_parameter("model.embed_tokens.weight").bfloat16().float())
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 12), (0, 1), (5, 3), (3, 9), (11, 1), (4, 4)])
+def test_any_range_of_a_flattened_tensor_is_read(tmp_path: Path, start: int, count: int) -> None:
+    save_file({"m": torch.arange(12.0).view(4, 3), "v": torch.arange(12.0)}, tmp_path / "model.safetensors")
+    files = WeightFiles(dict.fromkeys(("m", "v"), tmp_path / "model.safetensors"))
+    wanted = list(range(start, start + count))
+    assert files.read("m", start, count).tolist() == wanted
+    assert files.read("v", start, count).tolist() == wanted
+
+
+def test_model_in_several_files_is_found_by_its_index(tmp_path: Path) -> None:
+    lm = make_qwen2(32)
+    lm.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    files = WeightFiles.find(str(tmp_path))
+    assert files is not None
+    assert files.lacking(lm) == []
+
+
+@pytest.mark.parametrize("damage", ["other name", "other shape", "no safetensors", "adapters"])
+def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) -> None:
+    model = save_qwen2(tmp_path / "model", 32)
+    cfg = make_config(model, *(["finetune.lora.enabled=true"] if damage == "adapters" else []))
+    path = model / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in make_qwen2(32).named_parameters()}
+    if damage == "other name":
+        weights["other"] = weights.pop("model.norm.weight")
+        save_file(weights, path)
+    elif damage == "other shape":
+        weights["model.norm.weight"] = weights["model.norm.weight"][None]
+        files = save_file(weights, path)
+        files = WeightFiles.find(str(model))
+        assert files is not None
+        assert files.lacking(make_qwen2(32)) == ["model.norm.weight"]
+        return
+    elif damage == "no safetensors":
+        path.unlink()
+        torch.save(weights, model / "pytorch_model.bin")
+    lm, found = load_model(cfg, "sdpa")
+    assert found is None
+    assert not is_empty(lm)
+
+
+def test_saved_buffer_is_reason_to_load_whole(tmp_path: Path) -> None:
+    lm = make_qwen2(32)
+    lm.model.register_buffer("bias_of_experts", torch.ones(2))
+    lm.save_pretrained(tmp_path)
+    files = WeightFiles.find(str(tmp_path))
+    assert files is not None
+    assert files.lacking(lm) == ["model.bias_of_experts"]
