@@ -65,7 +65,7 @@ class WeightFiles:
         rows = part[first : -(-(start + count) // row)]
         return rows.reshape(-1)[start - first * row :][:count]
 
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]  # safetensors names no type for it
+    def _slice(self, name: str):
         path = self._files[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(path, "pt"))
