@@ -6,7 +6,7 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -213,13 +213,14 @@ def set_streams_backend(backend: str | Backend, **options: Any) -> None:
             run_id, max_record_mb, outage_timeout_s.
     """
     global _backend
-    if isinstance(backend, Backend):
-        _backend = backend
-        return
+    _backend = backend if isinstance(backend, Backend) else _made(backend, lambda: backend_class(backend)(**options))
+
+
+def _made(name: str, make: Callable[[], Backend]) -> Backend:
     try:
-        _backend = backend_class(backend)(**options)
+        return make()
     except TypeError as error:
-        raise ConfigError(f"streams backend {backend!r} does not take these options: {error}") from error
+        raise ConfigError(f"streams backend {name!r} does not take these options: {error}") from error
 
 
 def backend_class(name: str) -> type[Backend]:
@@ -241,7 +242,8 @@ def get_streams_backend() -> Backend:
 
 def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
     """Sets the backend that the run's configuration asks for."""
-    set_streams_backend(backend_class(cfg.streams.backend).from_config(cfg, Path(run_dir)))
+    name = cfg.streams.backend
+    set_streams_backend(_made(name, lambda: backend_class(name).from_config(cfg, Path(run_dir))))
 
 
 def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pipelinerl.streams as streams
+from pipelinerl.config import load
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.records.topics import RETAINED_MB
 from pipelinerl.streams import SingleStreamSpec, StreamRangeSpec, open_reader, open_writer, set_streams_backend
@@ -311,3 +312,20 @@ def test_topic_that_nobody_follows_keeps_its_newest_records_only(
     assert kept[-1][0] == 799
     assert 64 <= len(kept) <= 3 * 64
     assert kept[0][1].number == kept[0][0]
+
+
+def test_backend_of_your_own_is_named_in_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_streams.py").write_text(
+        "from tests.memory_streams import MemoryBackend\n\n\n"
+        "class MyBackend(MemoryBackend):\n"
+        "    def __init__(self, bucket: str):\n"
+        "        super().__init__()\n"
+        "        self.bucket = bucket\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needed = [f"output_dir={tmp_path}", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+    chosen = ["streams.backend=my_streams.MyBackend", "+streams.options.bucket=b"]
+    streams.backend_from_config(load.parse(load.compose("base", [*needed, *chosen])), tmp_path)
+    assert streams.get_streams_backend().bucket == "b"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="does not take these options"):
+        streams.backend_from_config(load.parse(load.compose("base", [*needed, chosen[0]])), tmp_path)
