@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipelinerl.errors import DeadlineError, StreamError
-from pipelinerl.records.messages import SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records.messages import ProbeMissed, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.records.topics import TRAINER
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
@@ -142,6 +142,8 @@ class TrainerState:
             match message:
                 case WeightUpdateSuccess():
                     self._version, self._servers = message.version, message.servers
+                case ProbeMissed():
+                    self._servers = tuple(name for name in self._servers if name != message.server)
                 case SamplesProcessed():
                     self._samples = message.samples_processed
                 case TrainingDone() if message.step >= self._last_step:

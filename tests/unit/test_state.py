@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import DeadlineError, StreamError
-from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import ProbeMissed, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_writer, set_streams_backend
 from tests.memory_streams import MemoryBackend
@@ -50,6 +50,21 @@ def test_state_follows_the_newest_messages(state: TrainerState, trainer: TopicWr
     trainer.write(TrainingDone(step=1))
     assert state.wait_for_training_done(10) is True
     assert state.training_done
+
+
+def test_server_that_missed_its_probe_is_out_until_it_is_named_again(
+    state: TrainerState, trainer: TopicWriter[TrainerMessage]
+):
+    trainer.write(WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1")))
+    trainer.write(ProbeMissed(server="actor_llm_0", version=3, since=2, is_final=False, reason="0.9 nats"))
+    trainer.write(SamplesProcessed(samples_processed=32, step=1))
+    state.start_listening()
+    assert state.wait_for_processed_samples(10) == 32
+    assert state.weights == (3, ("actor_llm_1",))
+    trainer.write(WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1")))
+    trainer.write(TrainingDone(step=1))
+    assert state.wait_for_training_done(10) is True
+    assert state.weights == (3, ("actor_llm_0", "actor_llm_1"))
 
 
 def test_waiting_without_a_listener_is_a_programming_error(state: TrainerState):
