@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
@@ -90,7 +91,7 @@ class Executor:
 
         async def run(attempt: int, server_url: str) -> None:
             llm = self._llm(start, attempt, transport, server_url)
-            await report(await self._run_attempt(start, attempt, llm))
+            await report(await self._run_attempt(start, attempt, llm, route))
 
         try:
             server = await route.settle()
@@ -101,7 +102,9 @@ class Executor:
             transport.close()
         return route.aborted_requests
 
-    async def _run_attempt(self, start: StartGroup, attempt: int, llm: TrainableLLM) -> Rollout | Failure:
+    async def _run_attempt(
+        self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute
+    ) -> Rollout | Failure:
         function = self._functions[start.domain]
         started = time.monotonic()
         try:
@@ -109,7 +112,9 @@ class Executor:
                 result = await function(self._cfg, llm, start.problem, self._client.session)
             if llm._failure is not None:
                 raise llm._failure
-            return self._checked(result, start, attempt, llm, time.monotonic() - started)
+            route.check_weights()
+            rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
+            return msgspec.structs.replace(rollout, servers=route.used) if isinstance(rollout, Rollout) else rollout
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise

@@ -7,10 +7,19 @@ import aiohttp
 
 from pipelinerl.actor.sequences import SequenceTooLong
 from pipelinerl.async_llm import is_retryable
-from pipelinerl.errors import DomainError, PipelineRLError, RecordError, ServerError, TransportError, VerifierError
+from pipelinerl.errors import (
+    DomainError,
+    PipelineRLError,
+    RecordError,
+    ServerError,
+    TransportError,
+    VerifierError,
+    WeightUpdateError,
+)
 
-TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
+TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
     "transport",
+    "weights",
     "timeout",
     "verifier",
     "domain_error",
@@ -19,8 +28,8 @@ TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
     "empty",
     "poisonous",
 )
-REASONS = (TRANSPORT, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
-WORTH_REPEATING = frozenset({TRANSPORT, TIMEOUT, VERIFIER, POISONOUS})
+REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
+WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
 """Causes outside the problem itself: the missing attempts are tried again."""
 
 MAX_ERROR_CHARS = 2000
@@ -32,6 +41,8 @@ def classify(error: BaseException) -> str:
     """The reason for an exception that ended a rollout."""
     if isinstance(error, VerifierError):
         return VERIFIER
+    if isinstance(error, WeightUpdateError):
+        return WEIGHTS
     if isinstance(error, SequenceTooLong):
         return TOO_LONG
     if isinstance(error, (DomainError, RecordError)):

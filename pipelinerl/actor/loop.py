@@ -10,7 +10,7 @@ Ends: when training is done and the last evaluation is published, when asked to 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pipelinerl.actor import failures
@@ -20,6 +20,7 @@ from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.reporting import Reporter
 from pipelinerl.actor.training import TrainingGroup, TrainingGroups
 from pipelinerl.actor.work import WorkEnded, WorkTable
+from pipelinerl.records import ProbeMissed
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class TrainerNews(Protocol):
     def weights(self) -> tuple[int | None, tuple[str, ...]]: ...
     @property
     def training_done(self) -> bool: ...
+    @property
+    def misses(self) -> Sequence[ProbeMissed]: ...
 
 
 class ActorLoop:
@@ -59,6 +62,7 @@ class ActorLoop:
         self._domain_errors, self._metrics, self._reporter = domain_errors, metrics, reporter
         self._version: int | None = None
         self._servers: tuple[str, ...] = ()
+        self._num_misses = 0
         self._last_event = time.monotonic()
         self._finishing = False
 
@@ -94,6 +98,7 @@ class ActorLoop:
 
     def _refresh(self) -> None:
         """Takes the trainer's newest version and servers."""
+        self._withdraw_missed()
         version, names = self._trainer.weights
         if version is None:
             return
@@ -105,6 +110,20 @@ class ActorLoop:
         self._table.set_servers(Servers(version=version, urls={name: self._urls[name] for name in servers}))
         self._reporter.progress(version=version, servers=list(servers))
         self._evaluator.move_to(version)
+
+    def _withdraw_missed(self) -> None:
+        """Servers that missed a weight probe go, even if they are back already: their requests are repeated, and
+        attempts under way that have used them are tried again."""
+        misses = self._trainer.misses[self._num_misses :]
+        if not misses:
+            return
+        self._num_misses += len(misses)
+        missed = {miss.server: miss.since for miss in misses}
+        self._servers = tuple(name for name in self._servers if name not in missed)
+        urls = {name: self._urls[name] for name in self._servers}
+        self._table.set_servers(Servers(version=self._version or 0, urls=urls, missed=missed))
+
+    # Dispatch
 
     def _dispatch(self) -> None:
         if self._version is None or not self._servers:

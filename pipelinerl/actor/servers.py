@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COOL_DOWN_S = 2.0
@@ -19,6 +20,8 @@ class InferenceServer:
     """Rollouts of the groups that use it."""
     cool_until: float = 0.0
     in_service: bool = True
+    missed_since: int | None = None
+    """First version that it may not have used, once it missed a weight probe. One that comes back is another object."""
     requests: set[asyncio.Task] = field(default_factory=set)
 
     def cool_down(self) -> None:
@@ -31,15 +34,25 @@ class ServerPool:
 
     def __init__(self) -> None:
         self._servers: dict[str, InferenceServer] = {}
+        self._left: dict[str, InferenceServer] = {}
+        """The newest of each name that left: a missed probe may be told after it is out of service."""
         self._changed = asyncio.Event()
 
-    def update(self, urls: dict[str, str]) -> None:
-        """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere."""
+    def update(self, urls: dict[str, str], missed: Mapping[str, int] | None = None) -> None:
+        """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere.
+
+        Args:
+            missed: servers that left because of their weight probe → the first version that they may not have used.
+        """
         for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
             server = self._servers.pop(name)
             server.in_service = False
+            self._left[name] = server
             for request in server.requests:
                 request.cancel()
+        for name, since in (missed or {}).items():
+            if name in self._left and name not in urls:
+                self._left[name].missed_since = since
         for name, url in urls.items():
             if name not in self._servers:
                 self._servers[name] = InferenceServer(name, url)

@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.actor.servers import InferenceServer, ServerPool
 from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
 from pipelinerl.config.rules import distortions
-from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.errors import DomainError, TransportError, WeightUpdateError
 from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.rollouts import CallTokens
 
@@ -99,6 +99,22 @@ class GroupRoute:
         self.server: InferenceServer | None = None
         self.aborted_requests = 0
         """Requests that ended without a completion, repeated or not."""
+        self._newest: dict[InferenceServer, int] = {}
+        """Servers that answered, and the newest version of their answers."""
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the servers that answered."""
+        return tuple(sorted({server.name for server in self._newest}))
+
+    def check_weights(self) -> None:
+        """Raise ``WeightUpdateError`` if a server answered with a version and then missed its weight probe."""
+        for server, newest in self._newest.items():
+            if server.missed_since is not None and newest >= server.missed_since:
+                raise WeightUpdateError(
+                    f"{server.name} answered with version {newest} and then missed its weight probe: what it samples "
+                    f"from version {server.missed_since} on is not used"
+                )
 
     async def settle(self) -> InferenceServer:
         """The group's server; a new one when there is none or it left service."""
@@ -122,7 +138,10 @@ class GroupRoute:
         while True:
             server = await self.settle()
             try:
-                return await self._client.post(server, request, n)
+                completions = await self._client.post(server, request, n)
+                versions = [int(tokens.version_spans[:, 2].max(initial=0)) for tokens in completions]
+                self._newest[server] = max(*versions, self._newest.get(server, 0))
+                return completions
             except TransportError as error:
                 self.aborted_requests += 1
                 if server.in_service:

@@ -50,6 +50,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that the server found computed."""
     num_unmerged_turns: int = 0
     """Turns whose tokens did not extend the previous turn's and therefore started another sequence."""
+    servers: tuple[str, ...] = ()
+    """Job names of the servers that answered its group until it ended."""
     rewards: RewardMode = "rollout"
     """Reward mode (docs/algorithms.md §1); the same for all members of a group."""
     text_rewards: tuple[float, ...] = ()

@@ -23,7 +23,7 @@ from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.observability.catalogue import undeclared
-from pipelinerl.records import EvaluationDone, GroupDropped, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
 
 ATTEMPTS = 2
 
@@ -91,6 +91,7 @@ class ScriptedTrainer:
         self.version = version
         self.servers = ("s",)
         self.training_done = False
+        self.misses: tuple[ProbeMissed, ...] = ()
 
     @property
     def weights(self) -> tuple[int | None, tuple[str, ...]]:
@@ -376,3 +377,13 @@ def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
     assert stage.news[-1].version == 9
     assert stage.records == []
     assert stage.workers.running == {}
+
+
+def test_server_that_missed_its_probe_is_withdrawn_before_it_comes_back() -> None:
+    stage = Stage()
+    told: list[Servers] = []
+    stage.workers.set_servers = told.append  # type: ignore[method-assign]
+    stage.loop._refresh()
+    stage.trainer.misses = (ProbeMissed(server="s", version=3, since=2, is_final=False, reason="0.9 nats"),)
+    stage.loop._refresh()
+    assert [(list(servers.urls), servers.missed) for servers in told] == [(["s"], {}), ([], {"s": 2}), (["s"], {})]

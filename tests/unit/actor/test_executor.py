@@ -75,6 +75,28 @@ async def run() -> AsyncIterator[Run]:
         yield run_group
 
 
+async def test_rollouts_that_used_a_server_which_then_misses_its_probe_are_tried_again(
+    run: Run, server: FakeServer
+) -> None:
+    since = 0
+
+    async def missed_meanwhile(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
+        result = await ask(llm, session)
+        pool = llm._transport._route._pool
+        pool.update({})
+        pool.update({}, {"0": since})
+        pool.update({"0": server.url})  # it is sent the weights again: what it answers from now on counts
+        return result
+
+    finished = await run(missed_meanwhile, server, attempts=2)
+    assert [failure.reason for failure in finished.failures] == ["weights"] * 2
+    assert "0 answered with version 0 and then missed its weight probe" in finished.failures[0].detail
+    since = 1
+    assert len((await run(missed_meanwhile, server, attempts=2)).rollouts) == 2
+    (rollout,) = (await run(plain, server, attempts=1)).rollouts
+    assert rollout.servers == ("0",)
+
+
 async def test_equal_requests_of_a_group_travel_as_one(run: Run, server: FakeServer) -> None:
     finished = await run(plain, server)
     assert [request["sampling_params"]["n"] for request in server.requests] == [4]
