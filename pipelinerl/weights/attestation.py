@@ -46,7 +46,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class LogprobVerdict:
     """What the log-probabilities of one version say."""
 
     fault: str = ""
@@ -68,7 +68,7 @@ def statistic(differences: np.ndarray, noise: float) -> float:
     return float(np.sqrt(np.mean(np.square(np.clip(differences, -bound, bound)))))
 
 
-def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tuple[Baseline, Comparison]:
+def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tuple[Baseline, LogprobVerdict]:
     """The baseline of a server whose weights are the trainer's.
 
     Args:
@@ -80,14 +80,14 @@ def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tupl
     spread = 1.4826 * float(np.median(np.abs(offset)))  # the deviation of a normal distribution with this median
     noise = statistic(offset, max(spread, NOISE_FLOOR / CLIP))
     fault = "" if noise <= tolerance else "its log-probabilities are not those of the model's file"
-    verdict = Comparison(fault=fault, difference=noise, limit=tolerance)
+    verdict = LogprobVerdict(fault=fault, difference=noise, limit=tolerance)
     noise = max(noise, NOISE_FLOOR)
     return Baseline(
         offset=offset, calibrated=noise, noise=noise, tolerance=tolerance, server=server, trainer=trainer
     ), verdict
 
 
-def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, Comparison]:
+def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, LogprobVerdict]:
     """Compare a later version; the baseline that comes back includes it if it passed.
 
     Args:
@@ -95,7 +95,7 @@ def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[
     """
     server, trainer = server.astype(np.float64), trainer.astype(np.float64)
     difference = statistic(server - trainer - baseline.offset, baseline.noise)
-    verdict = Comparison(
+    verdict = LogprobVerdict(
         difference=difference, limit=LIMIT * baseline.noise, followed=_followed(baseline, server, trainer)
     )
     if not difference <= verdict.limit:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.errors import TransportError
-from pipelinerl.weights.attestation import Baseline, Comparison, calibrate, judge
+from pipelinerl.weights.attestation import Baseline, LogprobVerdict, calibrate, judge
 from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
 from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
@@ -262,7 +262,7 @@ class Attestor:
             raise TransportError(f"{CHECK_PATH} answered {response.status_code}: {response.text[:200]}")
         return msgspec.json.decode(response.content, type=WeightCheck)
 
-    def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> Comparison | None:
+    def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> LogprobVerdict | None:
         """Compare log-probabilities, twice if they miss; None if the server has gone on to another version."""
         trainer = scores.result(self._timeout_s)
         verdict = None
@@ -320,6 +320,6 @@ class Attestor:
         return response.content
 
 
-def _figures(verdict: Comparison) -> str:
+def _figures(verdict: LogprobVerdict) -> str:
     followed = "" if verdict.followed is None else f", {verdict.followed:.2f} of the trainer's change"
     return f"{verdict.difference:.3g} nats, {verdict.limit:.3g} are allowed{followed}"
