@@ -40,7 +40,7 @@ class TrainerState:
         self._changed = threading.Condition()
         self._version: int | None = None
         self._servers: tuple[str, ...] = ()
-        self._misses: tuple[ProbeMissed, ...] = ()
+        self._misses: list[ProbeMissed] = []
         self._samples: int | None = None
         self._done = False
         self._failure: Exception | None = None
@@ -62,10 +62,12 @@ class TrainerState:
         """``propagated_weight_version`` and ``servers`` of one and the same message."""
         return self._read(lambda: (self._version, self._servers))
 
-    @property
-    def misses(self) -> tuple[ProbeMissed, ...]:
-        """Every weight probe that a server missed, in order."""
-        return self._read(lambda: self._misses)
+    def take_misses(self) -> list[ProbeMissed]:
+        """Weight probes that servers have missed since the last call, in order."""
+        with self._changed:
+            self._raise_failure()
+            misses, self._misses = self._misses, []
+        return misses
 
     @property
     def samples_processed(self) -> int | None:
@@ -149,7 +151,7 @@ class TrainerState:
                 case WeightUpdateSuccess():
                     self._version, self._servers = message.version, message.servers
                 case ProbeMissed():
-                    self._misses += (message,)
+                    self._misses.append(message)
                     self._servers = tuple(name for name in self._servers if name != message.server)
                 case SamplesProcessed():
                     self._samples = message.samples_processed

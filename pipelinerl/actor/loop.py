@@ -34,8 +34,7 @@ class TrainerNews(Protocol):
     def weights(self) -> tuple[int | None, tuple[str, ...]]: ...
     @property
     def training_done(self) -> bool: ...
-    @property
-    def misses(self) -> Sequence[ProbeMissed]: ...
+    def take_misses(self) -> Sequence[ProbeMissed]: ...
 
 
 class ActorLoop:
@@ -62,7 +61,6 @@ class ActorLoop:
         self._domain_errors, self._metrics, self._reporter = domain_errors, metrics, reporter
         self._version: int | None = None
         self._servers: tuple[str, ...] = ()
-        self._num_misses = 0
         self._last_event = time.monotonic()
         self._finishing = False
 
@@ -114,11 +112,9 @@ class ActorLoop:
     def _withdraw_missed(self) -> None:
         """Servers that missed a weight probe go, even if they are back already: their requests are repeated, and
         attempts under way that have used them are tried again."""
-        misses = self._trainer.misses[self._num_misses :]
-        if not misses:
+        missed = {miss.server: miss.since for miss in self._trainer.take_misses()}
+        if not missed:
             return
-        self._num_misses += len(misses)
-        missed = {miss.server: miss.since for miss in misses}
         self._servers = tuple(name for name in self._servers if name not in missed)
         urls = {name: self._urls[name] for name in self._servers}
         self._table.set_servers(Servers(version=self._version or 0, urls=urls, missed=missed))

@@ -81,11 +81,6 @@ class LoadPlan:
     unlearned: tuple[str, ...]
     """Live parameters that are more than copies of what is sent."""
 
-    def of(self, targets: Iterable[str]) -> tuple[Copy, ...]:
-        """The copies into some parameters."""
-        wanted = set(targets)
-        return tuple(copy for copy in self.copies if copy.target in wanted)
-
 
 class _Recorder(TorchDispatchMode):
     """Sees every assignment into an existing tensor."""
@@ -138,32 +133,6 @@ def differing(
         source = copy.source_view.read(staged[copy.source]).to(target)
         if not _same_bits(target, source):
             yield copy.target
-
-
-def differing_columns(
-    copies: Iterable[Copy], columns: torch.Tensor, values: torch.Tensor, staged: Mapping[str, torch.Tensor]
-) -> bool:
-    """Whether columns of a matrix [N, K], read from where it lies packed, are not the staged ones.
-
-    Args:
-        copies: of the one parameter.
-        columns: int64 [C], ascending.
-        values: [C, N] what was read.
-    """
-    for copy in copies:
-        width = copy.target_view.stride[0]
-        row, first = divmod(copy.target_view.offset, width)
-        rows, count = copy.target_view.size
-        inside = (columns >= first) & (columns < first + count)
-        source = copy.source_view.read(staged[copy.source])[:, columns[inside] - first].T
-        if not _same_bits(values[inside, row : row + rows], source.to(values)):
-            return True
-    return False
-
-
-def is_matrix_block(copy: Copy) -> bool:
-    """Whether the elements are a block of rows and columns of a matrix stored by rows."""
-    return len(copy.target_view.size) == 2 and copy.target_view.stride[1] == 1
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -20,11 +20,9 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.digest import LoadPlan, differing_columns, is_matrix_block, learn
+from pipelinerl.weights.digest import LoadPlan, differing, learn
 from pipelinerl.weights.protocol import ParamSpec
 
-READ_COLUMNS = 4
-"""Columns of each packed matrix that are read back with every version; others the next time."""
 PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the multiplication with their packed weight."""
 
@@ -55,43 +53,27 @@ class Twin:
         """Where the model's parameters come from."""
         return learn(self._twin, self._twin.load_weights, specs)
 
-    def load(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, staged: Mapping[str, torch.Tensor], plan: LoadPlan) -> None:
         """Build everything that the swap moves. The live model is not touched.
 
+        Parameters are compared before they are packed. Packed ones cannot be read, and vLLM's kernels share scratch
+        memory: nobody may multiply with them while the live model decodes.
+
         Raises:
-            WeightUpdateError: a parameter is unknown, missing or of another shape.
+            WeightUpdateError: a parameter is unknown, missing, of another shape, or not what was sent.
         """
         self._materialize()
         try:
-            loaded = self._twin.load_weights(params)
+            loaded = self._twin.load_weights(staged.items())
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             raise WeightUpdateError(f"the model refuses the weights: {type(error).__name__}: {error}") from error
         missing = self._expected - loaded
         if missing:
             raise WeightUpdateError(f"the update lacks {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+        wrong = next(differing(plan.copies, dict(self._twin.named_parameters()), staged), None)
+        if wrong is not None:
+            raise WeightUpdateError(f"{wrong} is not what was sent after it was loaded")
         process_weights_after_loading(self._twin, self._model_config, torch.device("cpu"))
-
-    @torch.no_grad()
-    def misread(self, plan: LoadPlan, staged: Mapping[str, torch.Tensor], version: int) -> list[str]:
-        """Packed weights, loaded and not yet swapped, of which some columns are not the staged ones.
-
-        Packed weights can only be multiplied with, and not while the live model does so: unit vectors read columns.
-        """
-        wrong = []
-        for module in self._packed_modules():
-            name = self._names[id(self._templates[module]["weight"])]
-            copies = plan.of([name])
-            if not copies or not all(map(is_matrix_block, copies)):
-                continue
-            template = self._templates[module]["weight"]
-            width = template.shape[1]
-            columns = (version * READ_COLUMNS + torch.arange(min(READ_COLUMNS, width))) % width
-            columns = columns.sort().values
-            units = torch.nn.functional.one_hot(columns, width).to(template.dtype)
-            values = getattr(module, PACKED)(units, module.weight, None)
-            if differing_columns(copies, columns, values, staged):
-                wrong.append(name)
-        return wrong
 
     @property
     def packed(self) -> frozenset[str]:
@@ -107,9 +89,6 @@ class Twin:
             for live, twin in self._pairs()
             if live in self._packed and live.__dict__.get(PACKED) is not self._packed[live]
         ]
-
-    def _packed_modules(self) -> Iterator[nn.Module]:
-        return (module for module in self._twin.modules() if PACKED in module.__dict__)
 
     def swap(self) -> None:
         """Give the live model the twin's tensors and packed weights."""

@@ -91,11 +91,15 @@ class ScriptedTrainer:
         self.version = version
         self.servers = ("s",)
         self.training_done = False
-        self.misses: tuple[ProbeMissed, ...] = ()
+        self.misses: list[ProbeMissed] = []
 
     @property
     def weights(self) -> tuple[int | None, tuple[str, ...]]:
         return self.version, self.servers
+
+    def take_misses(self) -> list[ProbeMissed]:
+        misses, self.misses = self.misses, []
+        return misses
 
 
 class ScriptedDrops:
@@ -384,6 +388,6 @@ def test_server_that_missed_its_probe_is_withdrawn_before_it_comes_back() -> Non
     told: list[Servers] = []
     stage.workers.set_servers = told.append  # type: ignore[method-assign]
     stage.loop._refresh()
-    stage.trainer.misses = (ProbeMissed(server="s", version=3, since=2, is_final=False, reason="0.9 nats"),)
+    stage.trainer.misses = [ProbeMissed(server="s", version=3, since=2, is_final=False, reason="0.9 nats")]
     stage.loop._refresh()
     assert [(list(servers.urls), servers.missed) for servers in told] == [(["s"], {}), ([], {"s": 2}), (["s"], {})]
