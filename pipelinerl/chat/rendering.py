@@ -21,7 +21,9 @@ import numpy as np
 from pipelinerl.chat.tool_calls import CallReader, ReadText
 from pipelinerl.errors import DomainError
 
-CACHED_PROMPTS = 4096
+CACHED_PROMPTS = 256
+CACHED_BYTES = 32 * 2**20
+"""Attempts of a group ask the same at about the same time: few prompts are worth keeping, and they may be long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,13 +56,14 @@ class Turn:
 
 
 class ChatRenderer:
-    """Renders with one tokenizer's chat template; the newest ``CACHED_PROMPTS`` conversations are kept."""
+    """Renders with one tokenizer's chat template; the newest conversations are kept, as many as the bounds allow."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._cached_bytes = 0
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a text that already holds its special tokens."""
@@ -87,8 +90,9 @@ class ChatRenderer:
         text = self.render_text(messages, tools, kwargs, ask=True)
         rendered = Rendered(text, self.encode(text))
         self._prompts[key] = rendered
-        if len(self._prompts) > CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
+        self._cached_bytes += _cached_bytes(key, rendered)
+        while len(self._prompts) > CACHED_PROMPTS or self._cached_bytes > CACHED_BYTES:
+            self._cached_bytes -= _cached_bytes(*self._prompts.popitem(last=False))
         return rendered
 
     def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
@@ -108,6 +112,10 @@ def renderer_of(tokenizer: Any) -> ChatRenderer:
     if renderer is None:
         renderer = tokenizer._pipelinerl_renderer = ChatRenderer(tokenizer)
     return renderer
+
+
+def _cached_bytes(key: bytes, rendered: Rendered) -> int:
+    return len(key) + len(rendered.text) + rendered.token_ids.nbytes
 
 
 def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from pipelinerl.actor.sequences import to_rollout
+from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.records import GroupDropped, RolloutGroup
 from pipelinerl.rollouts import CallTokens, RolloutResult, TrainingText
 from pipelinerl.testing import FakeServer
@@ -183,3 +184,16 @@ def test_rollout_that_lived_through_two_thousand_versions_keeps_each_tokens_vers
     result = RolloutResult(training_texts=[text], metrics=METRICS, latency=0.0)
     made = to_rollout(result, attempt=0, latency_s=1.0, num_llm_calls=1, fallback_version=0, seq_length=62_000)
     np.testing.assert_array_equal(made.sequences[0].spans, spans + np.array([30_000, 30_000, 0]))
+
+
+def test_long_prompts_that_never_return_fill_no_memory() -> None:
+    """200 prompts of 60,000 tokens take 360 KB each, 72 MB in all, of which 32 MB are kept."""
+    renderer = ChatRenderer(TOKENIZER)
+    messages = [[{"role": "user", "content": f"{i:06d}" + "x" * 60_000}] for i in range(200)]
+    first = renderer.render(messages[0], None, {})
+    assert renderer.render(messages[0], None, {}) is first
+    for one in messages[1:]:
+        renderer.render(one, None, {})
+    held = sum(len(key) + len(kept.text) + kept.token_ids.nbytes for key, kept in renderer._prompts.items())
+    assert 24 * 2**20 < held <= 32 * 2**20
+    assert renderer.render(messages[0], None, {}) is not first
