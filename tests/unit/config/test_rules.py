@@ -181,6 +181,7 @@ HINTED = {
     "clip_is_idle": {"finetune__rl__policy_loss": "decoupled_ppo", "finetune__rl__epsilon_high": 0.28},
     "reference_without_kl": {"world__preprocessor_fraction": 1},
     "address_without_redis": {"streams__port": 6379},
+    "options_without_own_backend": {"streams__options": {"bucket": "b"}},
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
