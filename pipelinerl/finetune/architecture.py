@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipelinerl.errors import ConfigError
@@ -109,7 +109,7 @@ def examine_config(
 class Comparison:
     """A small model, its own log-probs, and those of the trainer."""
 
-    def __init__(self, lm: nn.Module):
+    def __init__(self, lm: PreTrainedModel):
         self.lm = lm.eval()
         self.name = type(lm).__name__
         vocab_size = lm.config.get_text_config().vocab_size
@@ -189,7 +189,7 @@ def is_exact(error: float | str) -> bool:
 
 
 @torch.no_grad()
-def measure_logit_map(lm: nn.Module, ids: Tensor) -> LogitMap:
+def measure_logit_map(lm: PreTrainedModel, ids: Tensor) -> LogitMap:
     """What ``lm`` does to its head's products, found by putting known numbers in their place.
 
     Raises:
@@ -222,7 +222,7 @@ def measure_logit_map(lm: nn.Module, ids: Tensor) -> LogitMap:
     return logit_map
 
 
-def small_copy(config: Any, trust_remote_code: bool = False) -> nn.Module:
+def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
     """A random float32 model of the same architecture, as small as its code allows."""
     problems = []
     for small in small_configs(config):
@@ -320,7 +320,7 @@ def _kind(layer: nn.Module) -> str:
     return repr((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))
 
 
-def _build(config: Any, trust_remote_code: bool) -> nn.Module:
+def _build(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     with torch.device("meta"):
         planned = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     count = sum(p.numel() for p in planned.parameters())
@@ -330,7 +330,7 @@ def _build(config: Any, trust_remote_code: bool) -> nn.Module:
 
 
 @torch.no_grad()
-def randomise(lm: nn.Module) -> None:
+def randomise(lm: PreTrainedModel) -> None:
     """Weights at which every part counts: matrices keep the size of what goes through, vectors get noise.
 
     Vectors are halved: normalised queries and keys would otherwise give scores so large that rounding grows from layer

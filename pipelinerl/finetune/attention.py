@@ -200,11 +200,18 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     value = F.pad(value, (0, query.shape[-1] - size))
     window = (-1 if scoring.window is None else scoring.window - 1, 0)
     longest = max(documents.lengths)
+    query_LHD, key_LGD, value_LGD = (x[0].transpose(0, 1) for x in (query, key, value))
     output = varlen_attn(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        *(documents.ends, documents.ends, longest, longest),
+        query_LHD,
+        key_LGD,
+        value_LGD,
+        documents.ends,
+        documents.ends,
+        longest,
+        longest,
         scale=scoring.scale,
         window_size=window,
         enable_gqa=True,
     )
+    assert isinstance(output, Tensor), "no log-sum-exp was asked for"
     return output.transpose(0, 1)[None, ..., :size]

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -118,7 +118,7 @@ def file_numbers(sizes: Iterable[tuple[str, int]], file_bytes: int) -> dict[str,
 
 
 def write_export(
-    peers: Peers, root: Path, step: int, staged: StagedExport, lm: nn.Module, tokenizer: PreTrainedTokenizerBase
+    peers: Peers, root: Path, step: int, staged: StagedExport, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Path:
     """Write and publish `step_<n>/`: a Hugging Face model with its tokenizer, and the value head. Collective.
 
@@ -146,7 +146,7 @@ def write_export(
     return target
 
 
-def _write_weights(folder: Path, staged: StagedExport, lm: nn.Module) -> list[tuple[str, str, int]]:
+def _write_weights(folder: Path, staged: StagedExport, lm: PreTrainedModel) -> list[tuple[str, str, int]]:
     """This rank's files, synced: (tensor, file, bytes) of what is in them, under the names of the model's own files."""
     placed = []
     for number, tensors in sorted(staged.files.items()):
@@ -168,7 +168,9 @@ def _write_index(folder: Path, placed: Iterable[tuple[str, str, int]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_surroundings(folder: Path, staged: StagedExport, lm: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+def _write_surroundings(
+    folder: Path, staged: StagedExport, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Everything of the model but its weights."""
     config = copy.deepcopy(lm.config)
     config.architectures = [type(lm).__name__.removeprefix("FSDP")]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
@@ -56,7 +56,7 @@ class Policy(nn.Module):
 
     def __init__(
         self,
-        lm: nn.Module,
+        lm: PreTrainedModel,
         *,
         temperature: float = 1.0,
         chunk: int = 512,
@@ -73,7 +73,7 @@ class Policy(nn.Module):
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
             lm.set_output_embeddings(OutputHead.wrap(head, logit_map))
-        self.lm = lm
+        self.lm: PreTrainedModel = lm
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
         self.value_head = None
@@ -146,7 +146,7 @@ class Policy(nn.Module):
         return replace(inputs, advantages_K=rewards_K - values_K.detach()), loss
 
 
-def decoder_layers(lm: nn.Module) -> nn.ModuleList:
+def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     """The repeated blocks of the language model; not its experts, and not the layers of a vision tower."""
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
@@ -205,7 +205,7 @@ def is_empty(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def _prepared(lm: nn.Module, cfg: Config) -> nn.Module:
+def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
     """Checked and set up for training."""
     turn_dropout_off(lm)
     if cfg.finetune.gradient_checkpointing:
@@ -213,7 +213,8 @@ def _prepared(lm: nn.Module, cfg: Config) -> nn.Module:
     if cfg.finetune.lora.enabled:
         lm = add_adapters(lm, cfg.finetune.lora, cfg.seed)
     lm.config.use_cache = False
-    return lm.train()
+    lm.train()
+    return lm
 
 
 def turn_dropout_off(lm: nn.Module) -> None:
@@ -224,7 +225,7 @@ def turn_dropout_off(lm: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def add_adapters(lm: nn.Module, lora: LoraSection, seed: int) -> nn.Module:
+def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTrainedModel:
     """Freeze the model and put LoRA adapters into its linear layers (arXiv:2106.09685); B starts at 0."""
     try:
         from peft import LoraConfig, inject_adapter_in_model

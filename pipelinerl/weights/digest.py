@@ -57,7 +57,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "View":
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)

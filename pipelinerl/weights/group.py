@@ -37,7 +37,7 @@ class GlooGroup:
     device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float):
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch has it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 1
         options._timeout = timedelta(seconds=timeout_s)
@@ -48,7 +48,7 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = timedelta(seconds=remaining(deadline))
         in_memory = buffer if buffer.device == self.device else torch.empty_like(buffer, device=self.device)
-        work = self._group.broadcast([in_memory], options)
+        work = self._group.broadcast([in_memory], options)  # type: ignore[attr-defined]  # torch has it
         pause = POLL_S
         while not work.is_completed():
             check()
@@ -73,7 +73,7 @@ class NcclGroup:
         self.device = device
         self._rank = rank
         if rank == 0:
-            store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+            store.set("nccl_id", bytes(NCCLLibrary().ncclGetUniqueId().internal))  # type: ignore[arg-type]  # torch takes bytes
         self._communicator = PyNcclCommunicator.from_unique_id_bytes(store.get("nccl_id"), rank, world_size, device)
         self._stream = torch.cuda.Stream(device)
 
@@ -116,7 +116,7 @@ class IpcGroup:
     def _hand_over(self, key: str, buffer: torch.Tensor, deadline: float, check: Callable[[], None]) -> None:
         staged = buffer.to(self.device)
         self._stream.synchronize()
-        self._store.set(key, encode_ipc_handle(staged))
+        self._store.set(key, encode_ipc_handle(staged))  # type: ignore[arg-type]  # torch takes bytes
         taken = [f"{key}/taken/{rank}" for rank in range(1, self._world_size)]
         while not self._store.check(taken):
             check()
@@ -132,7 +132,7 @@ class IpcGroup:
             time.sleep(POLL_S)
         buffer.copy_(decode_ipc_handle(self._store.get(key), self.device))
         self._stream.synchronize()
-        self._store.set(f"{key}/taken/{self._rank}", b"1")
+        self._store.set(f"{key}/taken/{self._rank}", b"1")  # type: ignore[arg-type]  # torch takes bytes
 
 
 def encode_ipc_handle(tensor: torch.Tensor) -> bytes:
@@ -197,7 +197,7 @@ def join(
 
 def _meet(store: dist.Store, rank: int, world_size: int, deadline: float, check: Callable[[], None]) -> None:
     """Wait for all members in a way that `check` can end: a backend's own rendezvous cannot be interrupted."""
-    store.set(f"here/{rank}", b"1")
+    store.set(f"here/{rank}", b"1")  # type: ignore[arg-type]  # torch takes bytes
     members = [f"here/{member}" for member in range(world_size)]
     while not store.check(members):
         check()

@@ -7,6 +7,7 @@ model decodes; the swap then only moves references, so the pause does not grow w
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ PACKED = "cpu_linear"
 class Twin:
     """A copy of the live model's module tree that holds weights only between `load` and `swap`."""
 
-    def __init__(self, live: nn.Module, twin: nn.Module, model_config: ModelConfig):
+    def __init__(self, live: nn.Module, twin: Any, model_config: ModelConfig):
         self._live, self._twin, self._model_config = live, twin, model_config
         self._templates = {
             module: {name: param for name, param in module._parameters.items() if param is not None}
@@ -118,7 +119,7 @@ class Twin:
             module._parameters.update(params)
 
 
-def bare_model(vllm_config: VllmConfig) -> nn.Module:
+def bare_model(vllm_config: VllmConfig) -> Any:
     """The module tree of a server's model, without memory for its weights."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
@@ -127,7 +128,7 @@ def bare_model(vllm_config: VllmConfig) -> nn.Module:
         return initialize_model(config)
 
 
-def reload_in_place(model: nn.Module, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+def reload_in_place(model: Any, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """vLLM's layerwise reload; a tied head's packed copy (CPU) is packed again, which the reload leaves out."""
     initialize_layerwise_reload(model)
     model.load_weights(params)

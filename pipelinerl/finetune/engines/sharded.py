@@ -6,12 +6,13 @@ layer is one group, embedding and head another. Gradients are reduce-scattered i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.sections import FinetuneSection
@@ -63,11 +64,11 @@ class ShardedEngine(Engine):
         try:
             return super().evaluate(tokens)
         finally:
-            self.policy.reshard()
+            cast(FSDPModule, self.policy).reshard()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """FSDP averages over ranks; the loss of a batch is a sum over them."""
-        self.policy.set_requires_gradient_sync(last)
+        cast(FSDPModule, self.policy).set_requires_gradient_sync(last)
         (loss * self.world_size).backward()
 
     def step(self, learning_rate: float) -> float:

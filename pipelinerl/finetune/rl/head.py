@@ -300,8 +300,8 @@ def _forward(
             part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, rows.start)
         else:
             part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
-        e_C = e_C if objective.uses_entropy else None
-        gradient_CV = _logits_gradient(part, g_C, e_C, temperature, options.logit_map)
+        used_C = e_C if objective.uses_entropy else None
+        gradient_CV = _logits_gradient(part, g_C, used_C, temperature, options.logit_map)
         return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
     for rows in _rows(total, options.chunk):

@@ -18,7 +18,8 @@ LARGEST_EXPONENT = 80.0
 class SequenceGroup:
     """Ranks that share the tokens of a micro-batch (`finetune.seq_parallel`)."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None: all ranks."""
     index: int
     """This rank's place, and that of its slice."""
     size: int
