@@ -5,9 +5,11 @@ PY := $(VENV)/bin/python
 EXTRAS ?= cpu,test
 RUN ?= results/quickstart
 WORKERS ?= 2
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+VERSION := import sys; print(sys.version_info[:2])
 PACKAGES := pipelinerl conf tests benchmarks assets
 
-.PHONY: install quickstart test check format redis clean
+.PHONY: install quickstart test test-fast test-slow check format redis clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -16,6 +18,9 @@ install: $(VENV)/.installed
 # cannot load beside CPU torch and break the import of transformers' models; text models need none of the three.
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3.11 found: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "$(PYTHON) is $$($(PYTHON) -V): Python 3.11 or 3.12 is needed; set PYTHON=…"; exit 1; }
+	@if [ -e $(PY) ] && [ "$$($(PY) -c '$(VERSION)')" != "$$($(PYTHON) -c '$(VERSION)')" ]; then \
+	  echo "$(VENV) is of another Python: building it anew"; rm -rf $(VENV); fi
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -e '.[$(EXTRAS)]'
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
@@ -24,8 +29,17 @@ $(VENV)/.installed: pyproject.toml
 quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+
 test: install redis check
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+	$(PYTEST)
+
+# Minutes: no server, no run.
+test-fast: install
+	$(PYTEST) tests/unit tests/contract tests/numerics
+
+test-slow: install redis
+	$(PYTEST) -m slow
 
 check: install
 	$(PY) -m ruff check $(PACKAGES)
@@ -44,7 +58,8 @@ format: install
 # The tests of `streams=redis` talk to a real server.
 redis:
 	@command -v redis-server >/dev/null || { \
-	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update && apt-get -qq install -y redis-server >/dev/null; } || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "installing redis-server with apt-get, which the tests of streams=redis need" && apt-get -qq update && apt-get -qq install -y redis-server >/dev/null; } || { \
 	  echo "redis-server is missing: install it (Debian: sudo apt-get install redis-server) and run make again"; exit 1; }
 
 clean:

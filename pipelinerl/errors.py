@@ -19,6 +19,18 @@
 Users catch ``PipelineRLError``; messages name the key, the value received, the constraint and the fix.
 """
 
+import sys
+from collections.abc import Callable
+
+
+def told_in_one_line(main: Callable[[], int]) -> int:
+    """The exit code of a command; a refusal is one line on stderr and exit code 2."""
+    try:
+        return main()
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
 
 class PipelineRLError(Exception):
     """Root of the tree."""

@@ -4,14 +4,16 @@ A Hydra application over `conf/`. Nothing heavy is imported before the command l
 is one message on stderr and exit code 2.
 """
 
+import difflib
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl.config.paths import CONF_DIR
+from pipelinerl.config.paths import CONF_DIR, config_names
 from pipelinerl.errors import PipelineRLError
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ OPTIONS_WITH_VALUE = (
     "-cp",
     "--config-name",
     "-cn",
-    "--config-dir",
-    "-cd",
     "--package",
     "-p",
     "--cfg",
@@ -59,10 +59,19 @@ def _interrupt(*_: object) -> None:
 
 def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
     import hydra
+    import yaml
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from pipelinerl.config.search import set_search_path
+
+    if not arguments:
+        return refuse("nothing to run: try `--config-name=quickstart`, or name your own with `output_dir=...`")
+    config_dir, arguments = take_config_dir(arguments)
+    if config_dir and not Path(config_dir).is_dir():
+        return refuse(f"--config-dir={config_dir}: there is no such folder")
+    set_search_path(config_dir)
     codes: list[int] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="base")
@@ -73,17 +82,33 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
         try:
             codes.append(launch(cfg, overrides, **({"command_of": command_of} if command_of else {})))
         except PipelineRLError as error:
-            print(f"error: {error}", file=sys.stderr)
-            codes.append(EXIT_REFUSED)
+            codes.append(refuse(str(error)))
 
     sys.argv = [sys.argv[0], *hydra_arguments(arguments)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions, and become one message here
     try:
         task()
-    except (HydraException, OmegaConfBaseException) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return refuse(explain(error, config_names(config_dir)))
     return max(codes, default=0)
+
+
+def refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--config-dir`, and the other arguments: Hydra would let the packaged names win over that folder."""
+    found, rest = None, []
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            found = value if equals else next(waiting, None)
+        else:
+            rest.append(argument)
+    return found, rest
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
@@ -112,8 +137,11 @@ def without_needless_plus(override: str) -> str:
     return override[1:] if added and added.group(1) in config_keys() else override
 
 
-def explain(error: Exception) -> str:
-    """Hydra's error in one line, with the key that was probably meant."""
+def explain(error: Exception, names: Sequence[str] = ()) -> str:
+    """An error of Hydra or YAML in one line, with what was probably meant."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import MarkedYAMLError
+
     from pipelinerl.config.load import is_free_form, suggestion
 
     text = str(error)
@@ -123,7 +151,25 @@ def explain(error: Exception) -> str:
         if is_free_form(key):
             return f"`{key}` is not in the configuration yet: add it with +{key}=…"
         return f"`{key}` is not a configuration key{suggestion(key)}"
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override)
+    if isinstance(error, MissingConfigException) and "primary config" in text:
+        name = str(error.missing_cfg_file).removesuffix(".yaml")
+        near = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
+        others = [other for other in names if other not in near]
+        return f"there is no configuration {name!r}; there are {', '.join([*near, *others])}"
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"{mark.name}:{mark.line + 1}: not valid YAML: {error.problem}"
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def unreadable(override: str) -> str:
+    """What to do about an override that Hydra's grammar does not take."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"`{override}` is not of the form key=value; a value with spaces needs quotes: 'output_dir=\"my run\"'"
+    return f"`{override}` cannot be read: quote the value: '{key}=\"{value}\"'"
 
 
 if __name__ == "__main__":

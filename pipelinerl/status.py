@@ -2,7 +2,8 @@
 
 import sys
 
+from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.status import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told_in_one_line(main))

@@ -130,14 +130,23 @@ def load_run(run_dir: Path | str) -> Config:
     return parse(load_run_dictconfig(run_dir))
 
 
-def compose(config_name: str = "base", overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
-    """Compose as the command line does; for tools and tests. `config_dir` is searched before `conf/`."""
+def compose(
+    config_name: str = "base", overrides: Sequence[str] = (), config_dir: Path | None = None, *, own: bool = False
+) -> DictConfig:
+    """Compose as the command line does; for tools and tests.
+
+    Args:
+        config_dir: a folder that is searched before the packaged one.
+        own: search the working directory's `conf/` first, as `pipelinerl.launch` does.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    with initialize_config_dir(str(Path(config_dir or CONF_DIR).resolve()), version_base="1.3"):
-        extra = [f"hydra.searchpath=[file://{CONF_DIR}]"] if config_dir else []
-        return hydra_compose(config_name, overrides=[*extra, *overrides])
+    from pipelinerl.config.search import set_search_path
+
+    set_search_path(str(config_dir) if config_dir else None, own=own)
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return hydra_compose(config_name, overrides=list(overrides))
 
 
 def resolve_function(dotted: str) -> Callable[..., Any]:

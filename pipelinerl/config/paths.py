@@ -1,11 +1,25 @@
 """Where the configuration files lie. Light, so that the command line can be parsed before anything else."""
 
-import sysconfig
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).resolve().parents[2] / "conf"
-_INSTALLED = Path(sysconfig.get_path("data")) / "share" / "pipelinerl" / "conf"
-CONF_DIR = _CHECKOUT if (_CHECKOUT / "base.yaml").is_file() else _INSTALLED
-"""Of the checkout, also when it is installed as editable; else what came with the wheel."""
+CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
+"""Package data; in a checkout a link to its `conf/`."""
+OWN_DIR = Path("conf")
+"""Folder of the working directory whose configurations win over the packaged ones."""
+
+
+def search_path(config_dir: Path | str | None = None) -> tuple[Path, ...]:
+    """Folders with configurations, the one that wins first: `config_dir` or the working directory's `conf/`, ours."""
+    own = Path(config_dir) if config_dir else OWN_DIR
+    if own.is_dir() and own.resolve() != CONF_DIR.resolve():
+        return (own.resolve(), CONF_DIR)
+    return (CONF_DIR,)
+
+
+def config_names(config_dir: Path | str | None = None) -> list[str]:
+    """Names of all configurations on the search path."""
+    return sorted({path.stem for folder in search_path(config_dir) for path in folder.glob("*.yaml")})
+
+
 RUN_CONFIG = Path("conf") / "config.yaml"
 """Of a run folder."""

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def _hub_problem(name: str) -> str | None:
         return "the hub asks for permission: accept its licence and set HF_TOKEN"
     except RepositoryNotFoundError:
         return "the hub does not know it"
-    except (OSError, FutureTimeoutError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a foreign library: without network it raises httpx's errors, which are no OSError
         return f"the hub cannot be asked ({type(error).__name__})"
     finally:
         pool.shutdown(wait=False)

@@ -23,7 +23,7 @@ from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIAB
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.report import read_summary, summary_lines, write_report
-from pipelinerl.launcher import preflight, run_dir
+from pipelinerl.launcher import checks, preflight, run_dir
 from pipelinerl.launcher.commands import (
     RoleCommand,
     inherited_environment,
@@ -35,9 +35,8 @@ from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines
 from pipelinerl.observability.logging import setup_launcher_logging
-from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.streams import backend_from_config
-from pipelinerl.world import Job, WorldMap, build_world, check_local_devices
+from pipelinerl.world import Job, WorldMap, build_world
 from pipelinerl.world.cluster import read_node_environment
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class RunPlan:
     node_rank: int
     commands: tuple[RoleCommand, ...]
     """Of this node."""
-    warnings: tuple[str, ...]
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
@@ -76,12 +74,12 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     for key in missing:  # a dry run shows the world of `base` alone, too
         OmegaConf.update(cfg, key, "not-given")
     container = to_container(cfg)
-    path = Path(parse_container(container).output_dir).resolve()
+    path = Path(parse_container(container).output_dir).expanduser().resolve()
     container["output_dir"] = str(path)
     config = parse_container(container)
     rules.check(config)
     if config.dry_run:
-        return dry_run(config, container, path, command_of, missing)
+        return dry_run(make_plan(config, container, path, command_of), path, overrides, command_of, missing)
     rank = read_node_environment(os.environ).rank
     if rank:
         return follow(make_plan(config, container, path, command_of), path, overrides, started)
@@ -91,7 +89,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         if claim.finished:
             return tell_finished(claim)
         plan = make_plan(config, container, path, command_of)
-        prepare(plan, overrides)
+        prepare(plan, path, overrides)
         run_dir.write(path, container, plan.world, plan.commands)
         if len(plan.world.nodes) == 1:
             ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
@@ -131,7 +129,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
         finally:
             await connection.close()
 
-    prepare(plan, overrides)
+    prepare(plan, path, overrides)
     return tell_ending(asyncio.run(run()), path)
 
 
@@ -155,21 +153,24 @@ def tell_finished(claim: Claim) -> int:
     return EXIT_DONE
 
 
-def prepare(plan: RunPlan, overrides: Sequence[str]) -> None:
-    """Every check that needs more than the configuration; builds the tiny model last, when nothing else can refuse."""
-    config = plan.config
-    check_local_devices(plan.world, plan.node_rank, os.environ)
-    build = preflight.needs_tiny_model(config, overrides)
-    if not build:
-        preflight.check_model(config.model_path)
-        preflight.check_architecture(config)
-    preflight.check_objective(config, plan.container)
-    warnings = preflight.check_domain({**plan.container, "jobs": plan.world.job_dicts()})
-    for warning in (*plan.warnings, *warnings):
+def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> None:
+    """Every check, then the tiny model is built, when nothing else can refuse."""
+    for warning in checks.check(start_of(plan, path, overrides)):
         say(f"warning: {warning}")
-    if build:
-        say(f"building the tiny model {config.model_path}")
-        preflight.build_tiny_model(config)
+    if preflight.needs_tiny_model(plan.config, overrides):
+        say(f"building the tiny model {plan.config.model_path}")
+        preflight.build_tiny_model(plan.config)
+
+
+def start_of(plan: RunPlan, path: Path, overrides: Sequence[str]) -> checks.Start:
+    return checks.Start(
+        config=plan.config,
+        container=plan.container,
+        world=plan.world,
+        node_rank=plan.node_rank,
+        path=path,
+        overrides=overrides,
+    )
 
 
 def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> RunPlan:
@@ -177,34 +178,22 @@ def make_plan(config: Config, container: dict[str, Any], path: Path, command_of:
     world = build_world(config, os.environ)
     node_rank = read_node_environment(os.environ).rank
     commands = tuple(command_of(job, world, path, os.environ) for job in world.on_node(node_rank))
-    warnings = [*rules.hints(config)]
-    if config.wandb.mode == "online" and effective_mode("online") == "offline":
-        warnings.append(
-            "wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"
-        )
-    return RunPlan(
-        config=config,
-        container=container,
-        world=world,
-        node_rank=node_rank,
-        commands=commands,
-        warnings=tuple(warnings),
-    )
+    return RunPlan(config=config, container=container, world=world, node_rank=node_rank, commands=commands)
 
 
-def dry_run(
-    config: Config, container: dict[str, Any], path: Path, command_of: CommandOf, missing: Sequence[str]
-) -> int:
-    """Print world, commands and warnings; start and write nothing."""
+def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: CommandOf, missing: Sequence[str]) -> int:
+    """Print world, commands and warnings of every check; start and write nothing."""
     from pipelinerl.launcher.commands import printable
 
-    plan = make_plan(config, container, path, command_of)
+    if not missing:
+        run_dir.check_folder(path, plan.container, force_restart=plan.config.force_restart)
+    warnings = checks.check(start_of(plan, path, overrides), only_shown=True)
     show_world(plan)
     for job in plan.world.jobs:
         say("")
         say(f"# {job.name} on {job.hostname}")
         say(printable(command_of(job, plan.world, path, os.environ)))
-    for warning in (*plan.warnings, *([must_be_given(missing)] if missing else [])):
+    for warning in (*warnings, *([must_be_given(missing)] if missing else [])):
         say(f"warning: {warning}")
     say("dry run: nothing was started or written")
     return EXIT_DONE

@@ -60,8 +60,7 @@ class Claim:
 
 def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> Claim:
     """Lock the folder and check that what it holds is this experiment."""
-    owned = (*OWNED, *built_model(path, container))
-    check_recognised(path, owned)
+    owned = check_folder(path, container, force_restart=force_restart)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open(path / LOCK_FILE, "a+")  # noqa: SIM115
@@ -110,6 +109,15 @@ def is_alive(lock: IO[str]) -> bool:
         return not created or psutil.Process(int(pid)).create_time() == float(created)
     except psutil.NoSuchProcess:
         return False
+
+
+def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> tuple[str, ...]:
+    """Refuse a folder that is not this experiment's; returns the names that belong to its run. Writes nothing."""
+    owned = (*OWNED, *built_model(path, container))
+    check_recognised(path, owned)
+    if (path / RUN_CONFIG).is_file() and not force_restart:
+        check_same_experiment(path, container)
+    return owned
 
 
 def is_finished(path: Path, max_train_steps: int) -> bool:

@@ -70,7 +70,7 @@ def count(text: str) -> int:
 
 def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, PipelinePlan, dict[str, Any]]:
     """Print the recommendation; returns it with the workload that it is for, and as plain data."""
-    cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir))
+    cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir, own=True))
     work, rates = workload(args, cfg)
     bound = args.max_lag if args.max_lag is not None else cfg.max_lag_steps
     plan = recommend(work, bound)

@@ -203,7 +203,12 @@ def _accelerator(world: WorldSection, gpus: tuple[int, ...]) -> Literal["cpu", "
         raise WorldError(
             "world.accelerator=cuda, but NVML finds no GPU here: set world.gpus_per_node, or world.accelerator=cpu"
         )
-    return "cuda" if world.accelerator != "cpu" and min(gpus) > 0 else "cpu"
+    if world.accelerator == "auto" and min(gpus) == 0:
+        raise WorldError(
+            "this configuration is for GPUs, and NVML finds none here: use a CPU configuration "
+            "(--config-name=quickstart, or world.accelerator=cpu), or set world.gpus_per_node to plan another machine"
+        )
+    return "cpu" if world.accelerator == "cpu" else "cuda"
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:

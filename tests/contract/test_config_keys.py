@@ -108,11 +108,7 @@ def test_config_every_experiment_passes_the_types(path: Path) -> None:
 
 
 def test_config_every_file_is_part_of_a_wheel() -> None:
-    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    shipped = {
-        f"{folder.removeprefix('share/pipelinerl/')}/{path.name}"
-        for folder, patterns in folders.items()
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-    }
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["pipelinerl"]
+    assert (ROOT / "pipelinerl" / "conf").resolve() == CONF_DIR
+    shipped = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
     assert shipped == {str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*") if path.is_file()}

@@ -82,7 +82,7 @@ def test_dry_run_of_base_alone_says_what_a_run_needs_besides(capsys):
     assert launch(load.compose("base", overrides), overrides) == 0
     shown = capsys.readouterr().out
     assert "World: " in shown
-    assert "warning: `actor.rollout_policy`, `dataset_loader`, `output_dir` must be given" in shown
+    assert "warning: `output_dir` must be given" in shown
 
 
 def test_two_nodes_separate_servers_and_trainer():

@@ -113,7 +113,8 @@ class Config(Section):  # structure: one field per key of the top level
     environment: Any = key(None, "free for the domain")
     domain: Any = key(None, "free for the domain")
     dataset_loader: str = key(
-        REQUIRED, "the function `load_problems(dataset_names, **params)`, as a dotted name. It returns a list of dicts"
+        "pipelinerl.domains.math.load_problems",
+        "the function `load_problems(dataset_names, **params)`, as a dotted name. It returns a list of dicts",
     )
     dataset_loader_params: dict[str, Any] = key({}, "further arguments of the loader")
     train_dataset_names: list[str] = key(["train"], "what the loader gets for training")

@@ -11,7 +11,7 @@ class WorldSection(Section):
     """Devices and their division among the roles. [cluster.md](cluster.md) has the details."""
 
     accelerator: Literal["auto", "cuda", "cpu"] = key(
-        "auto", "auto = cuda where NVML finds a GPU or `gpus_per_node` is set", may_change=True
+        "auto", "auto = cuda. A machine without a GPU needs `cpu`, unless `gpus_per_node` is set", may_change=True
     )
     cpu_slots: PositiveInt = key(
         2, "on CPU: slots of a node, divided like GPUs. Each is a share of the cores", may_change=True
@@ -35,7 +35,7 @@ class WorldSection(Section):
     share_devices: bool = key(
         False, "trainer and servers use the same GPUs. Lower `gpu-memory-utilization` accordingly", may_change=True
     )
-    verifier_replicas: NonNegativeInt = key(0, "verifier services. 0 = none", may_change=True)
+    verifier_replicas: NonNegativeInt = key(1, "verifier services. 0 = none, math needs one", may_change=True)
     port_base: int | None = key(
         None,
         "first port of the run's block. Null = a free block (one node) or one derived from the run's identity "

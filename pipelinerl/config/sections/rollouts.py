@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from pipelinerl.config.keys import REQUIRED, Section, key
+from pipelinerl.config.keys import Section, key
 from pipelinerl.records import RewardMode
 
 
@@ -42,7 +42,8 @@ class ActorSection(Section):  # structure: one field per key
     """Rollouts: the domain's function, how many at a time, and what happens to those that fail."""
 
     rollout_policy: str = key(
-        REQUIRED, "the domain's `async generate_rollout(cfg, llm, problem, session)`, as a dotted name"
+        "pipelinerl.domains.math.generate_rollout",
+        "the domain's `async generate_rollout(cfg, llm, problem, session)`, as a dotted name",
     )
     system_prompt: str | None = key(
         None,

@@ -6,6 +6,8 @@ from typing import Any
 from pipelinerl.domains.datasets import column, rows_of
 from pipelinerl.errors import DomainError
 
+USUAL = {"train": "agentica-org/DeepScaleR-Preview-Dataset", "test": "HuggingFaceH4/MATH-500@test"}
+"""What the names `train` and `test` stand for."""
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -18,7 +20,7 @@ def load_problems(
     """Problems ``{"dataset", "task", "answer", "id"}`` of all datasets, in order.
 
     Args:
-        dataset_names: see ``pipelinerl.domains.datasets``.
+        dataset_names: see ``pipelinerl.domains.datasets``; `train` is DeepScaleR's data set, `test` is MATH-500.
         columns: which column holds what: ``{"task": "problem", "answer": "solution"}``; default ``task`` and ``answer``
             or, where these do not exist, ``question``/``problem`` and ``answer``/``solution``.
         max_problems: of each dataset; None = all.
@@ -29,7 +31,7 @@ def load_problems(
     """
     problems = []
     for name in dataset_names:
-        for index, row in enumerate(rows_of(name, streaming)):
+        for index, row in enumerate(rows_of(USUAL.get(name, name), streaming)):
             if max_problems is not None and index >= max_problems:
                 break
             problems.append(problem_of(row, columns or {}, name, index))

@@ -27,7 +27,7 @@ def test_validate_base_configuration_is_accepted() -> None:
 
 
 def test_to_container_missing_values_are_named_together() -> None:
-    with pytest.raises(ConfigError, match=r"`actor.rollout_policy`, `dataset_loader`, `output_dir` must be given"):
+    with pytest.raises(ConfigError, match=r"`output_dir` must be given"):
         to_container(compose("base"))
 
 

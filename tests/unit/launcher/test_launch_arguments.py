@@ -12,7 +12,7 @@ from pipelinerl.launch import QUIET_HYDRA, explain, hydra_arguments
         (["--config-name=quickstart", "seed=1"], ["--config-name=quickstart", "seed=1"]),
         (["seed=1", "--help"], ["--help", "seed=1"]),
         (["seed=1", "--cfg", "job", "attempts=2"], ["--cfg", "job", "seed=1", "attempts=2"]),
-        (["-cn", "a", "-cd", "b", "~x"], ["-cn", "a", "-cd", "b", "~x"]),
+        (["-cn", "a", "~x"], ["-cn", "a", "~x"]),
         (["+dry_run=true", "+llm.parameters.stop=[a]"], ["dry_run=true", "+llm.parameters.stop=[a]"]),
         (["++seed=1", "+finetune.nope=1"], ["++seed=1", "+finetune.nope=1"]),
     ],

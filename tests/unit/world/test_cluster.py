@@ -39,8 +39,13 @@ def read(env=None, *, gpus=8, cores=(0, 1), dry_run=False, **world):
     )
 
 
+def test_machine_without_gpus_is_refused_unless_cpu_is_asked_for():
+    with pytest.raises(WorldError, match=r"finds none here: use a CPU configuration .* or set world.gpus_per_node"):
+        read(gpus=0)
+
+
 def test_machine_without_gpus_becomes_a_cpu_node_on_loopback():
-    cluster = read(gpus=0, cores=(3, 1), cpu_slots=4)
+    cluster = read(gpus=0, cores=(3, 1), cpu_slots=4, accelerator="cpu")
     assert cluster.accelerator == "cpu"
     assert cluster.nodes == (Node(rank=0, hostname="127.0.0.1", devices=4, cores=(1, 3)),)
     assert cluster.identity is None

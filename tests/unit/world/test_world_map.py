@@ -110,7 +110,7 @@ def test_several_nodes_use_host_names_and_the_trainers_node_leads_the_rendezvous
     assert world.master_addr == "beta"
     assert world.bind_host == "0.0.0.0"
     assert world.get_actor_urls()[0] == f"http://alpha:{world.job('actor_llm_0').port}"
-    assert [job.name for job in world.on_node(1)] == ["finetune_0", "actor_0", "preprocessor_0"]
+    assert [job.name for job in world.on_node(1)] == ["finetune_0", "actor_0", "preprocessor_0", "verifier_0"]
 
 
 def test_ipv6_host_is_bracketed_in_urls():

@@ -1,0 +1,82 @@
+"""The command `pipelinerl`: one name for everything that is started by hand. `python -m` forms do the same.
+
+A new command is one line of `COMMANDS`.
+"""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelinerl.config.paths import config_names, search_path
+
+EXIT_REFUSED = 2
+
+
+class Command(NamedTuple):
+    module: str
+    """Run as `python -m` would."""
+    summary: str
+
+
+COMMANDS = {
+    "launch": Command("pipelinerl.launch", "start or resume an experiment: --config-name=NAME key=value …"),
+    "status": Command("pipelinerl.status", "one screen about a run"),
+    "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
+    "streams": Command("pipelinerl.streams", "the records of a run's streams"),
+    "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
+    "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(help_text())
+        return 0 if arguments else EXIT_REFUSED
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_REFUSED
+    return run(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
+
+
+def run(module: str, argv: list[str]) -> int:
+    """Run a module as the program `argv[0]`."""
+    sys.argv = argv
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    return 0
+
+
+def help_text() -> str:
+    width = max(map(len, [*COMMANDS, *config_names()]))
+    commands = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    experiments = [f"  {name:<{width}}  {first_comment(name)}" for name in config_names()]
+    return "\n".join(
+        [
+            "pipelinerl COMMAND …: reinforcement learning of language models while they generate",
+            "",
+            "Commands (each has --help):",
+            *commands,
+            "",
+            "Experiments, for --config-name:",
+            *experiments,
+        ]
+    )
+
+
+def first_comment(name: str) -> str:
+    """The first line of a configuration, which says what it is."""
+    path = next(path for folder in search_path() if (path := Path(folder) / f"{name}.yaml").is_file())
+    with path.open() as file:
+        line = file.readline()
+    return line.lstrip("# ").strip() if line.startswith("#") else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Every check before a start, in one place: a start refuses what they refuse, and a dry run runs the same ones.
+
+Checks of the plan need only the configuration. Checks of this machine (devices, model, domain, disk, redis-server) say
+nothing about another one: a dry run whose devices are not here only warns of what they find.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config import rules
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.inference.args import vllm_arguments
+from pipelinerl.launcher import preflight
+from pipelinerl.observability.wandb import effective_mode
+from pipelinerl.redis_server.server import redis_command
+from pipelinerl.world import WorldMap, check_local_devices
+from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.memory import GIB, memory_plan
+from pipelinerl.world.model_shape import find_model_shape
+
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+"""float32 weights and two moments, and the bfloat16 model beside them."""
+SPARE_BYTES = 256 * 2**20
+"""For streams, logs and metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What is about to be started."""
+
+    config: Config
+    container: dict[str, Any]
+    world: WorldMap
+    node_rank: int
+    path: Path
+    """The run folder."""
+    overrides: Sequence[str]
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is planned for devices that this machine does not have."""
+        try:
+            check_local_devices(self.world, self.node_rank, os.environ)
+        except PipelineRLError:
+            return True
+        return False
+
+
+Check = Callable[[Start], list[str]]
+"""Returns warnings, raises a `PipelineRLError` to refuse."""
+
+
+def check(start: Start, *, only_shown: bool = False) -> list[str]:
+    """All warnings; the first refusal is raised.
+
+    Args:
+        only_shown: a dry run: what this machine lacks is a warning where the plan is for another one.
+    """
+    warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(start)]
+    forgiving = only_shown and start.elsewhere
+    for machine_check in OF_THIS_MACHINE:
+        try:
+            warnings += machine_check(start)
+        except PipelineRLError as error:
+            if not forgiving:
+                raise
+            warnings.append(f"on this machine: {error}")
+    return warnings
+
+
+def settings_without_effect(start: Start) -> list[str]:
+    return rules.hints(start.config)
+
+
+def wandb_key(start: Start) -> list[str]:
+    if start.config.wandb.mode == "online" and effective_mode("online") == "offline":
+        return ["wandb has no API key: it records offline (`wandb sync` uploads); wandb.mode=disabled turns it off"]
+    return []
+
+
+def server_arguments(start: Start) -> list[str]:
+    for job in (*start.world.get("actor_llm"), *start.world.get("preprocessor_llm")):
+        vllm_arguments(start.config, start.world, job)
+    return []
+
+
+def memory(start: Start) -> list[str]:
+    """The plan is an estimate: what does not fit it is a warning."""
+    shape = find_model_shape(start.config.model_path) if start.world.accelerator == "cuda" else None
+    detected = gpu_memory_bytes()
+    if shape is None or not detected:
+        return []
+    return [
+        f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU"
+        for plan in memory_plan(start.config, start.world, shape, min(detected))
+        if not plan.fits
+    ]
+
+
+def devices(start: Start) -> list[str]:
+    check_local_devices(start.world, start.node_rank, os.environ)
+    return []
+
+
+def redis(start: Start) -> list[str]:
+    streams = start.config.streams
+    if streams.backend == "redis" and not streams.external and start.node_rank == 0:
+        redis_command()
+    return []
+
+
+def disk(start: Start) -> list[str]:
+    """A checkpoint must fit; all that are kept should."""
+    folder = next(path for path in (start.path, *start.path.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    shape = find_model_shape(start.config.model_path)
+    one = (shape.parameters if shape else 0) * CHECKPOINT_BYTES_PER_PARAMETER
+    kept = one * (start.config.finetune.keep_checkpoints + 1)
+    if free < one + SPARE_BYTES:
+        raise ConfigError(
+            f"`output_dir` is {str(start.path)!r}: its disk has {free / GIB:.1f} GiB free, and one checkpoint needs "
+            f"{(one + SPARE_BYTES) / GIB:.1f} GiB; choose another folder or free the disk"
+        )
+    if free < kept + SPARE_BYTES:
+        return [
+            f"output_dir has {free / GIB:.1f} GiB free, and finetune.keep_checkpoints="
+            f"{start.config.finetune.keep_checkpoints} with one in the making needs {kept / GIB:.1f} GiB"
+        ]
+    return []
+
+
+def model(start: Start) -> list[str]:
+    if not preflight.needs_tiny_model(start.config, start.overrides):
+        preflight.check_model(start.config.model_path)
+        preflight.check_architecture(start.config)
+    return []
+
+
+def objective(start: Start) -> list[str]:
+    preflight.check_objective(start.config, start.container)
+    return []
+
+
+def domain(start: Start) -> list[str]:
+    return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
+
+
+OF_THE_PLAN: tuple[Check, ...] = (settings_without_effect, wandb_key, server_arguments, memory)
+OF_THIS_MACHINE: tuple[Check, ...] = (devices, redis, disk, model, objective, domain)
