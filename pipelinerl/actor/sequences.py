@@ -6,6 +6,7 @@ replaced or edited (labels masked with -100) win over what the server sent; what
 place it came from. Shapes: T tokens, K trained tokens, R spans.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,12 +67,7 @@ def to_rollout(
     ]
     trained = [piece for piece in pieces if len(piece.positions)]
     merged = _merge(trained) if mode == "rollout" else trained
-    for piece in merged:
-        if len(piece.token_ids) > seq_length:
-            raise SequenceTooLong(
-                f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
-                "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
-            )
+    _refuse_long(merged, seq_length)
     return Rollout(
         attempt=attempt,
         reward=rewards_t[0] if mode == "rollout" and rewards_t else metrics["reward"],
@@ -85,6 +81,15 @@ def to_rollout(
         rewards=mode,
         text_rewards=() if mode == "rollout" else rewards_t,
     )
+
+
+def _refuse_long(pieces: Iterable[_Piece], seq_length: int) -> None:
+    for piece in pieces:
+        if len(piece.token_ids) > seq_length:
+            raise SequenceTooLong(
+                f"a training sequence has {len(piece.token_ids)} tokens but finetune.seq_length is {seq_length}: "
+                "raise finetune.seq_length, or lower max_model_len or llm.parameters.max_tokens"
+            )
 
 
 def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece:

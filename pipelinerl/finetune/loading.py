@@ -14,8 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from pipelinerl.config.sections import Config
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import LM_PREFIX
+from pipelinerl.finetune.model import empty_lm, load_lm
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,18 @@ class WeightFiles:
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(path, "pt"))
         return self._open[1].get_slice(name)
+
+
+def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | None]:
+    """The language model, empty with the files that fill it, or whole where that is not possible."""
+    files = None if cfg.finetune.lora.enabled else WeightFiles.find(cfg.model_path)
+    if files is not None:
+        lm = empty_lm(cfg.model_path, cfg, attention)
+        lacking = files.lacking(lm)
+        if not lacking and getattr(lm.config, "quantization_config", None) is None:
+            return lm, files
+        log.info("every rank loads the whole model, for these are not in its files as they are: %s", lacking[:3])
+    return load_lm(cfg.model_path, cfg, attention), None
 
 
 def stream_weights(engine: Engine, files: WeightFiles) -> None:

@@ -32,8 +32,8 @@ from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
-from pipelinerl.finetune.loading import WeightFiles, stream_weights
-from pipelinerl.finetune.model import DTYPES, Policy, empty_lm, isolation_error, load_lm
+from pipelinerl.finetune.loading import load_model, stream_weights
+from pipelinerl.finetune.model import DTYPES, Policy, isolation_error
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
@@ -338,18 +338,6 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         stream_weights(engine, files)
     log.info("engine=%s ranks=%d", name, world_size)
     return engine
-
-
-def load_model(cfg: Config, attention: str) -> tuple[torch.nn.Module, WeightFiles | None]:
-    """The language model, empty with the files that fill it, or whole where that is not possible."""
-    files = None if cfg.finetune.lora.enabled else WeightFiles.find(cfg.model_path)
-    if files is not None:
-        lm = empty_lm(cfg.model_path, cfg, attention)
-        lacking = files.lacking(lm)
-        if not lacking and getattr(lm.config, "quantization_config", None) is None:
-            return lm, files
-        log.info("every rank loads the whole model, for these are not in its files as they are: %s", lacking[:3])
-    return load_lm(cfg.model_path, cfg, attention), None
 
 
 def verify_isolation(engine: Engine, attention: str) -> None:

@@ -31,7 +31,7 @@ SAMPLING_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
 MEDIA_TYPE = "application/msgpack"
 
 
-class Engine(Protocol):
+class AnswerEngine(Protocol):
     """What the route needs of vLLM's engine client."""
 
     def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str) -> Any: ...
@@ -93,7 +93,7 @@ class Answers:
         keeps_conversations: whether ``prefix_version`` is followed.
     """
 
-    def __init__(self, engine: Engine, *, model: str, max_model_len: int, keeps_conversations: bool):
+    def __init__(self, engine: AnswerEngine, *, model: str, max_model_len: int, keeps_conversations: bool):
         output_processor.LogprobsProcessor = PackedLogprobs
         self._engine, self._model, self._max_model_len = engine, model, max_model_len
         self._keeps = keeps_conversations

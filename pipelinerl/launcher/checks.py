@@ -51,7 +51,7 @@ class Start:
         return False
 
 
-Check = Callable[[Start], list[str]]
+StartCheck = Callable[[Start], list[str]]
 """Returns warnings, raises a `PipelineRLError` to refuse."""
 
 
@@ -150,5 +150,5 @@ def domain(start: Start) -> list[str]:
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[Check, ...] = (settings_without_effect, wandb_key, server_arguments, memory)
-OF_THIS_MACHINE: tuple[Check, ...] = (devices, redis, disk, model, objective, domain)
+OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, memory)
+OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, redis, disk, model, objective, domain)

@@ -31,7 +31,6 @@ BEING_MENDED = {
 
 TWO_MEANINGS = {
     "Documents": {"finetune/attention.py", "finetune/ring.py"},
-    "Test": {"domains/coding/judge.py", "sandbox/inside/syscalls.py"},
 }
 """Type names that are defined in several modules. The list only shrinks."""
 

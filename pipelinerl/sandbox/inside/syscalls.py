@@ -37,8 +37,8 @@ NAMESPACE_FLAGS = 0x7E020000
 ANY = None
 WHOLE = 0xFFFFFFFF
 Instruction = tuple[int, int, int, int]
-Test = tuple[int, int, int | None]
-CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[Test]]]] = {
+ArgumentTest = tuple[int, int, int | None]
+CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
     "clone": ((56, 220), [[(0, NAMESPACE_FLAGS, ANY)]]),
     "mmap": ((9, 222), [[(3, 0x21, 0x21)]]),
     "fcntl": (
@@ -97,7 +97,7 @@ def filter_program(machine: str) -> list[Instruction]:
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 
-def denied_when(tests: list[Test]) -> list[Instruction]:
+def denied_when(tests: list[ArgumentTest]) -> list[Instruction]:
     """Denies when every test holds, else goes on behind."""
     block: list[Instruction] = [(RETURN, 0, 0, DENY)]
     for argument, mask, value in reversed(tests):

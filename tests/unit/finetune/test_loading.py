@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
-from pipelinerl.finetune.loading import WeightFiles, stream_weights
-from pipelinerl.finetune.loop import load_model
+from pipelinerl.finetune.loading import WeightFiles, load_model, stream_weights
 from pipelinerl.finetune.model import Policy, empty_lm, is_empty, load_lm
 from tests.models import make_qwen2, save_qwen2
 
