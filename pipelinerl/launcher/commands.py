@@ -3,6 +3,7 @@
 Secrets are never part of what is returned here: they are added when the process starts and are in no file.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ NOT_INHERITED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 
@@ -110,6 +112,15 @@ def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
+
+
+def compiler_cache(env: Mapping[str, str]) -> dict[str, str]:
+    """Where torch keeps the kernels that it compiles: a folder of the user, which outlives the run.
+
+    Without it every run would compile vLLM's log-probability kernel again, about 14 seconds of a core.
+    """
+    caches = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return {COMPILER_CACHE: env.get(COMPILER_CACHE) or os.path.join(caches, "pipelinerl", "inductor")}
 
 
 def start_script(command: RoleCommand, cwd: Path) -> str:

@@ -26,6 +26,7 @@ from pipelinerl.inspect.report import read_summary, summary_lines, write_report
 from pipelinerl.launcher import checks, preflight, run_dir
 from pipelinerl.launcher.commands import (
     RoleCommand,
+    compiler_cache,
     inherited_environment,
     role_command,
 )
@@ -223,7 +224,9 @@ async def supervise(
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
     guard = Reaper(mark, grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
-    environment = inherited_environment(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
+    environment = (
+        inherited_environment(os.environ) | compiler_cache(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
+    )
     os.environ.update(run_secrets)
     backend_from_config(config, path)
     progress = ProgressLines(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
