@@ -151,7 +151,7 @@ class StruckRun:
         self.shared_memory: set[str] = set()
         """Segments that the run's processes were seen to use."""
         self._metrics = run_dir / "metrics" / "finetune.jsonl"
-        self._read_to = self._last_step = 0
+        self._inode = self._read_to = self._last_step = 0
 
     def is_going(self) -> bool:
         return self.launcher.poll() is None and time.time() < self._deadline
@@ -167,6 +167,9 @@ class StruckRun:
     def has_made(self, step: int) -> bool:
         """Whether an optimizer step was ever made, seen about two milliseconds after it."""
         with contextlib.suppress(FileNotFoundError), self._metrics.open("rb") as stream:
+            held = os.fstat(stream.fileno())
+            if held.st_ino != self._inode or held.st_size < self._read_to:  # a resumed trainer takes steps back
+                self._inode, self._read_to = held.st_ino, 0
             stream.seek(self._read_to)
             for line in stream:
                 if line.endswith(b"\n"):

@@ -47,6 +47,7 @@ def first_time(context: Any, name: str) -> bool:
 
 def misbehave(context: Any) -> None:
     from pipelinerl.errors import DomainError
+    from pipelinerl.observability.status import read_statuses
 
     for behaviour in behaviours(context.job.kind):
         match behaviour:
@@ -58,6 +59,10 @@ def misbehave(context: Any) -> None:
                 raise DomainError("the domain raised on every rollout")
             case "freeze_once" if first_time(context, "frozen"):
                 context.status.progress()
+                while not read_statuses(context.run_dir)[
+                    context.job.name
+                ].progress_count:  # else it freezes in its start
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang_once" if first_time(context, "hung"):
                 context.status.progress(hung=True)

@@ -126,7 +126,7 @@ CASES = (
     Case(config="counting", asked=counting_prompts, said=("<answer>#</answer>",)),
     Case(
         config="math",
-        overrides=(*DATA, "dataset_loader_params.columns.task=task", "world.verifier_replicas=1"),
+        overrides=(*DATA, "world.verifier_replicas=1"),
         asked=math_prompts,
         said=("So \\boxed{#}",),
         jobs=frozenset({"verifier_0"}),

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
 from pipelinerl.observability.role import RoleContext, leave
 from pipelinerl.streams import set_streams_backend
+from pipelinerl.weights.probe import ProbeText
 from pipelinerl.world import Job
 
 
@@ -25,6 +27,8 @@ class WillingServer:
     """Takes every update at once."""
 
     is_done = True
+    wants_scores = False
+    is_exhausted = False
 
     def __init__(self) -> None:
         self._report: Any = None
@@ -38,8 +42,17 @@ class WillingServer:
     def is_pushing(self) -> bool:
         return self._report is not None
 
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText:
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
+        return ProbeText(token_ids=tokens.astype(np.int32))
+
+    def attest_with(self, text: ProbeText) -> None: ...
+
+    def take_misses(self) -> list[Any]:
+        return []
+
     def send_async(
-        self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[Any], probe: Any
+        self, version: int, params: Iterable[tuple[str, Tensor]], metadata: Sequence[Any], scores: Any
     ) -> None:
         for _ in params:
             pass
