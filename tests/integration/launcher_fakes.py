@@ -59,9 +59,7 @@ def misbehave(context: Any) -> None:
                 raise DomainError("the domain raised on every rollout")
             case "freeze_once" if first_time(context, "frozen"):
                 context.status.progress()
-                while not read_statuses(context.run_dir)[
-                    context.job.name
-                ].progress_count:  # else it freezes in its start
+                while not read_statuses(context.run_dir)[context.job.name].progress_count:  # not in its start
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang_once" if first_time(context, "hung"):

@@ -178,10 +178,15 @@ def test_launcher_server_that_ends_by_itself_is_restarted(launch) -> None:
     assert "actor_llm_0 failed: it ended although the run goes on" in run.output
 
 
-@pytest.mark.parametrize("behaviour", ["freeze_once", "hang_once"])
-def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(launch, behaviour: str) -> None:
+@pytest.mark.parametrize(("behaviour", "hang_timeout_s"), [("freeze_once", 60), ("hang_once", 2)])
+def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(
+    launch, behaviour: str, hang_timeout_s: int
+) -> None:
     run = launch(
-        "launcher.heartbeat_timeout_s=4", "launcher.hang_timeout_s=2", preprocessor=behaviour, finetune="endless"
+        "launcher.heartbeat_timeout_s=4",
+        f"launcher.hang_timeout_s={hang_timeout_s}",
+        preprocessor=behaviour,
+        finetune="endless",
     )
     run.wait_for("preprocessor_0: ")
     run.until(lambda: [entry["job"] for entry in run.starts()].count("preprocessor_0") == 2, "the restart")
