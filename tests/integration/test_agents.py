@@ -29,7 +29,7 @@ CALCULATOR = {"type": "function", "function": {"name": "add", "parameters": {"ty
 
 
 def scripted(*lines: str) -> FakeLLM:
-    return FakeLLM.saying(lines, parameters={"temperature": 1.0, "max_tokens": 64})
+    return FakeLLM.saying(lines, parameters={"temperature": 1.0, "max_tokens": 128})
 
 
 def unreachable(prompt: str) -> str:

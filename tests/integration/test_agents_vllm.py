@@ -4,7 +4,6 @@ A proxy between them is the witness: it keeps every request and every answer of 
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,28 +20,30 @@ from pipelinerl.agents import record_agent
 from pipelinerl.domains.largest_agent import generate_rollout, load_problems
 from pipelinerl.domains.largest_agent.agent import SUBMIT_TOOL
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.records.answers import Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import RolloutResult, TrainingText
+from pipelinerl.streams.codec import Codec
 from pipelinerl.tiny_model import build
 
 NUM_ROLLOUTS = 24
-Exchange = tuple[list[int], dict[str, Any]]
-"""Prompt ids as they were sent, and the server's choice."""
+Exchange = tuple[list[int], Completion]
+"""Prompt ids as they were sent, and the server's completion."""
 
 
 @asynccontextmanager
 async def witness(server_url: str, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[Exchange]]]:
     seen: list[Exchange] = []
+    requests: Codec[AnswerRequest] = Codec(AnswerRequest)
+    answers: Codec[Answer] = Codec(Answer)
 
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
-        async with session.post(
-            server_url + request.path, data=body, headers={"Content-Type": "application/json"}
-        ) as a:
-            payload, status = await a.read(), a.status
+        async with session.post(server_url + request.path, data=body) as a:
+            payload, status, media_type = await a.read(), a.status, a.content_type
         if status == 200:
-            (choice,) = json.loads(payload)["choices"]
-            seen.append((json.loads(body)["token_ids"], choice))
-        return web.Response(body=payload, status=status, content_type="application/json")
+            (completion,) = answers.decode(payload).completions
+            seen.append((requests.decode(body).token_ids.tolist(), completion))
+        return web.Response(body=payload, status=status, content_type=media_type)
 
     app = web.Application()
     app.router.add_post("/{path:.*}", forward)
@@ -77,10 +78,15 @@ async def policy(server: Any, base_url: str, session: aiohttp.ClientSession) -> 
     )
 
 
+def logprobs_of(completion: Completion) -> list[float]:
+    assert completion.logprobs is not None
+    return completion.logprobs.tolist()
+
+
 def exchange_of(text: TrainingText, seen: list[Exchange]) -> Exchange:
     """The one exchange that the text was recorded from, by its prompt and completion."""
     ids = text.input_ids
-    (found,) = [e for e in seen if [*e[0], *e[1]["token_ids"]] == ids and len(e[1]["token_ids"]) == text.output_tokens]
+    (found,) = [e for e in seen if [*e[0], *e[1].token_ids] == ids and len(e[1].token_ids) == text.output_tokens]
     return found
 
 
@@ -96,14 +102,15 @@ async def test_streaming_agent_with_tools_tokens_equal_what_the_server_sampled(a
     assert 0 < sum(result.metrics.success for result in results) < NUM_ROLLOUTS
     for result in results:
         (text,) = result.training_texts
-        prompt_ids, choice = exchange_of(text, seen)
-        assert text.input_ids == prompt_ids + choice["token_ids"]
-        assert text.labels == [-100] * len(prompt_ids) + choice["token_ids"]
-        assert text.logprobs == pytest.approx([t["logprob"] for t in choice["logprobs"]["content"]], rel=1e-6)
+        prompt_ids, completion = exchange_of(text, seen)
+        sampled = completion.token_ids.tolist()
+        assert text.input_ids == prompt_ids + sampled
+        assert text.labels == [-100] * len(prompt_ids) + sampled
+        assert text.logprobs == pytest.approx(logprobs_of(completion), rel=1e-6)
         (sequence,) = to_rollout(
             result, attempt=0, latency_s=0.0, num_llm_calls=1, fallback_version=0, seq_length=512
         ).sequences
-        assert sequence.token_ids.tolist() == prompt_ids + choice["token_ids"]
+        assert sequence.token_ids.tolist() == prompt_ids + sampled
         assert sequence.spans.tolist() == [[len(prompt_ids), len(sequence.token_ids), 7]]
 
 
@@ -127,10 +134,10 @@ async def test_turns_of_an_agent_become_one_sequence_of_what_was_sampled(agent_s
             result = agent.result(reward=1.0, success=True)
     rollout = to_rollout(result, attempt=0, latency_s=0.0, num_llm_calls=3, fallback_version=0, seq_length=512)
     (sequence,) = rollout.sequences
-    last_prompt, last_choice = seen[-1]
-    assert sequence.token_ids.tolist() == last_prompt + last_choice["token_ids"]
+    last_prompt, last_completion = seen[-1]
+    assert sequence.token_ids.tolist() == last_prompt + last_completion.token_ids.tolist()
     trained = np.concatenate([np.arange(start, end) for start, end, _ in sequence.spans])
-    sampled = [token for _, choice in seen for token in choice["token_ids"]]
+    sampled = [token for _, completion in seen for token in completion.token_ids.tolist()]
     assert sequence.token_ids[trained].tolist() == sampled
-    logprobs = [entry["logprob"] for _, choice in seen for entry in choice["logprobs"]["content"]]
+    logprobs = [logprob for _, completion in seen for logprob in logprobs_of(completion)]
     assert sequence.logprobs.tolist() == pytest.approx(logprobs, rel=1e-6)
