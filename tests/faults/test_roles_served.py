@@ -81,7 +81,16 @@ def test_server_that_returns_during_an_evaluation_is_taken_back():
 
     class Sender:
         returning = ()
+        wants_scores = is_exhausted = False
         is_pushing = is_done = False
+
+        def sample_text(self, *_: Any) -> None:
+            return None
+
+        def attest_with(self, _: Any) -> None: ...
+
+        def take_misses(self) -> list[Any]:
+            return []
 
         def send_async(self, *_: Any) -> None:
             self.is_pushing = self.is_done = True
