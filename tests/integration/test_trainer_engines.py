@@ -159,7 +159,7 @@ def test_ranks_sharing_each_sequence_have_the_losses_of_one(
     loss: str, engine: str, ranks: int, sharing: int, model: Path, tmp_path: Path
 ) -> None:
     overrides = [f"finetune.rl.policy_loss={loss}", "finetune.rl.entropy_bonus=0.01", "finetune.head_chunk_tokens=8"]
-    overrides += ["finetune.rl.sequence_tis=2.0"] if loss == "gspo" else []
+    overrides += ["finetune.rl.sequence_mis=2.0"] if loss == "gspo" else []
     shared = [*overrides, f"finetune.seq_parallel={sharing}", "finetune.gradient_checkpointing=true"]
     expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], overrides=overrides)
     ours = run_ranks(tmp_path / "shared.json", ranks, engine, model, steps=[0, 6], overrides=shared)
