@@ -12,7 +12,9 @@ from aiohttp import web
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.records import GroupDropped, RolloutGroup
+from pipelinerl.records.answers import AnswerRequest
 from pipelinerl.rollouts import CallTokens, RolloutResult, TrainingText
+from pipelinerl.streams.codec import Codec
 from pipelinerl.testing import FakeServer
 from tests.actor_run import TOKENIZER, make_runs
 from tests.sizes.domains import METRICS
@@ -24,21 +26,24 @@ PROMPT_FRAME = len(
 LETTER = TOKENIZER.encode("a")[0]
 
 
+REQUESTS: Codec[AnswerRequest] = Codec(AnswerRequest)
+
+
 class LongAnswers(FakeServer):
-    """Answers ``length`` tokens, from memory: the cost of a server's JSON is not what these tests are about."""
+    """Answers ``length`` tokens, from memory: the cost of a server's encoding is not what these tests are about."""
 
     def __init__(self, length: int):
         super().__init__(lambda *_: [LETTER] * length)
         self._answers: dict[tuple[int, int | str], bytes] = {}
 
     async def _generate(self, request: web.Request) -> web.Response:
-        n = (await request.json())["sampling_params"].get("n", 1)
+        n = REQUESTS.decode(await request.read()).sampling.get("n", 1)
         known = self._answers.get((n, self.version))
         if known is None or not self.hold.is_set():
             response = await super()._generate(request)
             assert isinstance(response.body, bytes)
             known = self._answers[n, self.version] = response.body
-        return web.Response(body=known, content_type="application/json")
+        return web.Response(body=known)
 
 
 @pytest.fixture
@@ -65,7 +70,6 @@ def asking(**params: Any) -> list[str]:
 
 
 slow = pytest.mark.slow
-pytestmark = slow  # the fake server still speaks the route before /answers: mend it, then free the fast half
 
 
 @pytest.mark.parametrize(
