@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tests.models import save_qwen2
 from tests.zero3 import shard_everything
 
-SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_rank.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "ranks" / "trainer_rank.py"  # imports `benchmarks`, which is not installed
 TIMEOUT_S = 240
 ENGINES = {
     "zero1": ("deepspeed", ["deepspeed_config=deepspeed_stage1_bf16"]),
@@ -55,6 +56,7 @@ def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) 
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
         }
         log = path.open("w")
         arguments = [sys.executable, str(SCRIPT), json.dumps(job)]
