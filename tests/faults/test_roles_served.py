@@ -1,8 +1,7 @@
 """A server is used only with known weights: what a dead or restarted one does to the actor and to the trainer."""
 
-import threading
+import time
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -20,6 +19,7 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeServer, byte_tokenizer
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.world import Job
+from tests.trainer_kit import SERVER, FakeSender
 
 TOKENIZER = byte_tokenizer()
 
@@ -76,45 +76,20 @@ def test_server_whose_port_is_closed_leaves_service_without_a_push(unused_tcp_po
 
 
 def test_server_that_returns_during_an_evaluation_is_taken_back():
-    taken_back = threading.Event()
-    report = SimpleNamespace(version=3, servers=("s0",), pause_ms=(), transfer_ms=0.0, errors={})
-
-    class Sender:
-        returning = ()
-        wants_scores = is_exhausted = False
-        is_pushing = is_done = False
-
-        def sample_text(self, *_: Any) -> None:
-            return None
-
-        def attest_with(self, _: Any) -> None: ...
-
-        def take_misses(self) -> list[Any]:
-            return []
-
-        def send_async(self, *_: Any) -> None:
-            self.is_pushing = self.is_done = True
-
-        def wait(self) -> Any:
-            self.is_pushing = self.is_done = False
-            return report
-
-        def readmit_async(self) -> bool:
-            taken_back.set()
-            return False
-
-        def close(self) -> None: ...
-
+    sender = FakeSender()
     messages: list[Any] = []
     lease = EvaluationLease(lambda: [messages.pop()] if messages else [], clock=lambda: 0.0)
-    publisher = Publisher(Sender(), lambda _: None, lease)
+    publisher = Publisher(sender, lambda _: None, lease)
     try:
         publisher.begin(3, [], [], None)
         assert publisher.wait_live(3, 10)
         messages.append(EvaluationStarted(version=3, deadline=100.0))
         assert publisher.held(4)
-        taken_back.clear()
-        assert taken_back.wait(10)
+        sender.returning = (SERVER,)
+        deadline = time.monotonic() + 10
+        while not sender.readmitted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert sender.readmitted == 1
         assert publisher.held(4)
     finally:
         publisher.close()

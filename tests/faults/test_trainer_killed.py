@@ -20,6 +20,7 @@ from tests.models import save_qwen2
 from tests.states import read_state
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_role.py"
+ROOT = Path(__file__).parents[2]
 STEPS, VOCAB = 40, 64
 DEADLINE_S = 120
 
@@ -64,7 +65,7 @@ def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, str(SCRIPT), str(run_dir), *overrides]
     with (run_dir / "log.txt").open("ab") as log:
         return [

@@ -1,11 +1,7 @@
 """The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and sender out."""
 
-import contextlib
 import shutil
-import threading
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,69 +24,12 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
-from pipelinerl.weights.probe import ProbeText
-from pipelinerl.world import Job
 from tests.models import save_qwen2
 from tests.states import read_state
+from tests.trainer_kit import FakeSender, trainer_context
 
 VOCAB = 64
 STEPS = 6
-
-
-class FakeSender:
-    """One server that takes every update and remembers it."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[int, dict[str, torch.Tensor]]] = []
-        self.scores: list[Future[np.ndarray] | None] = []
-        self.text: ProbeText | None = None
-        self._report: Any = None
-        self._in_service = False
-
-    @property
-    def returning(self) -> tuple[str, ...]:
-        return () if self._in_service else ("actor_llm_0",)
-
-    wants_scores = True
-    is_exhausted = False
-
-    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText:
-        tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
-        return ProbeText(token_ids=tokens.astype(np.int32))
-
-    def attest_with(self, text: ProbeText) -> None:
-        self.text = text
-
-    def take_misses(self) -> list[Any]:
-        return []
-
-    def send_async(self, version: int, params: Any, metadata: Any, scores: Any) -> None:
-        taken = {name: tensor.clone() for name, tensor in params}
-        assert [(s.name, s.dtype, s.shape) for s in metadata] == [
-            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in taken.items()
-        ]
-        self.received.append((version, taken))
-        self.scores.append(scores)
-        self._in_service = True
-        self._report = SimpleNamespace(
-            version=version, servers=("actor_llm_0",), pause_ms=(1.0,), transfer_ms=2.0, errors={}
-        )
-
-    def readmit_async(self) -> bool:
-        return False
-
-    @property
-    def is_pushing(self) -> bool:
-        return self._report is not None
-
-    is_done = is_pushing
-
-    def wait(self) -> Any:
-        report, self._report = self._report, None
-        return report
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -127,11 +66,7 @@ def make_context(run_dir: Path, *overrides: str) -> RoleContext:
             ],
         )
     )
-    job = Job(name="finetune_0", kind="finetune", cores=(0,))
-    jobs = {"finetune": (job,), "actor_llm": (Job(name="actor_llm_0", kind="actor_llm"),)}
-    world = SimpleNamespace(accelerator="cpu", trainer_world_size=1, get=lambda kind: jobs.get(kind, ()))
-    status = SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: contextlib.nullcontext())
-    return RoleContext(run_dir=run_dir, job=job, cfg=cfg, world=world, status=status, stop=threading.Event())
+    return trainer_context(run_dir, cfg)
 
 
 def train(run_dir: Path, *overrides: str) -> FakeSender:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,56 +11,13 @@ from pipelinerl.finetune.publish import EvaluationLease, Publisher
 from pipelinerl.finetune.updates import is_push_due
 from pipelinerl.records import EvaluationDone, EvaluationStarted, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.weights.attestor import Miss
-
-
-class FakeSender:
-    """A push ends when the test sets ``let``; two servers, of which ``down`` does not take it."""
-
-    def __init__(self) -> None:
-        self.let = threading.Event()
-        self.sent: list[int] = []
-        self.returning: tuple[str, ...] = ()
-        self.readmitted = 0
-        self.misses: list[Miss] = []
-        self._version: int | None = None
-
-    wants_scores = False
-    is_exhausted = False
-
-    def take_misses(self) -> list[Miss]:
-        misses, self.misses = self.misses, []
-        return misses
-
-    def send_async(self, version: int, params: Any, metadata: Any, scores: Any) -> None:
-        self.sent.append(version)
-        self._version = version
-
-    def readmit_async(self) -> bool:
-        if not self.returning:
-            return False
-        self.readmitted += 1
-        self.returning = ()
-        self._version = self.sent[-1]
-        return True
-
-    @property
-    def is_pushing(self) -> bool:
-        return self._version is not None
-
-    @property
-    def is_done(self) -> bool:
-        return self.let.is_set()
-
-    def wait(self) -> Any:
-        version, self._version = self._version, None
-        return SimpleNamespace(version=version, servers=("s0",), pause_ms=(4.0, 6.0), transfer_ms=9.0, errors={})
-
-    def close(self) -> None: ...
+from tests.trainer_kit import SERVER, FakeSender
 
 
 class Harness:
     def __init__(self, messages: list[Any] | None = None) -> None:
-        self.sender, self.announced = FakeSender(), []
+        self.sender, self.announced = FakeSender(wants_scores=False), []
+        self.sender.let.clear()
         self.messages = messages or []
         self.lease = EvaluationLease(self._take, clock=lambda: 100.0)
         self.publisher = Publisher(self.sender, self.announced.append, self.lease)
@@ -87,7 +43,7 @@ def test_update_is_announced_when_live_and_not_before(harness: Harness) -> None:
     assert harness.publisher.wait_live(3, 10)
     (message,) = harness.announced
     assert isinstance(message, WeightUpdateSuccess)
-    assert (message.version, message.servers, message.pause_ms) == (3, ("s0",), (4.0, 6.0))
+    assert (message.version, message.servers, message.pause_ms) == (3, (SERVER,), (4.0, 6.0))
     assert harness.publisher.stats.pause_ms == 5.0
 
 
@@ -103,7 +59,7 @@ def test_returning_server_is_taken_back_and_announced(harness: Harness) -> None:
     harness.sender.let.set()
     harness.publisher.begin(1, [], [])
     assert harness.publisher.wait_live(1, 10)
-    harness.sender.returning = ("s1",)
+    harness.sender.returning = (SERVER,)
     deadline = threading.Event()
     for _ in range(500):
         if len(harness.announced) == 2:
@@ -115,7 +71,6 @@ def test_returning_server_is_taken_back_and_announced(harness: Harness) -> None:
 
 def test_failing_announcement_reaches_the_training_loop() -> None:
     sender = FakeSender()
-    sender.let.set()
 
     def fail(message: Any) -> None:
         raise OSError("disk full")
