@@ -13,7 +13,7 @@ from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import server_options
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.observability.role import raise_open_files
+from pipelinerl.process import raise_open_files
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)

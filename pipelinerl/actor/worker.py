@@ -30,7 +30,7 @@ BEAT_S = 2.0
 def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:
     """Entry of the process. Ends on ``Stop``, when the connection closes, or with ``WorkerFailed``."""
     from pipelinerl.observability.logging import setup_role_logging
-    from pipelinerl.observability.role import die_with_parent, raise_open_files
+    from pipelinerl.process import die_with_parent, raise_open_files
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import ctypes
 import fnmatch
 import inspect
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -17,10 +17,9 @@ from pipelinerl.agents.threads import in_thread
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.process import die_with_parent
 from pipelinerl.rollouts import RolloutResult
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -88,7 +87,7 @@ async def run_agent_process(
             stderr=asyncio.subprocess.PIPE,
             env=agent_environment(os.environ, recorded, env or {}, passed_variables),
             start_new_session=True,
-            preexec_fn=end_with_the_worker,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
         )
         try:
             out, err = await process.communicate(stdin.encode())
@@ -112,11 +111,6 @@ def agent_environment(
     wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE)
     clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}
     return clean | {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key} | dict(extra)
-
-
-def end_with_the_worker() -> None:
-    """Called in the agent's process before its program: the kernel ends it when the worker dies."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _rewarded(recorded: RecordedAgent, answer: Any, score: Score, dataset_name: str | None) -> RolloutResult:

@@ -7,10 +7,8 @@ line says why.
 
 import argparse
 import atexit
-import ctypes
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -24,17 +22,15 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DomainError, PipelineRLError, ServersExpelledError, WorldError
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.process import die_with_parent, raise_open_files
 
 if TYPE_CHECKING:
     from pipelinerl.world import Job, WorldMap
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-MAX_OPEN_FILES = 2**20
-"""More than any role needs. Programs that close every possible descriptor at their start take seconds beyond it."""
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 
@@ -107,21 +103,3 @@ def status_name(job_name: str) -> str:
     """Ranks above 0 of a distributed job report beside it: `finetune_0.rank1`."""
     rank = int(os.environ.get("RANK", "0"))
     return f"{job_name}.rank{rank}" if rank else job_name
-
-
-def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies, however it dies."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
-
-
-def raise_open_files() -> int:
-    """Raise this process's soft limit on open files to the hard one; return the limit that holds now."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft

@@ -5,7 +5,6 @@ timer that interrupts Python code; code that never returns to Python is killed b
 kernel: an allocation beyond it raises MemoryError.
 """
 
-import ctypes
 import gc
 import os
 import resource
@@ -16,11 +15,11 @@ from types import FrameType
 
 import msgspec
 
+from pipelinerl.process import die_with_parent
 from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 from pipelinerl.verifier.judges import JUDGES, warm_up
 
 HEADER = struct.Struct("!I")
-PR_SET_PDEATHSIG = 1
 
 
 class TimeLimitReached(BaseException):
@@ -45,7 +44,7 @@ def serve(channel: socket.socket, timeout_s: float, memory_mb: int) -> None:
 
 def limit_process(memory_mb: int) -> None:
     """Memory limit, no core dumps, no new files, death with the parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     limit = memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -117,5 +116,5 @@ def main(control: socket.socket, timeout_s: float, memory_mb: int) -> None:
 if __name__ == "__main__":
     import sys
 
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     main(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3]))

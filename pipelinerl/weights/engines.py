@@ -19,7 +19,7 @@ def register() -> None:
     """Register once per process; vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from pipelinerl.observability.role import die_with_parent
+    from pipelinerl.process import die_with_parent
 
     if os.environ.get(CHILD_VARIABLE) and multiprocessing.parent_process() is not None:
         die_with_parent(signal.SIGKILL)
