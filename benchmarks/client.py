@@ -16,18 +16,19 @@ training text, record).
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import platform
 import time
 from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
-from answer_server import serve
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
@@ -116,6 +117,8 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
                 count += len(finished.rollouts)
 
         row: dict[str, float] = {}
+        gc.collect()
+        gc.freeze()  # as a worker does
         await groups(time.perf_counter() + 0.3)
         count = 0
         async with measured(session, url, row):
@@ -185,6 +188,13 @@ def figures(count: int, length: int, row: dict[str, float]) -> dict[str, float]:
         "server_blocked_ms": round(row["server_blocked_ms"], 1),
         "client_blocked_ms": round(row["client_blocked_ms"], 1),
     }
+
+
+def serve(connection: Connection) -> None:
+    """The server's process. Only there is vLLM imported: a collection of its million objects would block the client."""
+    import answer_server
+
+    answer_server.serve(connection)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ no message delays. The process ends with the actor's.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -83,6 +84,8 @@ async def _serve(
     from pipelinerl.actor.transport import Client
 
     side = load_rollout_side(run_dir)
+    gc.collect()
+    gc.freeze()  # a full collection of what is loaded by now blocks the loop for 70 ms, and never finds anything
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:

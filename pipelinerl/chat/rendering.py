@@ -61,6 +61,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        _keep_no_words(self._backend)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._cached_bytes = 0
@@ -104,6 +105,16 @@ class ChatRenderer:
             add_generation_prompt=ask,
             **kwargs,
         )
+
+
+def _keep_no_words(backend: Any) -> None:
+    """Switch off the cache of the tokenizer's model: it keeps the first 10,000 words for ever and makes nothing faster.
+
+    Where the tokenizer does not split at spaces a word is a whole prompt, of which 4 KB are kept.
+    """
+    resize = getattr(backend.model, "_resize_cache", None)  # BPE and Unigram have one
+    if resize is not None:
+        resize(0)
 
 
 def renderer_of(tokenizer: Any) -> ChatRenderer:
