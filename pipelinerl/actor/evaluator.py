@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.messages import StartGroup
+from pipelinerl.actor.training import problem_text
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.records import EvaluationDone, EvaluationStarted, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
@@ -166,4 +167,5 @@ class Evaluator:
             dispatched_version=version,
             settled_before=0,
             dispatch_index=-1,
+            problem=problem_text(problem.problem),
         )

@@ -5,6 +5,7 @@ are tried again, or it is dropped with the reason. A whole group is published wh
 groups under way (see ``mixing``).
 """
 
+import json
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
+from pipelinerl.records.rollouts import PROBLEM_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,12 @@ class TrainingGroups:
         try:
             self._settle(
                 group,
-                RolloutGroup(**self._identity(group), rollouts=rollouts, dispatched_version=group.start.version),
+                RolloutGroup(
+                    **self._identity(group),
+                    rollouts=rollouts,
+                    dispatched_version=group.start.version,
+                    problem=problem_text(group.start.problem),
+                ),
             )
         except RecordTooLarge as error:
             self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
@@ -228,6 +235,11 @@ class TrainingGroups:
             "settled_before": self._progress.before,
             "dispatch_index": group.dispatch_index,
         }
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """The problem for people."""
+    return json.dumps(problem, ensure_ascii=False, default=str)[:PROBLEM_CHARS]
 
 
 def dataset_of(problem: Mapping[str, Any]) -> str:

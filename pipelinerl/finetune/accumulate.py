@@ -4,7 +4,7 @@ Consumes the records of a step; produces the step's metrics and new weights; nev
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,11 +13,15 @@ import torch
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
+from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.records import MicroBatch
+
+Observer = Callable[[MicroBatch, PolicyOutput, torch.Tensor], None]
+"""Is shown a record, its outputs, and bool [K]: tokens on which the clip or a correction acts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +61,13 @@ def train_step(
     rules: BatchRules,
     learning_rate: float,
     proximal: Sequence[torch.Tensor] | None = None,
+    observe: Observer | None = None,
 ) -> dict[str, float]:
     """Train one optimizer batch; every rank calls it with its own records, the same number of them.
 
     Args:
         proximal: [K] log π_prox of the trained tokens of each record; None = the policy's own.
+        observe: called after each micro-batch; must not wait for the device.
 
     Returns:
         Metrics of the whole batch, equal on all ranks.
@@ -78,7 +84,9 @@ def train_step(
         output = engine.forward(batch, settings)
         engine.backward(output.loss, last=number == len(records) - 1)
         losses.append(output.loss.detach())
-        diagnostics.add(output, batch, settings)
+        altered_K = diagnostics.add(output, batch, settings)
+        if observe is not None:
+            observe(record, output, altered_K)
     try:
         grad_norm = engine.step(learning_rate)
     except NonFiniteGradientError as error:

@@ -28,6 +28,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules, train_step
 from pipelinerl.finetune.architecture import examine
+from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters
@@ -107,14 +108,15 @@ class Trainer:
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
-        self.rank, self.world_size, device = read_ranks(ctx.world.accelerator)
+        self.rank, world_size, device = read_ranks(ctx.world.accelerator)
         torch.manual_seed(self.cfg.seed + self.rank)
-        self.engine = make_engine(self.cfg, device, self.world_size)
+        self.engine = make_engine(self.cfg, device, world_size)
         self.saver = self._make_saver()
         self.counters = self.saver.resume() or Counters()
         self.feed = self._open_feed()
         self.rules = make_rules(self.engine.policy, self.cfg)
         self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
+        self.scores = open_scores(ctx, self.rank, world_size)
         self.outputs = self._open_outputs(make_sender(ctx)) if self.rank == 0 else None
         publisher = self.outputs.publisher if self.outputs else None
         dtype = DTYPES[self.cfg.finetune.dtype]
@@ -152,7 +154,8 @@ class Trainer:
         settings = settings_at(self.cfg, step)
         proximal = self.proximal.of_step(step, records, self.feed, self.engine, self.rules)
         rate = learning_rate(self.cfg.finetune, step)
-        metrics = train_step(self.engine, records, settings, self.rules, rate, proximal)
+        metrics = train_step(self.engine, records, settings, self.rules, rate, proximal, self.scores.add)
+        self.scores.write(step)
         self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
         self._report(metrics)
@@ -184,7 +187,7 @@ class Trainer:
 
     def _lowest(self, mine: int) -> int:
         """The smallest of all ranks' values. Collective."""
-        if self.world_size == 1:
+        if self.engine.world_size == 1:
             return mine
         box = torch.tensor(mine, device=self.engine.device)
         torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MIN)

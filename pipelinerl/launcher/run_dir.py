@@ -39,6 +39,7 @@ OWNED = (
     "streams",
     "checkpoints",
     "exports",
+    "archive",
     "hangs",
     "wandb",
     LOG_FILE,

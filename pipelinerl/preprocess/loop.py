@@ -17,9 +17,11 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from pipelinerl.archive import open_archive
 from pipelinerl.config.sections import Config
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
+from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.lag import LengthDeciles
@@ -29,7 +31,7 @@ from pipelinerl.preprocess.publish import MicroBatchPublisher
 from pipelinerl.preprocess.reader import GroupReader, read_vocab_size
 from pipelinerl.preprocess.reference import ReferenceScorer, needs_reference
 from pipelinerl.preprocess.samples import LAG, Sample, Shaping
-from pipelinerl.records import ActorRecord, PreprocessorProgress
+from pipelinerl.records import ActorRecord, ArchivedStep, PreprocessorProgress
 from pipelinerl.records.topics import ACTOR, PREPROCESSOR
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
 BUSY_POLL_S = 0.05
+ROLLOUTS_SHARE = 2 / 3
+"""Of the archive's space; the rest is the trainer's."""
 
 
 def run(ctx: RoleContext) -> None:
@@ -121,6 +125,9 @@ class Preprocessor:
         self.pending: deque[_Pending] = deque()
         self.scorer = self._make_scorer()
         self.metrics = MetricsLogger(cfg, ctx.run_dir, ctx.job.kind if replica == 0 else ctx.job.name)
+        self.archive = RolloutArchive(
+            open_archive(cfg.archive, ctx.run_dir, ctx.job.name, ArchivedStep, share=ROLLOUTS_SHARE / num_replicas)
+        )
         self.survivorship = Survivorship()
         self.deciles = LengthDeciles()
         self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
@@ -192,6 +199,7 @@ class Preprocessor:
     def _decide(self, sample: Sample) -> None:
         """The sample's fate, and the batch's if it is full now."""
         reason = self.cutter.offer(sample)
+        self.archive.add(sample, reason)
         if self.totals.decided(sample, reason) or reason is None:
             self.survivorship.add(sample, reason)
             if reason in (None, LAG):
@@ -224,6 +232,7 @@ class Preprocessor:
         self.publisher.publish(batches)
         self.totals.published(batch.step, len(batch.samples), batch.next_source)
         self.progress.write(self.totals.to_record([sample.sample_id for sample in batch.samples]))
+        self.archive.write(batch.step)
         self.groups.commit(batch.next_source)
         self._report(batch, step_metrics(batch, quality_of(batches, self.collation.seq_length)))
 

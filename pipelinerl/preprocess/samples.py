@@ -63,6 +63,8 @@ class Sample:
     oldest_version: int = 0
     newest_version: int = 0
     drop_reason: str | None = None
+    group: RolloutGroup | None = None
+    """Where it comes from, for the archive."""
 
     @property
     def after(self) -> Source:
@@ -116,6 +118,7 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
             source=(offset, i),
             reward=float("nan"),
             drop_reason=INVALID,
+            group=group,
         )
         for i, rollout in enumerate(group.rollouts)
     ]
@@ -197,4 +200,5 @@ def _prepare_rollout(
         oldest_version=min((int(sequence.spans[:, 2].min()) for _, sequence in trained), default=0),
         newest_version=max((int(sequence.spans[:, 2].max()) for _, sequence in trained), default=0),
         drop_reason=drop_reason,
+        group=group,
     )

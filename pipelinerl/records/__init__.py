@@ -2,10 +2,11 @@
 
 A record is a frozen, keyword-only ``msgspec.Struct``; array fields are numpy arrays and travel as raw bytes.
 ``rollouts`` is what the actor publishes, ``batches`` what the preprocessor publishes, ``messages`` what roles tell
-each other, ``verdicts`` what verifiers are asked and answer, ``topics`` the names of the topics, and ``check`` the one
-place that refuses a bad record.
+each other, ``archive`` what stays for people, ``verdicts`` what verifiers are asked and answer, ``topics`` the names of
+the topics, and ``check`` the one place that refuses a bad record.
 """
 
+from pipelinerl.records.archive import ArchivedRollout, ArchivedStep, ScoredSequence, ScoredStep
 from pipelinerl.records.batches import MicroBatch
 from pipelinerl.records.messages import (
     EvaluationDone,
@@ -22,6 +23,8 @@ from pipelinerl.records.rollouts import ActorRecord, GroupDropped, RewardMode, R
 
 __all__ = [
     "ActorRecord",
+    "ArchivedRollout",
+    "ArchivedStep",
     "EvaluationDone",
     "EvaluationStarted",
     "GroupDropped",
@@ -32,6 +35,8 @@ __all__ = [
     "Rollout",
     "RolloutGroup",
     "SamplesProcessed",
+    "ScoredSequence",
+    "ScoredStep",
     "TrainerMessage",
     "TrainingDone",
     "TrainingResumed",

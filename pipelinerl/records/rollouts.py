@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+PROBLEM_CHARS = 4096
+
 RewardMode = Literal["rollout", "texts", "steps"]
 """What the rewards of a rollout's texts are (docs/algorithms.md §1): `rollout`, the same one for all; `texts`, each
 text's own, compared at the same step; `steps`, increments, whose sum from a step on is compared."""
@@ -87,6 +89,8 @@ class RolloutGroup(Dispatched, frozen=True, kw_only=True, tag="group"):
     """Fewer than ``attempts`` when members failed within the budget."""
     dispatched_version: int
     """Weight version live when the group was dispatched."""
+    problem: str = ""
+    """The problem as JSON, for people: cut after `PROBLEM_CHARS` characters."""
 
 
 class GroupDropped(Dispatched, frozen=True, kw_only=True, tag="dropped"):

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "pipelinerl"
 LAYERS = (
     ("errors", "disk", "process", "records", "config", "rollouts", "chat"),
     ("streams", "world", "llm", "async_llm", "state", "observability", "agents", "testing"),
-    ("redis_server", "inspect", "weights"),
+    ("archive", "redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
     ("actor", "preprocess", "finetune", "inference"),
     ("launcher",),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import state
+from pipelinerl.archive import read_archive
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
 from pipelinerl.inspect.ledger import build
@@ -24,6 +25,7 @@ from pipelinerl.preprocess.reference import ReferenceScorer
 from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     ActorRecord,
+    ArchivedStep,
     GroupDropped,
     MicroBatch,
     PreprocessorProgress,
@@ -222,6 +224,35 @@ def test_drops_are_reported_with_reasons_and_the_ledger_is_closed(run_dir: Path)
     points = (run_dir / "metrics" / "preprocessor.jsonl").read_text()
     for name in ("survivorship/lag/mean_tokens", "survivorship/lag/mean_reward", "survivorship/trained/count"):
         assert name in points
+
+
+def test_archive_has_every_rollout_of_the_last_step_with_fate_and_advantage(run_dir: Path):
+    groups = [make_group(np.random.default_rng(i), i, version=0) for i in range(4)]
+    refused = msgspec.structs.replace(groups[1].rollouts[0], reward=float("nan"))
+    groups[1] = msgspec.structs.replace(groups[1], rollouts=(refused, *groups[1].rollouts[1:]))
+    groups = [msgspec.structs.replace(group, problem=f'{{"n": {i}}}') for i, group in enumerate(groups)]
+    write_groups(run_dir, groups)
+    with preprocessor(
+        make_context(run_dir, make_world(), "archive.rollouts_per_step=3", "archive.last_steps=1")
+    ) as role:
+        turn_until(role, consumed(role, 4))
+    steps = {step: records for step, _, records in read_archive(run_dir, "preprocessor", ArchivedStep)}
+    assert sorted(steps) == [0, 1]
+    newest = [rollout for record in steps[1] for rollout in record.rollouts]
+    assert sorted(rollout.sample_id for rollout in newest) == [
+        *(f"0-2/{attempt}" for attempt in (2, 3)),
+        *(f"0-3/{attempt}" for attempt in range(4)),
+    ]
+    first = {rollout.sample_id: rollout for record in steps[0] for rollout in record.rollouts}
+    assert {name for name, rollout in first.items() if rollout.fate == "invalid"} == {f"0-1/{i}" for i in range(4)}
+    trained = [rollout for rollout in first.values() if rollout.fate == "trained"]
+    assert 3 <= len(trained) <= 4, "three chosen ones, and the longest if it is none of them"
+    for rollout in trained:
+        source = groups[int(rollout.group_id.split("-")[1])]
+        assert rollout.problem == source.problem
+        own = rollout.rollout.reward
+        rewards = [r.reward for r in source.rollouts]
+        assert rollout.advantages[0] == pytest.approx(own - (sum(rewards) - own) / 3, rel=1e-6)
 
 
 class Killed(BaseException):

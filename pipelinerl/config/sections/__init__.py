@@ -6,6 +6,7 @@ A key that is not here is refused. ``make format`` writes the YAML files and the
 from pipelinerl.config.keys import Section
 from pipelinerl.config.sections.experiment import Config, DomainSection, TinyModelSection
 from pipelinerl.config.sections.machines import (
+    ArchiveSection,
     LauncherSection,
     StreamsSection,
     VerifierSection,
@@ -24,6 +25,7 @@ from pipelinerl.config.sections.training import FinetuneSection, LoraSection, Op
 
 __all__ = [
     "ActorSection",
+    "ArchiveSection",
     "Config",
     "DomainSection",
     "EvalSection",

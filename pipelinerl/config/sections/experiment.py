@@ -7,6 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pipelinerl.config.keys import REQUIRED, Section, key
 from pipelinerl.config.objectives import POLICY_LOSSES
 from pipelinerl.config.sections.machines import (
+    ArchiveSection,
     LauncherSection,
     StreamsSection,
     VerifierSection,
@@ -141,6 +142,7 @@ class Config(Section):  # structure: one field per key of the top level
     finetune: FinetuneSection
     launcher: LauncherSection
     verifier: VerifierSection
+    archive: ArchiveSection
     wandb: WandbSection
 
     @property

@@ -1,4 +1,4 @@
-"""Sections of where and how the run executes: devices, streams, launcher, verifier, wandb."""
+"""Sections of where and how the run executes: devices, streams, launcher, verifier, archive, wandb."""
 
 from typing import Any, Literal
 
@@ -115,6 +115,23 @@ class VerifierSection(Section):
     timeout_s: PositiveFloat = key(5, "longest time of one check", may_change=True)
     memory_mb: PositiveInt = key(1024, "memory of one check", may_change=True)
     max_body_kb: PositiveInt = key(1024, "largest request", may_change=True)
+
+
+class ArchiveSection(Section):
+    """Rollouts that stay in the run folder when the streams are trimmed, for `pipelinerl rollouts` and the report."""
+
+    archive_mb: NonNegativeInt = key(
+        256,
+        "disk space for rollouts with their fates, and the trainer's log-probabilities of them. 0 = none stay",
+        may_change=True,
+    )
+    rollouts_per_step: NonNegativeInt = key(
+        16,
+        "rollouts that stay of every optimizer step, attempts of one problem together. Remarkable ones stay besides: "
+        "dropped, rewarded without success, the longest",
+        may_change=True,
+    )
+    last_steps: PositiveInt = key(4, "newest optimizer steps of which every rollout stays", may_change=True)
 
 
 class WandbSection(Section):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import PolicyOutput
@@ -58,8 +59,8 @@ class StepDiagnostics:
         self._sequence_log_ratios = [torch.full((1,), -torch.inf, dtype=torch.float64, device=device)]
 
     @torch.no_grad()
-    def add(self, output: PolicyOutput, batch: Batch, settings: LossSettings) -> None:
-        """Add one micro-batch."""
+    def add(self, output: PolicyOutput, batch: Batch, settings: LossSettings) -> Tensor:
+        """Add one micro-batch; returns bool [K]: the tokens on which the loss's clip or a correction acts."""
         inputs, lags = replace(batch.inputs, advantages_K=output.advantages_K), batch.lags
         logprobs_K, entropy_K = output.logprobs_K, output.entropy_K
         log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
@@ -107,6 +108,7 @@ class StepDiagnostics:
             fresh = torch.where(fresh_K, magnitude_K, 0.0).max()
             largest = torch.stack([magnitude_K.max(), fresh, lag_K.max(), (-lag_K).max()])
             self._maxima = torch.maximum(self._maxima, largest)
+        return tokens.corrected_K if loss.clipped_K is None else tokens.corrected_K | loss.clipped_K
 
     def _count_lags(self, lags: LagInputs) -> None:
         parts = torch.stack([lags.lag_K, lags.in_flight_K, lags.lag_K - lags.in_flight_K])

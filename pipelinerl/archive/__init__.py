@@ -1,0 +1,10 @@
+"""The bounded archive of a run: `archive/<job>/step_<n>.kept` and `.rest` in the run folder.
+
+The preprocessor keeps rollouts with their fates, every rank of the trainer its log-probabilities of the same ones.
+`choice` decides which, without the two talking to each other; `folder` holds the files within their bound.
+"""
+
+from pipelinerl.archive.choice import chosen, flags_of
+from pipelinerl.archive.folder import ARCHIVE_DIR, StepArchive, open_archive, read_archive
+
+__all__ = ["ARCHIVE_DIR", "StepArchive", "chosen", "flags_of", "open_archive", "read_archive"]

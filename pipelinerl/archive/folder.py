@@ -1,0 +1,146 @@
+"""The files of one writer's archive, and their bound.
+
+A step has two files, each replaced whole: `kept`, the chosen and the flagged, and `rest`, everything else, which only
+the newest steps have. When the bound is reached, the oldest `rest` goes first; then steps are thinned out evenly. A
+disk that is full costs an entry of the archive, never a step of the run.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pipelinerl.config.sections import ArchiveSection
+from pipelinerl.disk import replace_file
+from pipelinerl.errors import StreamError
+from pipelinerl.streams.codec import Codec
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+ARCHIVE_DIR = "archive"
+KEPT, REST = "kept", "rest"
+_NAME = re.compile(r"step_(\d+)\.(kept|rest)")
+
+
+class StepFile(NamedTuple):
+    step: int
+    part: str
+    """`kept` or `rest`"""
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.step:08d}.{self.part}"
+
+
+class StepArchive(Generic[R]):
+    """Writes one job's part of the archive. One thread.
+
+    Args:
+        folder: made at the first write.
+        record_type: of the records in the files.
+        max_bytes: of all files together; the newest step's `kept` stays whatever its size.
+        last_steps: newest steps whose `rest` stays.
+        per_step: rollouts that are chosen of every step.
+    """
+
+    def __init__(self, folder: Path, record_type: type[R], *, max_bytes: int, last_steps: int, per_step: int):
+        self._folder = folder
+        self._codec: Codec[R] = Codec(record_type)
+        self._max_bytes, self._last_steps = max_bytes, last_steps
+        self.per_step = per_step
+        self._sizes = sizes_in(folder)
+        self._warned = False
+
+    def write(self, step: int, *, kept: R, rest: R) -> None:
+        """Archives a step, or the step anew; deletes what is over the bound."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part, record in ((KEPT, kept), (REST, rest)):
+                file, payload = StepFile(step, part), self._codec.encode(record)
+                replace_file(self._folder / file.name, payload, mode=0o600)
+                self._sizes[file] = len(payload)
+            for file in surplus(self._sizes, step, last_steps=self._last_steps, max_bytes=self._max_bytes):
+                (self._folder / file.name).unlink(missing_ok=True)
+                del self._sizes[file]
+        except OSError as error:
+            if not self._warned:
+                log.warning("event=archive_lost folder=%s step=%d error=%s", self._folder, step, error)
+            self._warned = True
+
+
+def open_archive(
+    section: ArchiveSection, run_dir: Path, name: str, record_type: type[R], *, share: float
+) -> StepArchive[R] | None:
+    """The archive of a job (``name``) with its share of `archive.archive_mb`; None where nothing is to be kept."""
+    if not section.archive_mb:
+        return None
+    return StepArchive(
+        run_dir / ARCHIVE_DIR / name,
+        record_type,
+        max_bytes=int(section.archive_mb * 2**20 * share),
+        last_steps=section.last_steps,
+        per_step=section.rollouts_per_step,
+    )
+
+
+def sizes_in(folder: Path) -> dict[StepFile, int]:
+    """The archive's files and their bytes."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _NAME.fullmatch(path.name):
+            found[StepFile(int(match[1]), match[2])] = path.stat().st_size
+    return found
+
+
+def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_bytes: int) -> list[StepFile]:
+    """Files to delete after step ``newest`` was written; pure."""
+    gone = [file for file in sizes if file.part == REST and file.step <= newest - last_steps]
+    left = {file: size for file, size in sizes.items() if file not in set(gone)}
+    total = sum(left.values())
+    rests = sorted((file for file in left if file.part == REST and file.step != newest), reverse=True)
+    steps = sorted(file.step for file in left if file.part == KEPT)
+    while total > max_bytes:
+        if rests:
+            file = rests.pop()
+        elif len(steps) > 2:
+            file = StepFile(_least_missed(steps), KEPT)
+            steps.remove(file.step)
+        elif (file := StepFile(newest, REST)) not in left:
+            break
+        gone.append(file)
+        total -= left.pop(file)
+    return gone
+
+
+def _least_missed(steps: list[int]) -> int:
+    """The step, neither first nor last, without which the largest gap grows least; the oldest of equals."""
+    gaps = [(after - before, step) for before, step, after in zip(steps, steps[1:], steps[2:], strict=False)]
+    return min(gaps)[1]
+
+
+def read_archive(run_dir: Path, kind: str, record_type: type[R]) -> Iterator[tuple[int, str, list[R]]]:
+    """(step, job's name, records of its files) of every job of a kind, by step.
+
+    A file that cannot be read is left out with a warning: a live run may delete it, a power cut may have emptied it.
+    """
+    codec: Codec[R] = Codec(record_type)
+    places: dict[tuple[int, str], list[StepFile]] = defaultdict(list)
+    for folder in sorted((run_dir / ARCHIVE_DIR).glob(f"{kind}_*")):
+        for file in sizes_in(folder):
+            places[file.step, folder.name].append(file)
+    for (step, name), files in sorted(places.items()):
+        records: list[Any] = []
+        for file in sorted(files):
+            path = run_dir / ARCHIVE_DIR / name / file.name
+            try:
+                records.append(codec.decode(path.read_bytes()))
+            except FileNotFoundError:
+                continue
+            except (OSError, StreamError) as error:
+                log.warning("event=archive_unreadable file=%s error=%s", path, error)
+        if records:
+            yield step, name, records

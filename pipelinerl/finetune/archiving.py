@@ -1,0 +1,101 @@
+"""What the trainer computed for the rollouts that the archive keeps: log-probabilities, entropy, altered tokens.
+
+Nothing waits for the device before the step's metrics are read, which wait anyway. Not with `finetune.seq_parallel`,
+where a rank has only a slice of each sequence.
+
+Shapes: K trained tokens of one micro-batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipelinerl.archive import StepArchive, chosen, open_archive
+from pipelinerl.finetune.data import index_tokens
+from pipelinerl.finetune.model import PolicyOutput
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.records import MicroBatch, ScoredSequence, ScoredStep
+
+SCORES_SHARE = 1 / 3
+"""Of the archive's space; the rest is the preprocessor's."""
+LARGEST_RATIOS = 2
+"""Sequences of a step that are kept for their log-ratio, besides the chosen ones."""
+
+
+class _Scores(NamedTuple):
+    """Of one micro-batch, on the device."""
+
+    record: MicroBatch
+    values: Tensor
+    """float32 [3, K]: log-probability, entropy, altered."""
+
+
+class ScoreArchive:
+    """Collects the micro-batches of a step, then archives them."""
+
+    def __init__(self, archive: StepArchive[ScoredStep] | None):
+        """``archive``: None = nothing is kept."""
+        self._archive = archive
+        self._scores: list[_Scores] = []
+
+    def add(self, record: MicroBatch, output: PolicyOutput, altered_K: Tensor) -> None:
+        """Take a micro-batch that was trained."""
+        if self._archive is not None:
+            values = torch.stack([output.logprobs_K.detach().float(), output.entropy_K.detach().float(), altered_K])
+            self._scores.append(_Scores(record, values))
+
+    def write(self, step: int) -> None:
+        """Archive what was added since the last step."""
+        scores, self._scores = self._scores, []
+        if self._archive is None:
+            return
+        sequences = [found for score in scores for found in _sequences(score.record, score.values.cpu().numpy())]
+        keep = chosen((_sample_of(sequence) for sequence, _ in sequences), self._archive.per_step)
+        kept, rest = split(sequences, keep)
+        self._archive.write(
+            step, kept=ScoredStep(step=step, sequences=kept), rest=ScoredStep(step=step, sequences=rest)
+        )
+
+
+def open_scores(ctx: RoleContext, rank: int, world_size: int) -> ScoreArchive:
+    """The archive of this rank's numbers."""
+    if ctx.cfg.finetune.seq_parallel > 1:
+        return ScoreArchive(None)
+    name = f"{ctx.job.name}.rank{rank}"
+    return ScoreArchive(open_archive(ctx.cfg.archive, ctx.run_dir, name, ScoredStep, share=SCORES_SHARE / world_size))
+
+
+def split(
+    sequences: Sequence[tuple[ScoredSequence, float]], keep: set[str]
+) -> tuple[tuple[ScoredSequence, ...], tuple[ScoredSequence, ...]]:
+    """Those of the samples to keep and those with the largest log-ratios, and all others."""
+    largest = sorted(range(len(sequences)), key=lambda i: -sequences[i][1])[:LARGEST_RATIOS]
+    kept: list[ScoredSequence] = []
+    rest: list[ScoredSequence] = []
+    for index, (sequence, _) in enumerate(sequences):
+        (kept if index in largest or _sample_of(sequence) in keep else rest).append(sequence)
+    return tuple(kept), tuple(rest)
+
+
+def _sample_of(sequence: ScoredSequence) -> str:
+    return sequence.sequence_id.rpartition("/")[0]
+
+
+def _sequences(record: MicroBatch, values: np.ndarray) -> list[tuple[ScoredSequence, float]]:
+    """Every sequence of a micro-batch that trains something, with its largest log-ratio."""
+    index = index_tokens(record)
+    found = []
+    for segment in np.unique(index.segments_K):
+        own = index.segments_K == segment
+        logprobs, entropy, altered = values[:, own]
+        sequence = ScoredSequence(
+            sequence_id=record.sequence_ids[segment],
+            logprobs=logprobs,
+            entropy=entropy.astype(np.float16),
+            altered=altered > 0,
+        )
+        found.append((sequence, float(np.abs(logprobs - record.logprobs[index.positions_K[own]]).max())))
+    return found

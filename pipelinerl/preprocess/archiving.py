@@ -1,0 +1,67 @@
+"""What of the preprocessor's rollouts stays for people: each with its fate, step by step (`pipelinerl.archive`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipelinerl.archive import StepArchive, chosen, flags_of
+from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import ArchivedRollout, ArchivedStep, RolloutGroup
+from pipelinerl.records.archive import TRAINED
+
+
+@dataclass
+class RolloutArchive:
+    """Collects fates until the batch is published."""
+
+    archive: StepArchive[ArchivedStep] | None
+    """None: nothing is kept."""
+    _decided: list[tuple[Sample, str]] = field(default_factory=list)
+
+    def add(self, sample: Sample, drop_reason: str | None) -> None:
+        if self.archive is not None:
+            self._decided.append((sample, drop_reason or TRAINED))
+
+    def write(self, step: int) -> None:
+        """Archives what was decided since the last step."""
+        if self.archive is not None:
+            kept, rest = split(self._decided, self.archive.per_step)
+            self.archive.write(
+                step, kept=ArchivedStep(step=step, rollouts=kept), rest=ArchivedStep(step=step, rollouts=rest)
+            )
+        self._decided = []
+
+
+def split(
+    decided: Sequence[tuple[Sample, str]], count: int
+) -> tuple[tuple[ArchivedRollout, ...], tuple[ArchivedRollout, ...]]:
+    """The chosen and the flagged, and all others."""
+    rollouts = [(_group(sample).rollouts[sample.source[1]], fate) for sample, fate in decided]
+    flags = flags_of(rollouts)
+    keep = chosen((sample.sample_id for sample, fate in decided if fate == TRAINED), count)
+    kept: list[ArchivedRollout] = []
+    rest: list[ArchivedRollout] = []
+    for (sample, fate), own in zip(decided, flags, strict=True):
+        (kept if own or sample.sample_id in keep else rest).append(archived(sample, fate, own))
+    return tuple(kept), tuple(rest)
+
+
+def archived(sample: Sample, fate: str, flags: tuple[str, ...]) -> ArchivedRollout:
+    group = _group(sample)
+    rollout = group.rollouts[sample.source[1]]
+    advantages = {index: a for (index, _), a in zip(sample.sequences, sample.advantages, strict=True)}
+    return ArchivedRollout(
+        group_id=group.group_id,
+        domain=group.domain,
+        dataset=group.dataset,
+        problem=group.problem,
+        dispatched_version=group.dispatched_version,
+        rollout=rollout,
+        fate=fate,
+        advantages=tuple(advantages.get(index) for index in range(len(rollout.sequences))),
+        flags=flags,
+    )
+
+
+def _group(sample: Sample) -> RolloutGroup:
+    assert sample.group is not None, "the reader gives every sample its group"
+    return sample.group

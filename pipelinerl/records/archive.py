@@ -1,0 +1,61 @@
+"""What stays of a step when the streams are trimmed, for people: rollouts, and what the trainer computed for them.
+
+Shapes: K trained tokens of a sequence.
+"""
+
+import msgspec
+import numpy as np
+
+from pipelinerl.records.rollouts import Rollout
+
+TRAINED = "trained"
+"""The fate of a rollout that is in the batch of its step; any other fate is the reason why it was dropped."""
+
+
+class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rollout with what became of it."""
+
+    group_id: str
+    domain: str
+    dataset: str
+    problem: str
+    """As in `RolloutGroup`."""
+    dispatched_version: int
+    rollout: Rollout
+    fate: str = TRAINED
+    advantages: tuple[float | None, ...] = ()
+    """One per sequence of the rollout; None for a sequence that trains nothing. Empty where there was none to take."""
+    flags: tuple[str, ...] = ()
+    """Why it is kept longer than others (`archive.choice`)."""
+
+    @property
+    def sample_id(self) -> str:
+        return f"{self.group_id}/{self.rollout.attempt}"
+
+
+class ArchivedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that were packed for an optimizer step, or dropped while it was being filled."""
+
+    step: int
+    """As in `MicroBatch`."""
+    rollouts: tuple[ArchivedRollout, ...]
+
+
+class ScoredSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer computed for one training sequence, in the order of its trained tokens."""
+
+    sequence_id: str
+    """`<group_id>/<attempt>/<sequence>`"""
+    logprobs: np.ndarray
+    """float32 [K]: of the weights that were trained, before the step."""
+    entropy: np.ndarray
+    """float16 [K], nats"""
+    altered: np.ndarray
+    """bool [K]: the loss's clip or an off-policy correction acts on the token."""
+
+
+class ScoredStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's numbers of one optimizer step on one rank."""
+
+    step: int
+    sequences: tuple[ScoredSequence, ...]
