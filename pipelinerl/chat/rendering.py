@@ -112,7 +112,8 @@ def _keep_no_words(backend: Any) -> None:
 
     Where the tokenizer does not split at spaces a word is a whole prompt, of which 4 KB are kept.
     """
-    resize = getattr(backend.model, "_resize_cache", None)  # BPE and Unigram have one
+    model = getattr(backend, "model", None)
+    resize = getattr(model, "_resize_cache", None)  # BPE and Unigram have one
     if resize is not None:
         resize(0)
 

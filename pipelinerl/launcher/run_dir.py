@@ -5,7 +5,6 @@ refuses or starts over as asked; `write` publishes configuration, world and star
 modes 0700 and 0600 (the launcher's umask, which the roles inherit).
 """
 
-import contextlib
 import fcntl
 import fnmatch
 import os
@@ -26,6 +25,7 @@ from pipelinerl.disk import replace_file
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
+from pipelinerl.launcher.logs import last_lines
 from pipelinerl.world import WorldMap
 
 LOCK_FILE = "launcher.lock"
@@ -199,14 +199,9 @@ def mark_folder(path: Path) -> Path:
 
 def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
     """The line that best says why a role ended: its own last error event, else the last line of the log."""
-    with contextlib.suppress(OSError):
-        with open(log_path, "rb") as stream:
-            stream.seek(max(0, log_path.stat().st_size - tail_bytes))
-            lines = [line.rstrip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
-        for marker in ("role failed:", " ERROR ", "Error: ", "error: "):
-            for line in reversed(lines):
-                if marker in line:
-                    return line.partition("role failed: ")[2] or line
-        if lines:
-            return lines[-1]
-    return "its log is empty"
+    lines = last_lines(log_path, tail_bytes)
+    for marker in ("role failed:", " ERROR ", "Error: ", "error: "):
+        for line in reversed(lines):
+            if marker in line:
+                return line.partition("role failed: ")[2] or line
+    return lines[-1] if lines else "its log is empty"

@@ -21,6 +21,7 @@ from typing import Literal
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.logs import cut_logs
 from pipelinerl.launcher.processes import (
     RunMark,
     describe_exit,
@@ -29,7 +30,7 @@ from pipelinerl.launcher.processes import (
     stop_roles,
     wait_for_exit,
 )
-from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.launcher.run_dir import LOG_FILE, last_error_line
 from pipelinerl.launcher.starvation import RunQueues
 from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
 from pipelinerl.observability.role import EXIT_REFUSED
@@ -270,10 +271,14 @@ class Supervisor:
             if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself: silence proves nothing
                 self._watching_since = now
             started = {name: role.started for name, role in self._roles.items() if self._is_running(role)}
+            await asyncio.to_thread(cut_logs, self._logs(), self._limits.max_log_mb * 2**20)
             statuses = await asyncio.to_thread(self._statuses)
             starved = await asyncio.to_thread(self._run_queues.starved, statuses, started, now)
             for failed in find_failed(statuses, started, self._limits, now, self._watching_since, starved):
                 await self._kill(failed)
+
+    def _logs(self) -> list[Path]:
+        return [self._run_dir / LOG_FILE, *(self._run_dir / name / "log.txt" for name in self._roles)]
 
     def _statuses(self) -> dict[str, StatusRecord]:
         """Every role's newest status, on the monotonic clock: setting the clock is neither silence nor progress."""

@@ -1,7 +1,8 @@
 """Numbers of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same in wandb.
 
-The file is the truth and is written at once. wandb lives in a thread of its own behind a bounded queue: a slow, missing
-or failing wandb costs points of a curve, never a step of the run.
+The file is the truth and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older points, so
+that a long run keeps its whole curve in a bounded file. wandb lives in a thread of its own behind a bounded queue: a
+slow, missing or failing wandb costs points of a curve, never a step of the run.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pipelinerl.config.sections import Config, WandbSection
 from pipelinerl.disk import replace_file
@@ -35,11 +36,11 @@ class MetricsLogger:
     """
 
     def __init__(self, cfg: Config, run_dir: Path | str, kind: str):
-        path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._file = open(os.open(path, flags, 0o600), "w", buffering=1)  # noqa: SIM115
+        self._path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kind = kind
+        self._file = _open_lines(self._path)
+        self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[str] = set()
         self._lock = threading.Lock()
         self._wandb = _WandbThread(cfg.wandb, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
@@ -52,17 +53,43 @@ class MetricsLogger:
         line = json.dumps({"step": step, "time": time.time(), **point})
         with self._lock:
             try:
-                self._file.write(line + "\n")
+                self._write(line + "\n")
             except OSError as error:  # a full disk costs a point, never a step of the run
                 log.warning("event=metrics_lost file=%s error=%s", self._file.name, error)
         if self._wandb:
             self._wandb.put(point, step)
+
+    def _write(self, line: str) -> None:
+        self._file.write(line)
+        self._num_bytes += len(line)
+        if self._num_bytes > self._max_bytes:
+            self._num_bytes //= 2  # if thinning fails, it is tried again much later
+            thin(self._path)
+            self._file.close()
+            self._file = _open_lines(self._path)
+            self._num_bytes = self._path.stat().st_size
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
         if self._wandb:
             self._wandb.close()
+
+
+def _open_lines(path: Path) -> TextIO:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", buffering=1)
+
+
+def thin(path: Path) -> None:
+    """Delete every second line of the older half; a reader sees the old file or the new one."""
+    half, read = path.stat().st_size // 2, 0
+    temporary = path.with_name(f".{path.name}.thin")
+    with open(path, "rb") as old, open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as new:
+        for number, line in enumerate(old):
+            read += len(line)
+            if read > half or number % 2 == 0:
+                new.write(line)
+    os.replace(temporary, path)
 
 
 def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:

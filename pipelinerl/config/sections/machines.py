@@ -103,6 +103,12 @@ class LauncherSection(Section):
         "a process that is silent for this long is frozen and counts as failed. A server's engine and redis-server too",
         may_change=True,
     )
+    max_log_mb: PositiveInt = key(
+        64,
+        "largest `<role>/log.txt` and `metrics/*.jsonl`. A log is begun anew and the last one kept as `log.1.txt`. "
+        "Metrics lose every second of their older points",
+        may_change=True,
+    )
     node_timeout_s: PositiveFloat = key(
         60, "several nodes: a node that is silent for this long counts as lost", may_change=True
     )

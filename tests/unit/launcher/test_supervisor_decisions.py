@@ -14,6 +14,7 @@ LIMITS = LauncherSection(
     hang_timeout_s=100,
     heartbeat_timeout_s=20,
     node_timeout_s=60,
+    max_log_mb=1,
 )
 
 

@@ -1,5 +1,6 @@
 """Metrics as JSON lines, wandb at the edge, and log lines without secrets."""
 
+import itertools
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ def config(mode: str = "disabled") -> SimpleNamespace:
         wandb_name=None,
         tags=[],
     )
-    return SimpleNamespace(wandb=section)
+    return SimpleNamespace(wandb=section, launcher=SimpleNamespace(max_log_mb=1))
 
 
 def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> None:
@@ -55,6 +56,18 @@ def test_metrics_continue_the_file_after_a_restart(tmp_path: Path) -> None:
         logger.close()
     assert [point["step"] for point in read_metrics(tmp_path, "actor")] == [1, 2]
     assert read_metrics(tmp_path, "nobody") == []
+
+
+def test_metrics_of_a_long_run_stay_bounded_and_cover_all_of_it(tmp_path: Path) -> None:
+    logger = MetricsLogger(config(), tmp_path, "actor")  # type: ignore[arg-type]
+    for step in range(20_000):
+        logger.log({"reward": 0.5, "sampled_tokens": 123456.0, "prefix_hit_rate": 0.123456789}, step=step)
+    logger.close()
+    assert 0.5 < (tmp_path / "metrics" / "actor.jsonl").stat().st_size / 2**20 <= 1.0
+    steps = [point["step"] for point in read_metrics(tmp_path, "actor")]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-2:]) == (0, [19_998, 19_999])
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) <= 64
 
 
 def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, monkeypatch, caplog) -> None:
