@@ -2,6 +2,7 @@
 
 python -m pipelinerl.streams tail results/x actor            the last 10 records as JSON, one per line
 python -m pipelinerl.streams tail results/x actor --from 0 --follow
+python -m pipelinerl.streams tail results/x actor --text     as conversations instead of token ids
 python -m pipelinerl.streams stats results/x                 streams, lengths, positions, bytes
 """
 
@@ -15,12 +16,19 @@ from typing import Any
 
 from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.rollouts import rendered, token_text
+from pipelinerl.inspect.samples import EVALUATED, seen_group
+from pipelinerl.records import ActorRecord, GroupDropped
+from pipelinerl.records.topics import ACTOR, ACTOR_TEST
 from pipelinerl.streams.api import TopicReader, get_streams_backend, open_reader
 from pipelinerl.streams.base import StreamStats
 from pipelinerl.streams.codec import jsonable
 from pipelinerl.streams.spec import SingleStreamSpec
 
 _FOLLOW_S = 0.5
+
+Show = Callable[[SingleStreamSpec, int, Any], str]
+"""A record (its stream, its offset) as printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +56,10 @@ def tail(args: argparse.Namespace) -> None:
     if not specs:
         known = ", ".join(map(str, get_streams_backend().specs(args.run))) or "none"
         raise StreamError(f"{args.run} has no stream {args.topic!r}; its streams: {known}")
-    readers = [_open_at(spec, args.first, args.last) for spec in specs]
+    show = _text_of_records(args.run, specs) if args.text else _json_of_record
+    readers = [_open_at(spec, args.first, args.last, ActorRecord if args.text else Any) for spec in specs]
     try:
-        while _print_new(readers, _FOLLOW_S / len(readers) if args.follow else 0.0) or args.follow:
+        while _print_new(readers, _FOLLOW_S / len(readers) if args.follow else 0.0, show) or args.follow:
             pass
     finally:
         for reader in readers:
@@ -85,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     tail_parser.add_argument("topic", help="a topic (actor) or one stream of it (training_data/0/1)")
     tail_parser.add_argument("--last", type=int, default=10, metavar="N", help="records to begin with (10)")
     tail_parser.add_argument("--from", type=int, dest="first", metavar="OFFSET", help="begin at this record instead")
+    tail_parser.add_argument("--text", action="store_true", help="rollouts as conversations (actor, actor_test)")
     tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
     add("stats", stats).add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -102,18 +112,38 @@ def _parse_topic(run_dir: Path, text: str) -> SingleStreamSpec | None:
     return None
 
 
-def _open_at(spec: SingleStreamSpec, first: int | None, last: int) -> TopicReader[Any]:
+def _open_at(spec: SingleStreamSpec, first: int | None, last: int, record_type: Any) -> TopicReader[Any]:
     stored = get_streams_backend().stats(spec)
     wanted = stored.next_offset - max(last, 0) if first is None else first
-    return open_reader(spec, Any, name=None, start=max(stored.first_offset, wanted))
+    return open_reader(spec, record_type, name=None, start=max(stored.first_offset, wanted))
 
 
-def _print_new(readers: list[TopicReader[Any]], timeout_s: float) -> bool:
+def _json_of_record(spec: SingleStreamSpec, offset: int, record: Any) -> str:
+    return json.dumps({"stream": str(spec), "offset": offset, "record": jsonable(record)})
+
+
+def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
+    """Shows groups as conversations, and dropped ones as the reason."""
+    other = next((spec.topic for spec in specs if spec.topic not in (ACTOR, ACTOR_TEST)), None)
+    if other is not None:
+        raise StreamError(f"--text shows rollouts, which topics {ACTOR} and {ACTOR_TEST} hold, not {other}")
+    text = token_text(run_dir)
+
+    def show(_: SingleStreamSpec, offset: int, record: Any) -> str:
+        if isinstance(record, GroupDropped):
+            return f"── {record.group_id} dropped: {record.reason}: {record.detail}"
+        fate = EVALUATED if record.group_id.startswith("test-") else "published"
+        return "\n".join(rendered(seen, text).plain.rstrip("\n") for seen in seen_group(record, fate))
+
+    return show
+
+
+def _print_new(readers: list[TopicReader[Any]], timeout_s: float, show: Show) -> bool:
     """Prints what each reader has; returns whether there was anything."""
     printed = False
     for reader in readers:
         for offset, record in reader.poll(timeout_s):
-            print(json.dumps({"stream": str(reader.spec), "offset": offset, "record": jsonable(record)}))
+            print(show(reader.spec, offset, record))
             printed = True
     if printed:
         sys.stdout.flush()

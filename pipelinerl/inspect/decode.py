@@ -1,0 +1,180 @@
+"""Token ids as text, one piece per token, and the conversation that the text is. Pure but for loading the tokenizer.
+
+The pieces of a sequence joined are its text, special tokens included. A token that holds a part of a character has an
+empty piece; the character stands at the token that completes it.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelinerl.config.load import load_run
+from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.errors import ConfigError
+from pipelinerl.records import TrainingSequence
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BROKEN = "\ufffd"
+LONGEST_CHARACTER = 8
+"""Tokens after which a character that is not complete counts as broken."""
+FORMATS = (
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n?(?P<text>.*?)(?:<\|im_end\|>\n?|(?=<\|im_start\|>)|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n*(?P<text>.*?)"
+        r"(?:<\|eo[tm]_id\|>|(?=<\|start_header_id\|>)|\Z)",
+        re.DOTALL,
+    ),
+    re.compile(r"<start_of_turn>(?P<role>\w+)\n?(?P<text>.*?)(?:<end_of_turn>\n?|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|start\|>(?P<role>[^<]*(?:<\|channel\|>[^<]*)?)<\|message\|>(?P<text>.*?)(?:<\|(?:end|return|call)\|>|\Z)",
+        re.DOTALL,
+    ),
+)
+"""How chat templates mark messages: ChatML (Qwen and others), Llama 3, Gemma, Harmony."""
+
+
+class TokenText:
+    """Texts of tokens under one tokenizer."""
+
+    def __init__(self, tokenizer: "Tokenizer"):
+        self._tokenizer = tokenizer
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self._decode(self._anchor)
+        self._after_text = lru_cache(maxsize=1 << 18)(self._text_after_anchor)
+
+    def pieces(self, token_ids: Iterable[int]) -> list[str]:
+        """One text per token."""
+        texts: list[str] = []
+        waiting: list[int] = []
+        for token_id in token_ids:
+            text = self._after_text((int(token_id),)) if not waiting else ""
+            if waiting or BROKEN in text:
+                waiting.append(int(token_id))
+                text = self._text_after_anchor(tuple(waiting))
+                if BROKEN in text and len(waiting) < LONGEST_CHARACTER:
+                    text = ""
+                else:
+                    waiting = []
+            texts.append(text)
+        if waiting:
+            texts[-1] = self._text_after_anchor(tuple(waiting))
+        return texts
+
+    def is_known(self, token_id: int) -> bool:
+        """Whether the tokenizer has this token."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _text_after_anchor(self, token_ids: tuple[int, ...]) -> str:
+        """Their text where something stands before them: at a beginning, some tokenizers drop a space."""
+        if len(token_ids) == 1 and not self.is_known(token_ids[0]):
+            return f"<unknown token {token_ids[0]}>"
+        return self._decode([*self._anchor, *token_ids]).removeprefix(self._anchor_text)
+
+
+class NumberText(TokenText):
+    """Stands in where there is no tokenizer: every token is its number."""
+
+    def __init__(self) -> None:
+        pass
+
+    def pieces(self, token_ids: Iterable[int]) -> list[str]:
+        return [f"{int(token_id)} " for token_id in token_ids]
+
+    def is_known(self, token_id: int) -> bool:
+        return True
+
+
+def load_token_text(run_dir: Path) -> TokenText:
+    """The tokenizer of a run: of its exports, its model's folder, or the Hugging Face cache.
+
+    Raises:
+        ConfigError: none of them has one.
+    """
+    from tokenizers import Tokenizer
+
+    folders = sorted((run_dir / "exports").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
+    model_path = load_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
+    if model_path:
+        folders.append(Path(model_path))
+    for folder in [*folders, run_dir / "model"]:  # a run folder that was moved still has its own model
+        if (folder / "tokenizer.json").is_file():
+            return TokenText(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    if model_path:
+        return TokenText(_from_transformers(model_path))
+    raise ConfigError(f"{run_dir} has no tokenizer: it is no run folder, and has neither exports/ nor model/")
+
+
+def _from_transformers(model_path: str) -> "Tokenizer":
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"`model_path` is {model_path!r}: its tokenizer is not on this machine ({reason})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message of a conversation, as it was rendered."""
+
+    role: str
+    """Empty where the text has no marks of a chat template."""
+    parts: tuple[tuple[str, bool], ...]
+    """(text, whether it was sampled), in order."""
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
+    """bool [T]: tokens that the policy sampled."""
+    mask = np.zeros(len(sequence.token_ids), bool)
+    for start, end, _ in sequence.spans.tolist():
+        mask[start:end] = True
+    return mask
+
+
+def conversation(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
+    """The messages in a sequence's text. A mark of the template that was sampled is part of no message."""
+    text = "".join(pieces)
+    origin = [flag for piece, flag in zip(pieces, sampled, strict=True) for _ in piece]
+    for pattern in FORMATS:
+        found = list(pattern.finditer(text))
+        if found:
+            return [Message(role=m["role"].strip(), parts=_parts(text, origin, *m.span("text"))) for m in found]
+    return [Message(role="", parts=_parts(text, origin, 0, len(text)))]
+
+
+def _parts(text: str, origin: Sequence[bool], start: int, end: int) -> tuple[tuple[str, bool], ...]:
+    parts: list[tuple[str, bool]] = []
+    begin = start
+    for place in range(start + 1, end + 1):
+        if place == end or origin[place] != origin[begin]:
+            parts.append((text[begin:place], bool(origin[begin])))
+            begin = place
+    return tuple(parts)
+
+
+def problem_fields(problem: str) -> dict[str, Any]:
+    """A problem's fields; what is no JSON object, or was cut, is one text."""
+    try:
+        fields = json.loads(problem)
+    except ValueError:
+        fields = problem
+    return fields if isinstance(fields, dict) else {"problem": fields} if fields else {}

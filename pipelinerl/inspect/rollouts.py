@@ -1,0 +1,252 @@
+"""`pipelinerl rollouts RUN`: what the model was asked and said, and what became of it.
+
+    pipelinerl rollouts results/x                       the newest rollouts, in a pager, coloured
+    pipelinerl rollouts results/x --step 40 --best 3    of the batch of one optimizer step, highest reward first
+    pipelinerl rollouts results/x --grep 'I cannot'     whose text matches
+    pipelinerl rollouts results/x --group 0-17          the attempts at one problem; 0-17/3 is one of them
+    pipelinerl rollouts results/x --test --worst 5      of the evaluations
+
+Reads the archive and the topics of a running, stopped or finished run; changes nothing. Sampled text stands between
+« and », and is green where there are colours.
+"""
+
+import argparse
+import heapq
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from pipelinerl.config.load import load_run
+from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.inspect.decode import (
+    Message,
+    NumberText,
+    TokenText,
+    conversation,
+    load_token_text,
+    problem_fields,
+    sampled_mask,
+)
+from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.samples import SeenRollout, matching, read_tests, read_training
+from pipelinerl.records.archive import TRAINED
+from pipelinerl.streams.codec import jsonable
+
+SHOWN = 20
+ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold", "tool": "yellow"}
+SAMPLED_STYLE = "green"
+TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        with look_into(args.run):
+            show(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has seen enough
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def show(args: argparse.Namespace) -> None:
+    text = token_text(args.run)
+    found = select(args, text)
+    if args.json:
+        for seen in found:
+            print(json.dumps(as_json(seen, text), ensure_ascii=False))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        os.environ.setdefault("LESS", "-RFX")
+        with console.pager(styles=True):
+            print_all(console, found, text)
+    else:
+        print_all(console, found, text)
+
+
+def print_all(console: Console, found: Iterable[SeenRollout], text: TokenText) -> None:
+    count = 0
+    for seen in found:
+        count += 1
+        console.print(rendered(seen, text))
+    if not count:
+        console.print("no rollout matches", style="dim")
+
+
+def select(args: argparse.Namespace, text: TokenText) -> Iterable[SeenRollout]:
+    """The rollouts that are asked for, in the order in which they are shown."""
+    found: Iterator[SeenRollout] = matching(rollouts_of(args), group=args.group, domain=args.domain)
+    if args.grep:
+        pattern = compiled(args.grep)
+        found = (seen for seen in found if pattern.search(whole_text(seen, text)))
+    if args.best is not None:
+        return heapq.nlargest(args.best, found, key=lambda seen: seen.rollout.reward)
+    if args.worst is not None:
+        return heapq.nsmallest(args.worst, found, key=lambda seen: seen.rollout.reward)
+    if args.json or args.all:
+        return found
+    return deque(found, maxlen=args.last)
+
+
+def rollouts_of(args: argparse.Namespace) -> Iterator[SeenRollout]:
+    replicas = load_run(args.run).world.replicas if (args.run / RUN_CONFIG).is_file() else 1
+    if args.test:
+        tests = read_tests(args.run, replicas=replicas)
+        return tests if args.step is None else (t for t in tests if t.dispatched_version == args.step)
+    return read_training(args.run, replicas=replicas, step=args.step)
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--grep {pattern!r} is not a regular expression: {error}") from error
+
+
+def token_text(run_dir: Path) -> TokenText:
+    """The run's tokenizer; token ids where there is none, and the reason on stderr."""
+    try:
+        return load_token_text(run_dir)
+    except ConfigError as error:
+        print(f"warning: token ids instead of text: {error}", file=sys.stderr)
+        return NumberText()
+
+
+def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
+    """The conversation in every sequence."""
+    return [
+        conversation(text.pieces(sequence.token_ids.tolist()), sampled_mask(sequence).tolist())
+        for sequence in seen.rollout.sequences
+    ]
+
+
+def whole_text(seen: SeenRollout, text: TokenText) -> str:
+    return "\n".join("".join(text.pieces(sequence.token_ids.tolist())) for sequence in seen.rollout.sequences)
+
+
+def headline(seen: SeenRollout) -> str:
+    """Everything about a rollout but its text."""
+    versions = "–".join(map(str, dict.fromkeys((*seen.versions[:1], *seen.versions[-1:])))) or "–"
+    fate = seen.fate if seen.step is None or seen.fate == TRAINED else f"dropped: {seen.fate}"
+    facts = [
+        seen.sample_id,
+        fate if seen.step is None else f"{fate}, step {seen.step}",
+        f"{seen.domain}/{seen.dataset}",
+        f"reward {seen.rollout.reward:.4g}",
+        *([f"advantage {seen.advantage:+.3g}"] if seen.advantage is not None else []),
+        *(["success" if seen.success else "no success"] if seen.success is not None else []),
+        f"versions {versions}",
+        *([f"lag {seen.lag}"] if seen.lag is not None else []),
+        f"{seen.num_sampled} tokens",
+        f"ended by {seen.finish_reason}",
+        *seen.flags,
+    ]
+    return "  ".join(facts)
+
+
+def rendered(seen: SeenRollout, text: TokenText) -> Text:
+    """A rollout for the terminal."""
+    out = Text()
+    out.append(f"── {headline(seen)}\n", "bold")
+    for name, value in problem_fields(seen.problem).items():
+        out.append(f"   {name}: ", "dim")
+        out.append(f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n", "dim")
+    for number, messages in enumerate(messages_of(seen, text)):
+        if number:
+            out.append(f"   (training sequence {number}: its tokens do not extend the one before)\n", "dim")
+        for message in messages:
+            out.append(f"[{message.role or 'text'}] ", ROLE_STYLES.get(message.role, "bold"))
+            for part, sampled in message.parts:
+                out.append_text(styled(f"«{part}»" if sampled else part, SAMPLED_STYLE if sampled else ""))
+            out.append("\n")
+    return out
+
+
+def styled(part: str, style: str) -> Text:
+    text = Text(part, style)
+    text.highlight_regex(TOOL_CALL, "yellow")
+    return text
+
+
+def as_json(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
+    """A rollout for programs."""
+    rollout = seen.rollout
+    return jsonable(
+        {
+            "sample_id": seen.sample_id,
+            "step": seen.step,
+            "fate": seen.fate,
+            "domain": seen.domain,
+            "dataset": seen.dataset,
+            "problem": problem_fields(seen.problem),
+            "reward": rollout.reward,
+            "metrics": rollout.metrics,
+            "advantages": list(seen.advantages),
+            "versions": list(seen.versions),
+            "lag": seen.lag,
+            "sampled_tokens": seen.num_sampled,
+            "finish_reason": seen.finish_reason,
+            "latency_s": rollout.latency_s,
+            "servers": list(rollout.servers),
+            "flags": list(seen.flags),
+            "sequences": [
+                {
+                    "messages": [
+                        {"role": message.role, "parts": [{"text": t, "sampled": s} for t, s in message.parts]}
+                        for message in messages
+                    ],
+                    "token_ids": sequence.token_ids,
+                    "logprobs": sequence.logprobs,
+                    "spans": sequence.spans,
+                }
+                for sequence, messages in zip(rollout.sequences, messages_of(seen, text), strict=True)
+            ],
+        }
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    lines = (__doc__ or "").splitlines()
+    own = argparse.ArgumentParser(
+        prog="pipelinerl rollouts",
+        description=lines[0],
+        epilog="\n".join(lines[1:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own.add_argument("run", type=Path, help="the run folder")
+    own.add_argument("--step", type=natural, help="of this optimizer step; with --test of this weight version")
+    own.add_argument("--group", help="of one problem's attempts, or one attempt (0-17/3)")
+    own.add_argument("--domain", help="of one domain or data set")
+    own.add_argument("--grep", metavar="REGEX", help="whose text matches")
+    own.add_argument("--test", action="store_true", help="rollouts of evaluations instead of training")
+    own.add_argument("--json", action="store_true", help="one JSON object per line")
+    some = own.add_mutually_exclusive_group()
+    some.add_argument("--best", type=natural, metavar="K", help="the K with the highest rewards")
+    some.add_argument("--worst", type=natural, metavar="K", help="the K with the lowest rewards")
+    some.add_argument("--last", type=natural, default=SHOWN, metavar="K", help=f"the newest K ({SHOWN})")
+    some.add_argument("--all", action="store_true", help="all of them")
+    return own
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(told_in_one_line(main))

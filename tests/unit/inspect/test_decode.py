@@ -1,0 +1,91 @@
+"""Tokens as text: pieces add up to the text, characters of several tokens stay whole, templates become messages."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipelinerl.inspect.decode import TokenText, conversation, problem_fields, sampled_mask
+from pipelinerl.records import TrainingSequence
+from tests.run_folder import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def text() -> TokenText:
+    return TokenText(make_tokenizer())
+
+
+def test_pieces_of_any_text_add_up_to_it(text: TokenText) -> None:
+    for original in ("The answer is 30", " é 漢字 🙂 end", "<|im_start|>user\nhi<|im_end|>\n", "", "a\n\n  b"):
+        pieces = text.pieces(text.encode(original))
+        assert "".join(pieces) == original
+        assert len(pieces) == len(text.encode(original))
+
+
+def test_pieces_character_of_several_tokens_stands_at_its_last(text: TokenText) -> None:
+    ids = text.encode("漢")
+    assert len(ids) == 3
+    assert text.pieces(ids) == ["", "", "漢"]
+    assert text.pieces(ids[:2]) == ["", "\ufffd"], "cut inside a character"
+    assert text.pieces([*ids[:1], *text.encode("abc")])[0] == "", "broken, and the text behind it is not lost"
+    assert "c" in "".join(text.pieces([*ids[:1], *text.encode("abc")]))
+
+
+def test_pieces_token_that_the_tokenizer_does_not_have_is_named(text: TokenText) -> None:
+    assert text.pieces([99_999]) == ["<unknown token 99999>"]
+    assert not text.is_known(99_999)
+
+
+def test_pieces_of_a_tokenizer_that_drops_leading_spaces_keep_them() -> None:
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), ("▁is", -0.5), ("b", -1.0)], 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    text = TokenText(tokenizer)
+    assert text.pieces([3, 4]) == [" is", "b"]
+
+
+def test_conversation_roles_and_sampled_parts_of_chatml() -> None:
+    pieces = ["<|im_start|>", "user\n", "hi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "yes", "<|im_end|>"]
+    sampled = [False] * 7 + [True, True]
+    found = conversation(pieces, sampled)
+    assert [(m.role, m.parts) for m in found] == [("user", (("hi", False),)), ("assistant", (("yes", True),))]
+
+
+def test_conversation_prefilled_answer_is_marked_from_where_it_was_sampled() -> None:
+    found = conversation(["<|im_start|>assistant\n", "I ", "think"], [False, False, True])
+    assert found[0].parts == (("I ", False), ("think", True))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo",
+            "yo",
+        ),
+        ("<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nyo", "yo"),
+        ("<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>yo<|return|>", "yo"),
+    ],
+)
+def test_conversation_other_templates(text: str, expected: str) -> None:
+    found = conversation(list(text), [False] * len(text))
+    assert [message.text for message in found] == ["hi", expected]
+    assert found[0].role == "user"
+
+
+def test_conversation_without_a_template_is_one_text() -> None:
+    (message,) = conversation(["2+2=", "4"], [False, True])
+    assert (message.role, message.parts) == ("", (("2+2=", False), ("4", True)))
+
+
+def test_sampled_mask_is_what_spans_cover() -> None:
+    spans = np.array([[1, 2, 0], [3, 5, 1]], np.int32)
+    sequence = TrainingSequence(
+        token_ids=np.zeros(6, np.int32), logprobs=np.zeros(3, np.float32), spans=spans, finish_reason="stop"
+    )
+    assert sampled_mask(sequence).tolist() == [False, True, False, True, True, False]
+
+
+def test_problem_fields_of_cut_json_are_the_text() -> None:
+    assert problem_fields('{"a": 1}') == {"a": 1}
+    assert problem_fields('{"a": "long tex') == {"problem": '{"a": "long tex'}
+    assert problem_fields("") == {}
