@@ -11,7 +11,7 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
         path: its folder must exist.
         content: text is written as UTF-8.
         mode: permission bits, less those of the umask.
-        sync: the content is on the disk before the name is: a power cut leaves no empty file.
+        sync: content and name are on the disk when this returns, the content first: a power cut leaves no empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
@@ -20,6 +20,16 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
+    if sync:
+        sync_path(path.parent)
+
+
+def make_folder(path: Path, *, sync: bool = True) -> None:
+    """Make a folder and its parents; with ``sync`` their names are on the disk when this returns."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing if sync else ():
+        sync_path(folder.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipelinerl.errors import DeadlineError, StreamError
-from pipelinerl.records.messages import ProbeMissed, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records.messages import (
+    ProbeMissed,
+    SamplesProcessed,
+    TrainerMessage,
+    TrainingDone,
+    TrainingResumed,
+    WeightUpdateSuccess,
+)
 from pipelinerl.records.topics import TRAINER
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
@@ -136,7 +143,8 @@ class TrainerState:
     def _listen(self) -> None:
         """Consumes trainer messages; ends with ``stop`` or a failure, which it hands to whoever asks next."""
         try:
-            with open_reader(SingleStreamSpec(self.exp_path, TRAINER), TrainerMessage, name=None) as reader:
+            spec = SingleStreamSpec(self.exp_path, TRAINER)
+            with open_reader(spec, TrainerMessage, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():
                     for _, message in reader.poll(_POLL_S):
                         self._take(message)
@@ -153,6 +161,8 @@ class TrainerState:
                 case ProbeMissed():
                     self._misses.append(message)
                     self._servers = tuple(name for name in self._servers if name != message.server)
+                case TrainingResumed() if message.step:
+                    self._samples = max(message.samples_processed, self._samples or 0)
                 case SamplesProcessed():
                     self._samples = message.samples_processed
                 case TrainingDone() if message.step >= self._last_step:

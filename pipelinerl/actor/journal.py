@@ -45,8 +45,9 @@ class TopicJournal:
         self._progress.apply(record)
 
     def save(self) -> None:
-        """Writes the snapshot, then gives the records that it covers up for deletion."""
+        """Syncs the records, writes the snapshot of them, then gives them up for deletion."""
         offset = self._groups.next_offset
+        self._groups.sync()
         save_snapshot(self._folder, self._progress.snapshot(offset))
         self._keeper.commit(offset)
         self._next_save = time.monotonic() + SAVE_EVERY_S
@@ -79,7 +80,7 @@ class DropListener:
     def _listen(self) -> None:
         """Consumes progress records; ends with ``stop`` or a failure, which the next ``total`` raises."""
         try:
-            with open_reader(self._spec, PreprocessorProgress, name=None) as reader:
+            with open_reader(self._spec, PreprocessorProgress, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():
                     for _, progress in reader.poll(LISTEN_S):
                         self._total = progress.samples_dropped

@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from pipelinerl.disk import sync_path
+from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
@@ -93,7 +93,7 @@ def begin(peers: Peers, root: Path, step: int) -> Path:
 
     def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_folder(folder)
 
     def find() -> None:
         if not folder.is_dir():

@@ -288,14 +288,15 @@ class Trainer:
         step = self.counters.step
         repeated = drop_points_after(self.ctx.run_dir, "finetune", step)
         if step or repeated:
-            topic.write(TrainingResumed(step=step, repeated=repeated, timestamp=time.time()))
+            samples = self.counters.samples_processed
+            topic.write(TrainingResumed(step=step, repeated=repeated, samples_processed=samples, timestamp=time.time()))
             log.info("resuming from step %d (%d repeated)", step, repeated)
 
     def _open_outputs(self, sender: Sender) -> Outputs:
         topic = TrainerTopic(self.ctx.run_dir)
         self._tell_resumed(topic)
         spec = SingleStreamSpec(self.ctx.run_dir, EVALUATION)
-        evaluations = open_reader(spec, EvaluationMessage, name="finetune", start=0)
+        evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
         lease = EvaluationLease(lambda: [message for _, message in evaluations.read_all()])
         metrics = MetricsLogger(self.cfg, self.ctx.run_dir, "finetune")
         return Outputs(topic, Publisher(sender, topic.write, lease), metrics, evaluations)

@@ -136,7 +136,7 @@ def read(run_dir: Path) -> Ledger:
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
-        with open_reader(spec, record_type, name=None) as reader:
+        with open_reader(spec, record_type, name=None, over_damage=True) as reader:
             found = reader.read_all()
         return (found[0][0] if found else 0), [record for _, record in found]
 

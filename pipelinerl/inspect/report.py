@@ -58,10 +58,12 @@ class RunRecords:
 def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True) -> RunRecords:
     """Read the topics of a run from their beginning; the streams backend must be set."""
     records = RunRecords()
-    with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None) as reader:
+    with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None, over_damage=True) as reader:
         records.trainer = [message for _, message in reader.read_all()]
     for replica in range(replicas):
-        with open_reader(SingleStreamSpec(run_dir, EVALUATION, replica), EvaluationMessage, name=None) as reader:
+        with open_reader(
+            SingleStreamSpec(run_dir, EVALUATION, replica), EvaluationMessage, name=None, over_damage=True
+        ) as reader:
             records.evaluations += [m for _, m in reader.read_all() if isinstance(m, EvaluationDone)]
         if with_rollouts:
             read_rollouts(SingleStreamSpec(run_dir, ACTOR, replica), records.rollouts)
@@ -70,7 +72,7 @@ def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True
 
 def read_rollouts(spec: SingleStreamSpec, totals: RolloutTotals) -> None:
     """Add up a topic of groups, a batch at a time."""
-    with open_reader(spec, ActorRecord, name=None) as reader:
+    with open_reader(spec, ActorRecord, name=None, over_damage=True) as reader:
         batch = reader.poll(0)
         totals.is_complete &= not batch or batch[0][0] == 0
         while batch:
@@ -159,7 +161,7 @@ def write_report(run_dir: Path, *, replicas: int, wall_s: float, seed: int) -> d
     previous = read_summary(run_dir)
     total_s = wall_s + float((previous or {}).get("wall_s") or 0.0)
     summary = summarise(records, read_metrics(run_dir, "actor"), wall_s=total_s, seed=seed)
-    replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600)
+    replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
     draw_learning_curve(run_dir / "learning_curve.png", records)
     return summary
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.config.resume import differing_keys
-from pipelinerl.disk import replace_file
+from pipelinerl.disk import make_folder, replace_file
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
@@ -176,8 +176,8 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
 
 def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
     """Publish configuration, world map and one folder per role."""
-    (path / RUN_CONFIG).parent.mkdir(mode=0o700, exist_ok=True)
-    replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600)
+    make_folder((path / RUN_CONFIG).parent)
+    replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600, sync=True)
     world.save(path)
     write_roles(path, commands)
 

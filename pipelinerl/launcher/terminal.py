@@ -61,7 +61,9 @@ class ProgressLines:
         from pipelinerl.streams import SingleStreamSpec, open_reader
 
         try:
-            with open_reader(SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None) as reader:
+            with open_reader(
+                SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
+            ) as reader:
                 return [message for _, message in reader.read_all()]
         except StreamError:
             return []
@@ -72,8 +74,12 @@ class ProgressLines:
 
         while not self._stop.is_set():
             try:
-                trainer = open_reader(SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None)
-                evaluation = open_reader(SingleStreamSpec(self._run_dir, EVALUATION), EvaluationMessage, name=None)
+                trainer = open_reader(
+                    SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
+                )
+                evaluation = open_reader(
+                    SingleStreamSpec(self._run_dir, EVALUATION), EvaluationMessage, name=None, over_damage=True
+                )
                 with trainer, evaluation:
                     while not self._stop.is_set():
                         for _, message in trainer.poll(POLL_S):

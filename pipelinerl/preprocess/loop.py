@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
 BUSY_POLL_S = 0.05
+COMMIT_EVERY_S = 1.0
 ROLLOUTS_SHARE = 2 / 3
 """Of the archive's space; the rest is the trainer's."""
 
@@ -133,7 +134,7 @@ class Preprocessor:
         self.ready_steps = max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
         self.trainer = TrainerState(ctx.run_dir)
         self.trainer.start_listening()
-        self.last_publish = time.monotonic()
+        self.last_publish = self.next_commit = time.monotonic()
         log.info(
             "ready step=%d source=%s packed=%d dropped=%d ranks=%d reference=%s",
             self.cutter.step,
@@ -151,8 +152,7 @@ class Preprocessor:
             group = self.pending.popleft()
             for sample in group.samples if group.scored is None else group.scored.result():
                 self._decide(sample)
-        if self.totals.pending:
-            self.progress.write(self.totals.to_record())
+        self._report_drops()
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -213,8 +213,7 @@ class Preprocessor:
         """Back-pressure; False when asked to stop meanwhile (the batch is rebuilt after the restart)."""
         if not self._too_far_ahead(step):
             return True
-        if self.totals.pending:
-            self.progress.write(self.totals.to_record())
+        self._report_drops()
         last = step - self.ready_steps - 1
         with self.ctx.status.waiting(f"training of step {last}", on="finetune_0"):
             while self._too_far_ahead(step):
@@ -227,14 +226,28 @@ class Preprocessor:
         return step - steps_trained > self.ready_steps
 
     def _publish(self, batch: OptimizerBatch) -> None:
-        """First the data, then the record that says so, then the actor's records may go."""
+        """First the data, then the record that says so, then the actor's records may go; on the disk as well."""
         batches = collate(batch, self.collation)
+        self.groups.barrier()
         self.publisher.publish(batches)
+        self.publisher.barrier()
         self.totals.published(batch.step, len(batch.samples), batch.next_source)
         self.progress.write(self.totals.to_record([sample.sample_id for sample in batch.samples]))
         self.archive.write(batch.step)
-        self.groups.commit(batch.next_source)
+        if time.monotonic() >= self.next_commit:
+            self._commit()
         self._report(batch, step_metrics(batch, quality_of(batches, self.collation.seq_length)))
+
+    def _commit(self) -> None:
+        """Lets go of the groups behind the last published batch."""
+        self.progress.barrier()
+        self.groups.commit(self.totals.source)
+        self.next_commit = time.monotonic() + COMMIT_EVERY_S
+
+    def _report_drops(self) -> None:
+        if self.totals.pending:
+            self.groups.barrier()
+            self.progress.write(self.totals.to_record())
 
     def _report(self, batch: OptimizerBatch, values: dict[str, float]) -> None:
         now = time.monotonic()

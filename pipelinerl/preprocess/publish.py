@@ -7,7 +7,7 @@ With sequence parallelism the ranks of a group work on the same micro-batch, so 
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import CorruptStreamError
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
 from pipelinerl.streams import StreamRangeSpec, TopicWriter, open_writer
@@ -32,10 +32,10 @@ class MicroBatchPublisher:
     def check_published(self, last_step: int | None) -> None:
         """Refuses to go on when a partition lacks a step that topic `preprocessor` says was published."""
         for writer, (step, _) in zip(self._writers, self._last, strict=True):
-            if last_step is not None and step < last_step:
-                raise StreamError(
-                    f"{writer.spec} ends with step {step}, but step {last_step} was published: records were lost "
-                    "(a crash of the machine with streams.fsync=never?); start over with force_restart=true"
+            if last_step is not None and step < last_step and (step >= 0 or writer.next_offset == 0):
+                raise CorruptStreamError(
+                    f"{writer.spec} ends with step {step}, but step {last_step} was published: records were lost (a "
+                    "power cut with streams.fsync=never?)"
                 )
 
     def publish(self, batches: Sequence[Sequence[MicroBatch]]) -> int:
@@ -49,6 +49,11 @@ class MicroBatchPublisher:
                     self._last[partition] = (record.step, record.index)
                     written += 1
         return written
+
+    def barrier(self) -> None:
+        """What is written from now on becomes durable only after the micro-batches that were published."""
+        for writer in self._writers:
+            writer.barrier()
 
     def close(self) -> None:
         for writer in self._writers:

@@ -52,6 +52,10 @@ class GroupReader:
         """Nothing before ``source`` is needed any more."""
         self._reader.commit(source[0])
 
+    def barrier(self) -> None:
+        """What is written from now on becomes durable only after the groups that were read."""
+        self._reader.barrier()
+
     def close(self) -> None:
         self._reader.close()
 

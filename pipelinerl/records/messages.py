@@ -59,6 +59,8 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_r
     """Optimizer steps behind the state that was loaded."""
     repeated: int
     """Steps that had been made beyond it."""
+    samples_processed: int = 0
+    """Rollouts trained up to ``step``."""
     timestamp: float = 0.0
 
 

@@ -4,6 +4,7 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 ``set_streams_backend``, ``write_to_streams`` and ``read_stream``, whose records are plain data.
 """
 
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, RecordTooLarge, StreamError
+from pipelinerl.errors import ConfigError, CorruptStreamError, RecordTooLarge, StreamError
 from pipelinerl.records.topics import RETAINED_MB
-from pipelinerl.streams.base import Appender, Backend, Cursor
+from pipelinerl.streams.base import RETENTION, Appender, Backend, Cursor
 from pipelinerl.streams.codec import Codec
 from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpec
 
 R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 BACKENDS = {
     "files": "pipelinerl.streams.files.FilesBackend",
@@ -83,6 +85,14 @@ class TopicWriter(_Closing, Generic[R]):
             self._retention.appended(offset, len(payload))
         return offset
 
+    def sync(self) -> None:
+        """Makes every record written so far durable, so that something outside the streams may point behind them."""
+        self._appender.sync()
+
+    def barrier(self) -> None:
+        """What is written to any stream from now on becomes durable only after every record written here so far."""
+        self._appender.barrier()
+
     def last(self) -> tuple[int, R] | None:
         """The newest record with its offset, for continuing after a restart; None in an empty stream."""
         payload = self._appender.last()
@@ -102,8 +112,8 @@ class Retention(_Closing):
     much is kept.
     """
 
-    def __init__(self, cursor: Cursor, keep_bytes: int):
-        self._cursor, self._slice_bytes = cursor, keep_bytes // RETENTION_SLICES
+    def __init__(self, appender: Appender, cursor: Cursor, keep_bytes: int):
+        self._appender, self._cursor, self._slice_bytes = appender, cursor, keep_bytes // RETENTION_SLICES
         self._marks: deque[int] = deque(maxlen=RETENTION_SLICES + 1)
         self._since_mark = 0
 
@@ -114,6 +124,7 @@ class Retention(_Closing):
             self._since_mark = 0
             self._marks.append(offset + 1)
             if len(self._marks) == self._marks.maxlen:
+                self._appender.barrier()
                 self._cursor.commit(self._marks[0])
 
     def close(self) -> None:
@@ -123,10 +134,11 @@ class Retention(_Closing):
 class TopicReader(_Closing, Generic[R]):
     """Reads records of one type from one stream, each checked against the type."""
 
-    def __init__(self, spec: SingleStreamSpec, cursor: Cursor, codec: Codec[R]):
+    def __init__(self, spec: SingleStreamSpec, cursor: Cursor, codec: Codec[R], *, over_damage: bool = False):
         self.spec = spec
         self._cursor = cursor
         self._codec = codec
+        self._over_damage = over_damage
 
     @property
     def position(self) -> int:
@@ -135,7 +147,16 @@ class TopicReader(_Closing, Generic[R]):
 
     def poll(self, timeout_s: float) -> list[tuple[int, R]]:
         """Next records with their offsets, at most a few hundred; waits up to ``timeout_s`` for the first."""
-        return [(offset, self._decode(offset, payload)) for offset, payload in self._cursor.read(timeout_s)]
+        return [(offset, self._decode(offset, payload)) for offset, payload in self._read(timeout_s)]
+
+    def _read(self, timeout_s: float) -> list[tuple[int, Any]]:
+        while True:
+            try:
+                return self._cursor.read(timeout_s)
+            except CorruptStreamError as error:
+                if not (self._over_damage and self._cursor.skip_damage()):
+                    raise
+                log.warning("event=damage_passed_over stream=%s reason=%s", self.spec, error)
 
     def read_all(self) -> list[tuple[int, R]]:
         """Every record from ``position`` on that is there now; does not wait."""
@@ -147,6 +168,10 @@ class TopicReader(_Closing, Generic[R]):
     def commit(self, offset: int) -> None:
         """Makes ``offset`` the durable position: this reader needs nothing below it any more, whatever happens."""
         self._cursor.commit(offset)
+
+    def barrier(self) -> None:
+        """What is written to any stream from now on becomes durable only after every record read here so far."""
+        self._cursor.barrier()
 
     def sync(self) -> None:
         """Makes the records below ``position`` durable, so that something else may point behind them. Any thread."""
@@ -259,7 +284,7 @@ def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
     if keep_mb is None:
         return TopicWriter(spec, appender, codec, backend.max_record_bytes)
     try:
-        retention = Retention(backend.open_cursor(spec, "retention", None), keep_mb << 20)
+        retention = Retention(appender, backend.open_cursor(spec, RETENTION, None), keep_mb << 20)
     except BaseException:
         appender.close()
         raise
@@ -267,7 +292,12 @@ def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
 
 
 def open_reader(
-    spec: SingleStreamSpec, record_type: Any, *, name: str | None, start: int | None = None
+    spec: SingleStreamSpec,
+    record_type: Any,
+    *,
+    name: str | None,
+    start: int | None = None,
+    over_damage: bool = False,
 ) -> TopicReader[Any]:
     """A reader of ``spec``, which need not exist yet.
 
@@ -276,9 +306,11 @@ def open_reader(
         name: holds the durable position; records are kept until every named reader has committed beyond them. Give it
             when the run begins, not later. None: the reader leaves no trace and keeps nothing.
         start: first offset to read; None = the durable position, or the oldest record where there is none.
+        over_damage: pass over records that are damaged or missing, with a warning, instead of ``CorruptStreamError``:
+            for topics of which only the newest records count.
     """
-    codec: Codec[Any] = Codec(record_type)
-    return TopicReader(spec, get_streams_backend().open_cursor(spec, name, start), codec)
+    cursor = get_streams_backend().open_cursor(spec, name, start)
+    return TopicReader(spec, cursor, Codec(record_type), over_damage=over_damage)
 
 
 def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> StreamWriter:

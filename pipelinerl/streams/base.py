@@ -6,6 +6,8 @@ Invariants every backend keeps, and the contract tests hold it to:
 - One writer per stream at a time; a second one is refused, or fences off the first.
 - A cursor delivers exactly the appended bytes in order; damaged bytes are an error, never a record.
 - A record is deleted only when every named reader's durable position is beyond it. The newest record is never deleted.
+- Damage below the position of every named reader keeps nobody from reading and writing on.
+- With ``barrier`` and ``sync``, whatever points at a record is durable only after it: a power cut loses ends, no order.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +20,8 @@ from pipelinerl.streams.frames import MAX_PAYLOAD_BYTES, Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 
 MAX_RECORDS_PER_READ = 256
+RETENTION = "retention"
+"""Reader of a topic that nobody follows: its writer's own, which bounds the topic and needs no record."""
 
 
 class Appender(ABC):
@@ -33,6 +37,13 @@ class Appender(ABC):
     @abstractmethod
     def last(self) -> bytes | None:
         """Payload of record ``next_offset - 1``; None when nothing was ever appended."""
+
+    def sync(self) -> None:  # noqa: B027 - nothing to do where records are durable at once, or never
+        """Makes every record appended so far durable where the backend can."""
+
+    def barrier(self) -> None:
+        """What is written to any stream from now on becomes durable only after every record appended here so far."""
+        self.sync()
 
     @abstractmethod
     def close(self) -> None:
@@ -58,6 +69,14 @@ class Cursor(ABC):
 
     def sync(self) -> None:  # noqa: B027 - nothing to do where records are durable at once, or never
         """Makes what was read durable where the backend can. The one method for any thread."""
+
+    def barrier(self) -> None:
+        """What is written to any stream from now on becomes durable only after every record read here so far."""
+        self.sync()
+
+    def skip_damage(self) -> bool:
+        """After ``CorruptStreamError``: goes on behind the damage. False where nothing that is whole follows."""
+        return False
 
     @abstractmethod
     def close(self) -> None: ...

@@ -7,6 +7,7 @@ All little-endian. The header has a checksum of its own so that a damaged length
 would look like a record that is still being written, and a recovering writer would cut off every record behind it.
 """
 
+import mmap
 import struct
 import zlib
 from typing import NamedTuple
@@ -17,6 +18,11 @@ _FIELDS = struct.Struct("<IIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 MAX_PAYLOAD_BYTES = 2**32 - 1
+
+_UNFILLED_BYTES = 256
+"""Zeros at the end of a frame and behind it that show that it was not written to its end."""
+_OFFSET = struct.Struct("<Q")
+_OFFSET_PLACE = 8
 
 Buffer = bytes | bytearray | memoryview
 
@@ -34,7 +40,27 @@ def header(offset: int, payload: Buffer) -> bytes:
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
-def frame_bytes(buffer: Buffer, start: int = 0) -> int:
+def is_header(buffer: Buffer | mmap.mmap, start: int, offset: int) -> bool:
+    """Whether a whole, verified header of record ``offset`` is at ``start``."""
+    if len(buffer) - start < HEADER_BYTES:
+        return False
+    raw = bytes(buffer[start : start + HEADER_BYTES])
+    return zlib.crc32(raw[: _FIELDS.size]) == _CRC.unpack_from(raw, _FIELDS.size)[0] and (
+        _FIELDS.unpack_from(raw)[2] == offset
+    )
+
+
+def find(content: mmap.mmap, start: int, offset: int) -> int | None:
+    """Where the header of record ``offset`` is, at ``start`` or behind; None when it is nowhere."""
+    pattern, place = _OFFSET.pack(offset), start + _OFFSET_PLACE
+    while (place := content.find(pattern, place)) >= 0:
+        if is_header(content, place - _OFFSET_PLACE, offset):
+            return place - _OFFSET_PLACE
+        place += 1
+    return None
+
+
+def frame_bytes(buffer: Buffer | mmap.mmap, start: int = 0) -> int:
     """Length of the frame at ``start`` as its header says, for reading a frame larger than the buffer.
 
     The header must be complete and verified by ``parse``.
@@ -45,8 +71,9 @@ def frame_bytes(buffer: Buffer, start: int = 0) -> int:
 def parse(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
     """Returns the frame at ``start``, which must be record ``offset``; None while it is not completely there.
 
-    A frame is incomplete when bytes are missing at the end of the buffer, or when nothing but zeros follows (space that
-    a file system has allotted but not filled). Raises ``CorruptStreamError`` for anything else that does not verify.
+    A frame is incomplete when bytes are missing at the end of the buffer, or when the buffer ends with zeros from
+    somewhere in the frame on (space that a file system has allotted but not filled). Raises ``CorruptStreamError`` for
+    anything else that does not verify.
     """
     available = len(buffer) - start
     if available < HEADER_BYTES:
@@ -69,5 +96,7 @@ def parse(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_
         return None
     payload = view[start + HEADER_BYTES : end]
     if zlib.crc32(payload) != payload_crc:
+        if not any(view[max(end - _UNFILLED_BYTES, start + HEADER_BYTES) :]):
+            return None
         raise CorruptStreamError(f"record {offset}: the payload of {length} bytes fails its checksum")
     return Frame(payload, end)

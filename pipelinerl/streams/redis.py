@@ -3,6 +3,7 @@
     pipelinerl:<run>:<topic>/<instance>/<partition>            entry `<offset + 1>-0`, field `f` = frame (``frames``)
     pipelinerl:<run>:<topic>/<instance>/<partition>:readers    hash: reader's name → durable position
     pipelinerl:<run>:<topic>/<instance>/<partition>:writer     hash: token of the one writer, next offset
+    pipelinerl:sync, pipelinerl:synced:<token>                 requests to sync the log, and their answers
 
 Nothing outside these keys is touched. Every command may be repeated: an append names its offset, and the server takes
 it once. So after a lost connection the command is sent again, with backoff, until the server has been away for
@@ -34,6 +35,9 @@ from pipelinerl.world import WorldMap
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+SYNC_REQUESTS = "pipelinerl:sync"
+"""List of the replies that are waited for; the redis role takes them, syncs, and answers."""
+SYNC_REPLIES = "pipelinerl:synced:"
 _RECORDS_PER_READ = 64
 _RESTART_S = 60.0
 """A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
@@ -86,6 +90,8 @@ class RedisBackend(Backend):
         run_id: what the run's keys begin with; None = derived from each stream's run folder.
         max_record_mb: larger records are refused by the reader.
         outage_timeout_s: how long an operation waits for a server that is away before it fails.
+        asks_for_sync: the server is a run's own, whose redis role syncs its log when asked. Else ``sync`` does nothing:
+            what the server's `appendfsync` keeps is its operator's choice.
     """
 
     def __init__(
@@ -97,7 +103,9 @@ class RedisBackend(Backend):
         run_id: str | None = None,
         max_record_mb: int = 512,
         outage_timeout_s: float = 60.0,
+        asks_for_sync: bool = False,
     ):
+        self._asks_for_sync = asks_for_sync
         self._address = {"host": host, "port": port, "password": password}
         self._run_id = run_id
         self.max_record_bytes = max_record_mb << 20
@@ -125,6 +133,7 @@ class RedisBackend(Backend):
             run_id=run_key(run_dir, cfg.world.run_id),
             max_record_mb=cfg.streams.max_record_mb,
             outage_timeout_s=cfg.launcher.heartbeat_timeout_s + _RESTART_S,
+            asks_for_sync=cfg.streams.fsync == "segment" and not cfg.streams.external,
         )
 
     def open_appender(self, spec: SingleStreamSpec) -> Appender:
@@ -172,7 +181,7 @@ class RedisBackend(Backend):
         return self._prefix(spec.exp_path) + str(spec)
 
     def _connect(self) -> "_Server":
-        return _Server(self._address, self._outage_timeout_s)
+        return _Server(self._address, self._outage_timeout_s, self._asks_for_sync)
 
 
 class RedisAppender(Appender):
@@ -207,6 +216,12 @@ class RedisAppender(Appender):
             raise CorruptStreamError(f"{self._spec}: record {self.next_offset - 1}, the newest one, is no longer there")
         return bytes(_payload(entries[0][1], self.next_offset - 1, self._spec, frames.MAX_PAYLOAD_BYTES))
 
+    def sync(self) -> None:
+        self._server.sync()
+
+    def barrier(self) -> None:
+        """Nothing: the server has one log, which holds the writes to all streams in their order."""
+
     def close(self) -> None:
         self._open = False
         self._server.close()
@@ -237,7 +252,7 @@ class RedisCursor(Cursor):
         self.position = first if start is None else start
         if not first <= self.position <= following:
             server.close()
-            raise StreamError(
+            raise CorruptStreamError(
                 f"{spec}: a reader wants to begin at record {self.position}, but the stream holds records {first} to "
                 f"{following - 1}"
             )
@@ -264,6 +279,20 @@ class RedisCursor(Cursor):
         if self._name is None:
             raise StreamError(f"{self._spec}: a reader without a name has no durable position to commit")
         self._server.script(_COMMIT, self._keys, [self._name, offset])
+
+    def barrier(self) -> None:
+        """Nothing: the server has one log, which holds the writes to all streams in their order."""
+
+    def sync(self) -> None:
+        self._server.sync()
+
+    def skip_damage(self) -> bool:
+        found = self._server.call(lambda client: client.xrange(self._key, f"{self.position + 1}-0", count=1))
+        if not found:
+            return False
+        offset = int(found[0][0].split(b"-")[0]) - 1
+        self.position = offset if offset > self.position else self.position + 1
+        return True
 
     def close(self) -> None:
         self._server.close()
@@ -298,7 +327,8 @@ class RedisCursor(Cursor):
 class _Server:
     """One connection to the server; repeats a command until the server answers or has been away too long."""
 
-    def __init__(self, address: dict[str, Any], outage_timeout_s: float):
+    def __init__(self, address: dict[str, Any], outage_timeout_s: float, asks_for_sync: bool):
+        self._asks_for_sync = asks_for_sync
         self._name = f"redis at {address['host']}:{address['port']}"
         self._outage_timeout_s = outage_timeout_s
         self._scripts: dict[str, Any] = {}
@@ -332,6 +362,16 @@ class _Server:
         if source not in self._scripts:
             self._scripts[source] = self.client.register_script(source)
         return self.call(lambda client: self._scripts[source](keys=keys, args=args))
+
+    def sync(self) -> None:
+        """Returns when the redis role has synced everything that the server has acknowledged. Any thread."""
+        if not self._asks_for_sync:
+            return
+        reply, since = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic()
+        self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
+        while self.call(lambda client: client.brpop([reply], timeout=_BLOCK_S)) is None:
+            if time.monotonic() - since > self._outage_timeout_s:
+                raise StreamError(f"{self._name}: its role did not sync the data for {self._outage_timeout_s:g} s")
 
     def check(self, error: Exception, since: float) -> None:
         """Raises when another attempt is useless."""

@@ -79,7 +79,7 @@ def test_public_names_are_those_of_the_design():
     ]
     assert parameters(streams.write_to_streams) == ["streams", "mode"]
     assert parameters(streams.read_stream) == ["stream"]
-    assert parameters(streams.open_reader) == ["spec", "record_type", "name", "start"]
+    assert parameters(streams.open_reader) == ["spec", "record_type", "name", "start", "over_damage"]
     assert parameters(streams.open_writer) == ["spec", "record_type"]
 
 

@@ -29,6 +29,7 @@ from pipelinerl.redis_server.__main__ import run_redis
 from pipelinerl.redis_server.server import redis_command
 from pipelinerl.streams import SingleStreamSpec, open_writer
 from pipelinerl.streams import __main__ as command
+from pipelinerl.streams.redis import RedisBackend
 
 
 class Role:
@@ -67,7 +68,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Role]:
     except ConfigError as error:
         pytest.skip(str(error))
     monkeypatch.setenv("PIPELINERL_REDIS_PASSWORD", "secret")
-    monkeypatch.setattr(redis_role, "_PING_EVERY_S", 0.05)
+    monkeypatch.setattr(redis_role, "_WAIT_S", 0.05)
     monkeypatch.setattr(redis_server, "PING_TIMEOUT_S", 0.2)
     monkeypatch.setattr(redis_server, "_STOP_S", 1.0)
     with ThreadPoolExecutor(1) as executor:
@@ -94,6 +95,29 @@ def test_role_serves_until_told_to_stop_and_leaves_its_data(role: Role):
     data = role.run_dir / "redis_0" / "data"
     assert data.stat().st_mode & 0o777 == 0o700
     assert any(b"value" in path.read_bytes() for path in data.rglob("*.aof"))
+
+
+def test_sync_returns_when_the_role_has_synced_the_servers_log(role: Role, monkeypatch: pytest.MonkeyPatch):
+    synced: dict[str, bytes] = {}
+
+    def sync(path: Path) -> None:
+        synced[path.name] = path.read_bytes() if path.is_file() else b""
+
+    monkeypatch.setattr(redis_role, "sync_path", sync)
+    backend = RedisBackend(port=role.port, password="secret", run_id="r", asks_for_sync=True)
+    spec = SingleStreamSpec(role.run_dir, "actor")
+    appender = backend.open_appender(spec)
+    appender.append(b"a record to keep")
+    appender.barrier()
+    assert not synced, "one log keeps the order of all streams by itself"
+    appender.sync()
+    assert {"data", "appendonlydir", "appendonly.aof.manifest"} <= synced.keys()
+    assert any(b"a record to keep" in content for content in synced.values())
+    synced.clear()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: backend.open_cursor(spec, None, 0).sync(), range(8)))
+    assert synced
+    appender.close()
 
 
 def test_ended_runs_redis_is_read_by_the_commands_and_by_one_at_a_time(

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.errors import CorruptStreamError, StreamError
-from pipelinerl.streams import SingleStreamSpec
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor, cursor
 from pipelinerl.streams.files.folder import segment_bases
 
@@ -68,6 +69,18 @@ def read(spec: SingleStreamSpec) -> tuple[list[bytes], StreamError | None]:
     return delivered, None
 
 
+def commit(spec: SingleStreamSpec, name: str, position: int) -> None:
+    (spec.path / "readers").mkdir(exist_ok=True)
+    (spec.path / "readers" / name).write_text(f"{position}\n")
+
+
+def positions_read(spec: SingleStreamSpec, name: str) -> list[int]:
+    reader = FilesCursor(spec, name, None, max_bytes=MAX, durable=False)
+    found = [offset for _ in range(3) for offset, _ in reader.read(0)]
+    reader.close()
+    return found
+
+
 def test_every_truncation_is_read_as_whole_records_and_written_on(spec: SingleStreamSpec, written: bytes):
     ends = [8, 33, 53, 85, 106]
     assert ends[-1] == len(written)
@@ -86,11 +99,12 @@ def test_torn_tail_that_is_cut_off_is_logged(spec: SingleStreamSpec, written: by
     assert "bytes=20 next_offset=3" in caplog.text
 
 
-def test_every_flipped_bit_ends_reading_and_writing_with_an_error(
+def test_every_flipped_bit_that_a_reader_needs_ends_reading_and_writing(
     spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
-    for position in range(len(written)):
+    commit(spec, "slow", 0)
+    for position in range(8, len(written)):
         for bit in range(8):
             flipped = bytearray(written)
             flipped[position] ^= 1 << bit
@@ -99,9 +113,99 @@ def test_every_flipped_bit_ends_reading_and_writing_with_an_error(
             assert isinstance(error, CorruptStreamError), f"byte {position}, bit {bit}"
             assert str(segment(spec)) in str(error)
             assert delivered == PAYLOADS[: len(delivered)]
-            with pytest.raises(CorruptStreamError):
+            with pytest.raises(CorruptStreamError, match="reader slow goes on at record 0"):
                 open_appender(spec)
             assert segment(spec).read_bytes() == flipped, "damage is left for a person to look at"
+
+
+def test_no_flipped_bit_that_every_reader_has_passed_matters(
+    spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
+    for position in range(len(written)):
+        for bit in range(8):
+            for path in spec.path.glob("*.log"):
+                path.unlink()
+            flipped = bytearray(written)
+            flipped[position] ^= 1 << bit
+            segment(spec).write_bytes(flipped)
+            commit(spec, "fast", len(PAYLOADS))
+            reader = FilesCursor(spec, "fast", None, max_bytes=MAX, durable=False)
+            write(spec, [b"after"])
+            assert [(o, bytes(p)) for o, p in reader.read(0)] == [(4, b"after")], f"byte {position}, bit {bit}"
+            reader.close()
+            late = FilesCursor(spec, "fast", len(PAYLOADS), max_bytes=MAX, durable=False)
+            assert [bytes(p) for _, p in late.read(0)] == [b"after"]
+            late.close()
+
+
+def test_damage_in_a_topic_that_nobody_follows_is_passed_over(
+    spec: SingleStreamSpec, written: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cursor, "_REREAD_PAUSE_S", 0)
+    set_streams_backend("files", fsync="never")
+    flipped = bytearray(written)
+    flipped[8 + 20 + 5 + 20 + 20] ^= 1  # the payload of record 2
+    segment(spec).write_bytes(flipped)
+    write(spec, [b"after"])
+    with open_reader(spec, Any, name=None, over_damage=True) as reader:
+        monkeypatch.setattr(reader, "_decode", lambda _, payload: bytes(payload))
+        assert reader.read_all() == [(0, b"first"), (1, b""), (3, b"4"), (4, b"after")]
+
+
+def test_deleted_segments_that_every_reader_has_passed_do_not_matter(spec: SingleStreamSpec):
+    write(spec, [bytes(60)] * 6, segment_bytes=100)
+    commit(spec, "fast", 6)
+    commit(spec, "slow", 5)
+    segment(spec, 2).unlink()
+    write(spec, [b"seventh"])
+    assert positions_read(spec, "slow") == [5, 6]
+    segment(spec, 0).unlink()
+    segment(spec, 4).unlink()
+    with pytest.raises(CorruptStreamError, match="records 0 to 5 are lost; reader slow goes on at record 5 and needs"):
+        open_appender(spec)
+    commit(spec, "slow", 6)
+    write(spec, [b"new"])
+    assert segment_bases(spec.path) == [6]
+    assert positions_read(spec, "fast") == positions_read(spec, "slow") == [6]
+
+
+def test_positions_and_what_they_point_behind_are_on_the_disk_first(
+    spec: SingleStreamSpec, monkeypatch: pytest.MonkeyPatch
+):
+    """The order in which the disk sees a writer, a reader's sync and commit, and the deletion of a segment."""
+    events: list[str] = []
+    sync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def name_of(descriptor: int) -> str:
+        return os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(spec.exp_path)).lstrip("/")
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (sync(fd), events.append(f"sync {name_of(fd)}"))[0])
+    monkeypatch.setattr(os, "replace", lambda a, b: (replace(a, b), events.append(f"rename {Path(b).name}"))[0])
+    monkeypatch.setattr(Path, "unlink", lambda path: (unlink(path), events.append(f"delete {path.name}"))[0])
+    appender = FilesAppender(spec, 100, "segment", MAX)
+    reader = FilesCursor(spec, "r", None, max_bytes=MAX)
+    events.clear()
+    stream = "streams/actor/0/0"
+    appender.append(bytes(60))
+    appender.append(bytes(60))
+    reader.read(0)
+    reader.sync()
+    reader.commit(2)
+    assert events == [
+        f"sync {stream}",
+        f"sync {stream}/{0:020d}.log",
+        *(f"sync {stream}/readers/.r.{os.getpid()}", "rename r", f"sync {stream}/readers"),
+    ]
+    events.clear()
+    appender.append(b"begins a segment")
+    assert events == [
+        f"sync {stream}/{0:020d}.log",
+        f"sync {stream}",
+        *(f"sync {stream}/readers", f"delete {0:020d}.log"),
+    ]
+    appender.close()
+    reader.close()
 
 
 def test_random_damage_never_delivers_a_wrong_record(
@@ -187,7 +291,10 @@ def test_empty_last_segment_behind_a_shortened_one_is_refused(spec: SingleStream
     write(spec, [bytes(60)] * 4, segment_bytes=100)
     os.truncate(segment(spec, 2), 8)
     segment(spec, 2).rename(segment(spec, 4))
-    with pytest.raises(CorruptStreamError, match="ends before record 2, but the next segment begins with record 4"):
+    commit(spec, "slow", 0)
+    with pytest.raises(
+        CorruptStreamError, match="ends before record 2, but the next segment begins with 4; reader slow"
+    ):
         open_appender(spec)
 
 

@@ -67,8 +67,8 @@ class StreamsSection(Section):
     )
     fsync: Literal["never", "segment", "always"] = key(
         "segment",
-        "files: when to flush to the disk. Segment = when one is full. It matters for power failures, not for crashes "
-        "of processes",
+        "when to flush to the disk. Segment = before anything points to the records: a power cut costs unsynced work "
+        "only. Always = every record at once. Never = a power cut may cost the streams",
         may_change=True,
     )
     host: str | None = key(None, "redis: address of the server. Null = the leading node", may_change=True)

@@ -5,13 +5,20 @@ import os
 from itertools import pairwise
 from typing import Literal
 
-from pipelinerl.disk import sync_path
+from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender
-from pipelinerl.streams.files.folder import clear_errors, reader_positions, segment_bases, segment_path
+from pipelinerl.streams.files.folder import (
+    agreed_end,
+    check_needed,
+    clear_errors,
+    reader_positions,
+    segment_bases,
+    segment_path,
+)
 from pipelinerl.streams.files.lock import WriterLock
-from pipelinerl.streams.files.segment import MAGIC, RecordPlace, Segment, scan
+from pipelinerl.streams.files.segment import MAGIC, End, RecordPlace, Segment, scan
 from pipelinerl.streams.spec import SingleStreamSpec
 
 log = logging.getLogger(__name__)
@@ -29,8 +36,10 @@ class FilesAppender(Appender):
         self._size = 0
         self._last: RecordPlace | None = None
         self._damaged = False
+        self._unsynced = True
+        """Whether the live segment may hold what is not on the disk."""
         with clear_errors("write", self._path):
-            self._path.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path, sync=fsync != "never")
             self._lock = WriterLock(self._path)
             try:
                 self._recover()
@@ -68,6 +77,12 @@ class FilesAppender(Appender):
             raise CorruptStreamError(f"{self._path}: record {offset}, the newest one, is no longer there")
         return bytes(records[0][1])
 
+    def sync(self) -> None:
+        if self._fd is not None and self._unsynced and self._fsync != "never":
+            with clear_errors("sync", self._path):
+                os.fdatasync(self._fd)
+            self._unsynced = False
+
     def close(self) -> None:
         self._damaged = True
         with clear_errors("close", self._path):
@@ -77,31 +92,41 @@ class FilesAppender(Appender):
                 self._lock.release()
 
     def _recover(self) -> None:
-        """Finds the end of the log; cuts off what a killed writer left incomplete."""
+        """Finds where the log goes on; cuts off what a killed writer left incomplete, passes over harmless damage."""
         bases = segment_bases(self._path)
-        self.next_offset = 0
-        if not bases:
-            return
-        end = scan(self._path, bases[-1], self._max_bytes)
-        path = segment_path(self._path, bases[-1])
-        self._base, self._size, self._last, self.next_offset = bases[-1], end.size, end.last, end.next_offset
-        if end.last is None and len(bases) > 1:
-            before = scan(self._path, bases[-2], self._max_bytes)
-            if before.next_offset != bases[-1]:
-                raise CorruptStreamError(
-                    f"{segment_path(self._path, bases[-2])} ends before record {before.next_offset}, but the next "
-                    f"segment begins with record {bases[-1]}: records are missing"
-                )
+        end = self._scan(bases[-1]) if bases else End(0, None, None)
+        self._last = end.last
+        if bases and end.last is None and len(bases) > 1:
+            before = self._scan(bases[-2])
             self._last = before.last
-        if end.last is None:
-            return  # the next append writes this segment from its beginning
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-        surplus = os.fstat(self._fd).st_size - end.size
+            if before.next_offset != bases[-1]:
+                path = segment_path(self._path, bases[-2])
+                gap = f"{path} ends before record {before.next_offset}, but the next segment begins with {bases[-1]}"
+                check_needed(self._path, before.next_offset, bases[-1], gap)
+        self.next_offset = agreed_end(self._path, end.next_offset)
+        if end.size is None or end.last is None or self.next_offset > end.next_offset:
+            return  # the next append begins a segment
+        self._base, self._size = bases[-1], end.size
+        self._fd = os.open(segment_path(self._path, self._base), os.O_WRONLY | os.O_APPEND)
+        self._cut_off(os.fstat(self._fd).st_size - end.size)
+
+    def _scan(self, base: int) -> End:
+        end = scan(self._path, base, self._max_bytes)
+        for damage in end.damages:
+            check_needed(self._path, damage.first, damage.end, damage.reason)
+            log.warning("event=damage_passed_over stream=%s reason=%s", self._path, damage.reason)
+        return end
+
+    def _cut_off(self, surplus: int) -> None:
+        """Removes the bytes behind the last whole frame."""
+        assert self._fd is not None
         if surplus:
             log.warning(
                 "event=torn_tail stream=%s bytes=%d next_offset=%d note=cut off", self._path, surplus, self.next_offset
             )
-            os.ftruncate(self._fd, end.size)
+            os.ftruncate(self._fd, self._size)
+            if self._fsync != "never":
+                os.fsync(self._fd)
 
     def _begin_segment(self) -> None:
         self._end_segment()
@@ -134,8 +159,9 @@ class FilesAppender(Appender):
                 rest = memoryview(header + payload)[written:]
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
+            self._unsynced = True
             if self._fsync == "always":
-                os.fdatasync(self._fd)
+                self.sync()
         except BaseException:
             self._damaged = True
             os.ftruncate(self._fd, self._size)
@@ -147,8 +173,8 @@ class FilesAppender(Appender):
         positions = reader_positions(self._path).values()
         if not positions:
             return
-        bases = segment_bases(self._path)
-        for base, end in pairwise(bases):
-            if end > min(positions):
-                return
+        passed = [base for base, end in pairwise(segment_bases(self._path)) if end <= min(positions)]
+        if passed and self._fsync != "never":
+            sync_path(self._path / "readers")  # no deletion outlives the position that allows it
+        for base in passed:
             segment_path(self._path, base).unlink()

@@ -41,7 +41,7 @@ class FilesBackend(Backend):
         return FilesAppender(spec, self._segment_bytes, self._fsync, self.max_record_bytes)
 
     def open_cursor(self, spec: SingleStreamSpec, name: str | None, start: int | None) -> Cursor:
-        return FilesCursor(spec, name, start, max_bytes=self.max_record_bytes)
+        return FilesCursor(spec, name, start, max_bytes=self.max_record_bytes, durable=self._fsync != "never")
 
     def specs(self, exp_path: Path) -> list[SingleStreamSpec]:
         root = Path(exp_path) / "streams"

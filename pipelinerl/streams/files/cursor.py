@@ -4,10 +4,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipelinerl.disk import replace_file, sync_path
+from pipelinerl.disk import make_folder, replace_file, sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.streams.base import MAX_RECORDS_PER_READ, Cursor
-from pipelinerl.streams.files.folder import READER_NAME, clear_errors, read_position, segment_bases, segment_path
+from pipelinerl.streams.files.folder import (
+    READER_NAME,
+    agreed_end,
+    clear_errors,
+    read_position,
+    segment_bases,
+    segment_path,
+)
 from pipelinerl.streams.files.segment import Segment
 from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
@@ -19,23 +26,27 @@ _REREAD_PAUSE_S = 0.02
 
 
 class FilesCursor(Cursor):
-    def __init__(self, spec: SingleStreamSpec, name: str | None, start: int | None, *, max_bytes: int):
+    def __init__(
+        self, spec: SingleStreamSpec, name: str | None, start: int | None, *, max_bytes: int, durable: bool = True
+    ):
+        """``durable``: positions and what they point behind are written to the disk (`fsync` other than ``never``)."""
         self._path = spec.path
         self._max_bytes = max_bytes
+        self._durable = durable
         self._segment: Segment | None = None
         self._position_file: Path | None = None
         self._committed = 0
-        self._synced = 0
+        self._synced = self._synced_base = 0
         with clear_errors("read", self._path):
-            durable = None if name is None else self._durable_position(name)
+            stored = None if name is None else self._stored_position(name)
             if start is None:
-                start = durable
+                start = stored
             self._watch = FolderWatch(self._path)
             try:
                 bases = segment_bases(self._path)
                 self.position = start if start is not None else (bases[0] if bases else 0)
                 self._seek(bases)
-                if name is not None and durable is None:
+                if name is not None and stored is None:
                     self._register()
             except BaseException:
                 self.close()
@@ -60,18 +71,30 @@ class FilesCursor(Cursor):
             raise StreamError(f"{self._path}: a reader without a name has no durable position to commit")
         if offset > self._committed:
             with clear_errors("commit a position to", self._position_file):
-                replace_file(self._position_file, f"{offset}\n", sync=True)
+                replace_file(self._position_file, f"{offset}\n", sync=self._durable)
             self._committed = offset
 
     def sync(self) -> None:
         end = self.position
+        if not self._durable or end <= self._synced:
+            return
         with clear_errors("sync", self._path):
-            for base in [base for base in segment_bases(self._path) if self._synced <= base < end]:
-                with suppress(FileNotFoundError):
+            for base in [base for base in segment_bases(self._path) if self._synced_base <= base < end]:
+                with suppress(FileNotFoundError):  # every reader has passed it meanwhile
                     sync_path(segment_path(self._path, base))
-                self._synced = base
-            for folder in (self._path, *self._path.parents[:3]):
-                sync_path(folder)
+                self._synced_base = base
+        self._synced = end
+
+    def skip_damage(self) -> bool:
+        with clear_errors("read", self._path):
+            if self._segment is None or self._segment.base > self.position or not self._segment.skip_damage():
+                later = [base for base in segment_bases(self._path) if base > self.position]
+                if not later:
+                    return False
+                self._close_segment()
+                self._segment = Segment(self._path, later[0], self._max_bytes)
+            self.position = self._segment.offset
+        return True
 
     def close(self) -> None:
         self._watch.close()
@@ -82,41 +105,53 @@ class FilesCursor(Cursor):
             self._segment.close()
             self._segment = None
 
-    def _durable_position(self, name: str) -> int | None:
+    def _stored_position(self, name: str) -> int | None:
         """The named reader's position, or None when it never read this stream."""
         if not READER_NAME.fullmatch(name):
             raise StreamError(f"reader name is {name!r}: use letters, digits, '_', '-' and '.'")
         self._position_file = self._path / "readers" / name
-        durable = read_position(self._position_file)
-        self._committed = durable or 0
-        return durable
+        stored = read_position(self._position_file)
+        self._committed = stored or 0
+        return stored
 
     def _register(self) -> None:
         """Makes the position of a new reader durable, so that nothing behind it is deleted from now on."""
         assert self._position_file is not None
-        self._position_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._position_file, f"{self.position}\n", sync=True)
+        make_folder(self._position_file.parent, sync=self._durable)
+        replace_file(self._position_file, f"{self.position}\n", sync=self._durable)
         self._committed = self.position
 
     def _seek(self, bases: list[int]) -> None:
-        """Opens the segment of ``position`` just before that record."""
+        """Opens the segment of ``position`` just before that record; damage before it does not matter."""
         if bases and self.position < bases[0]:
-            raise StreamError(
+            raise CorruptStreamError(
                 f"{self._path}: record {self.position} is no longer there, the oldest is {bases[0]}: every "
                 "named reader had passed it"
             )
         base = max((base for base in bases if base <= self.position), default=None)
         if base is not None:
             self._segment = Segment(self._path, base, self._max_bytes)
-            while self._segment.offset < self.position:
-                if not self._segment.read(min(MAX_RECORDS_PER_READ, self.position - self._segment.offset)):
-                    break
+            self._walk(self._segment)
         end = self._segment.offset if self._segment else 0
         if end < self.position:
-            raise StreamError(
-                f"{self._path}: a reader wants to begin at record {self.position}, but the stream ends before "
-                f"record {end}: its end was lost (a power cut without fsync=always?) or these are another run's streams"
-            )
+            self._close_segment()
+            if self.position > agreed_end(self._path, end):
+                raise CorruptStreamError(
+                    f"{self._path}: a reader wants to begin at record {self.position}, but the stream ends before "
+                    f"record {end}: its end was lost (a power cut with streams.fsync=never?) or these are another "
+                    "run's streams"
+                )
+
+    def _walk(self, segment: Segment) -> None:
+        while segment.offset < self.position:
+            try:
+                if not segment.read(min(MAX_RECORDS_PER_READ, self.position - segment.offset)):
+                    return
+            except CorruptStreamError:
+                if not segment.skip_damage():
+                    return
+                if segment.offset > self.position:
+                    raise
 
     def _available(self) -> list[tuple[int, Buffer]]:
         """Records that can be read now."""

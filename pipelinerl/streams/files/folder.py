@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.streams.base import RETENTION
 
 READER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -45,6 +46,37 @@ def read_position(path: Path) -> int | None:
             f"{path}: {text[:40]!r} is not a position; write the number of the next record to read"
         )
     return int(text)
+
+
+def check_needed(folder: Path, first: int, end: int, reason: str) -> None:
+    """Refuses to go on without the records ``first`` … ``end - 1`` if a named reader has yet to read one of them.
+
+    Raises:
+        CorruptStreamError: with the reader and the reason.
+    """
+    for name, position in reader_positions(folder).items():
+        if position < end and name != RETENTION:
+            raise CorruptStreamError(
+                f"{reason}; reader {name} goes on at record {position} and needs {_records(max(first, position), end)}"
+            )
+
+
+def agreed_end(folder: Path, end: int) -> int:
+    """Offset at which a stream goes on whose whole frames end before record ``end``.
+
+    That is ``end``, or the place that every reader has reached when the records up to there are lost.
+
+    Raises:
+        CorruptStreamError: a reader needs a lost record.
+    """
+    highest = max(reader_positions(folder).values(), default=0)
+    if highest > end:
+        check_needed(folder, end, highest, f"{folder} ends before record {end}: {_records(end, highest)} are lost")
+    return max(highest, end)
+
+
+def _records(first: int, end: int) -> str:
+    return f"records {first} to {end - 1}"
 
 
 @contextmanager

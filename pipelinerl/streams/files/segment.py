@@ -1,5 +1,6 @@
-"""Reads the frames of one segment file in order, and finds where its whole frames end."""
+"""Reads the frames of one segment file in order, over damage if wanted, and finds where its whole frames end."""
 
+import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from pipelinerl.streams.frames import Buffer
 
 MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
+_MAX_LOST_IN_A_ROW = 1000
+"""So many records behind a damaged header are looked for by their numbers."""
 
 
 class RecordPlace(NamedTuple):
@@ -22,12 +25,23 @@ class RecordPlace(NamedTuple):
     offset: int
 
 
+class Damage(NamedTuple):
+    """Records ``first`` … ``end - 1`` cannot be read; the damage begins at byte ``start`` of segment ``base``."""
+
+    base: int
+    start: int
+    first: int
+    end: int
+    reason: str
+
+
 class End(NamedTuple):
-    """End of the whole frames of a segment."""
+    """End of the whole frames of a segment. ``size`` is None where the bytes behind the last one tell nothing."""
 
     next_offset: int
-    size: int
+    size: int | None
     last: RecordPlace | None
+    damages: tuple[Damage, ...] = ()
 
 
 class Segment:
@@ -60,6 +74,25 @@ class Segment:
         except CorruptStreamError as error:
             raise CorruptStreamError(f"{self._path}, byte {self.start}: {error}") from error
         return records
+
+    def skip_damage(self) -> bool:
+        """Go on with the first whole frame behind the damage at ``start``; False when there is none."""
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as content:
+            if self.start == 0:
+                self.start = len(MAGIC)
+                if frames.is_header(content, self.start, self.offset):
+                    return True  # only the magic is damaged
+            if frames.is_header(content, self.start, self.offset):
+                behind = self.start + frames.frame_bytes(content, self.start)
+                if behind <= len(content):  # the damage is in the payload
+                    self.start, self.offset = behind, self.offset + 1
+                    return True
+            for offset in range(self.offset + 1, self.offset + 1 + _MAX_LOST_IN_A_ROW):
+                found = frames.find(content, self.start, offset)
+                if found is not None:
+                    self.start, self.offset = found, offset
+                    return True
+        return False
 
     def close(self) -> None:
         os.close(self._fd)
@@ -96,11 +129,24 @@ class Segment:
 
 
 def scan(folder: Path, base: int, max_bytes: int) -> End:
+    """Reads a segment to its end, over any damage."""
     segment = Segment(folder, base, max_bytes)
+    last: RecordPlace | None = None
+    damages: list[Damage] = []
     try:
-        while segment.read(MAX_RECORDS_PER_READ):
-            pass
-        last = RecordPlace(base, segment.last_start, segment.offset - 1) if segment.offset > base else None
-        return End(segment.offset, segment.start, last)
+        while True:
+            try:
+                records = segment.read(MAX_RECORDS_PER_READ)
+            except CorruptStreamError as error:
+                start, first = segment.start, segment.offset
+                goes_on = segment.skip_damage()
+                end = segment.offset if goes_on else first + 1
+                damages.append(Damage(base, start, first, end, str(error)))
+                if not goes_on:
+                    return End(end, None, last, tuple(damages))
+                continue
+            if not records:
+                return End(segment.offset, segment.start, last, tuple(damages))
+            last = RecordPlace(base, segment.last_start, segment.offset - 1)
     finally:
         segment.close()
