@@ -73,7 +73,7 @@ def _watch(context: RoleContext, process: "subprocess.Popen[bytes]", client: "re
 
 def answer_syncs(client: "redis.Redis", data_dir: Path) -> None:
     """Takes the requests that come within ``_WAIT_S``, and answers them when all that was acknowledged is synced."""
-    from pipelinerl.streams.redis import SYNC_REQUESTS
+    from pipelinerl.streams.redis_connection import SYNC_REQUESTS
 
     request = client.brpop([SYNC_REQUESTS], timeout=_WAIT_S)
     if request is None:

@@ -14,14 +14,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import redis as redis_client
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
-from redis.retry import Retry
+from redis.exceptions import ResponseError
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.config.sections import Config
@@ -29,23 +25,15 @@ from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender, Backend, Cursor, StreamStats
 from pipelinerl.streams.frames import Buffer
+from pipelinerl.streams.redis_connection import AWAY, BLOCK_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, RedisConnection
 from pipelinerl.streams.spec import SingleStreamSpec, run_key
 from pipelinerl.world import WorldMap
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SYNC_REQUESTS = "pipelinerl:sync"
-"""List of the replies that are waited for; the redis role takes them, syncs, and answers."""
-SYNC_REPLIES = "pipelinerl:synced:"
 _RECORDS_PER_READ = 64
 _RESTART_S = 60.0
 """A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
-_BLOCK_S = 1.0
-_SOCKET_TIMEOUT_S = 10.0
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
-_AWAY = (redis_client.ConnectionError, redis_client.TimeoutError)
 
 # KEYS: stream, writer; ARGV: token. Takes the stream over; returns the next offset.
 _OPEN = """
@@ -180,12 +168,12 @@ class RedisBackend(Backend):
     def _key(self, spec: SingleStreamSpec) -> str:
         return self._prefix(spec.exp_path) + str(spec)
 
-    def _connect(self) -> "_Server":
-        return _Server(self._address, self._outage_timeout_s, self._asks_for_sync)
+    def _connect(self) -> RedisConnection:
+        return RedisConnection(self._address, self._outage_timeout_s, self._asks_for_sync)
 
 
 class RedisAppender(Appender):
-    def __init__(self, spec: SingleStreamSpec, key: str, server: "_Server"):
+    def __init__(self, spec: SingleStreamSpec, key: str, server: RedisConnection):
         self._spec = spec
         self._key = key
         self._server = server
@@ -232,7 +220,7 @@ class RedisCursor(Cursor):
         self,
         spec: SingleStreamSpec,
         key: str,
-        server: "_Server",
+        server: RedisConnection,
         name: str | None,
         start: int | None,
         *,
@@ -261,17 +249,17 @@ class RedisCursor(Cursor):
 
     def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:
         deadline = time.monotonic() + timeout_s
-        pause = _FIRST_PAUSE_S
+        pause = FIRST_PAUSE_S
         while True:
             remaining = deadline - time.monotonic()
             try:
-                records = self._read_once(min(remaining, _BLOCK_S))
+                records = self._read_once(min(remaining, BLOCK_S))
                 self._away_since = None
-            except _AWAY as error:
+            except AWAY as error:
                 self._check_outage(error)
                 records = []
                 time.sleep(max(0.0, min(pause, remaining)))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
             if records or time.monotonic() >= deadline:
                 return records
 
@@ -322,72 +310,6 @@ class RedisCursor(Cursor):
             self._away_since = now
             log.warning("event=redis_away stream=%s error=%s", self._spec, error)
         self._server.check(error, self._away_since)
-
-
-class _Server:
-    """One connection to the server; repeats a command until the server answers or has been away too long."""
-
-    def __init__(self, address: dict[str, Any], outage_timeout_s: float, asks_for_sync: bool):
-        self._asks_for_sync = asks_for_sync
-        self._name = f"redis at {address['host']}:{address['port']}"
-        self._outage_timeout_s = outage_timeout_s
-        self._scripts: dict[str, Any] = {}
-        self.client = redis_client.Redis(
-            **address,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-        )
-
-    def call(self, command: Callable[[redis_client.Redis], Any]) -> Any:
-        """Result of ``command``, which must be harmless when it arrives twice."""
-        since = time.monotonic()
-        pause = _FIRST_PAUSE_S
-        while True:
-            try:
-                return command(self.client)
-            except _AWAY as error:
-                self.check(error, since)
-                log.warning("event=redis_away server=%s error=%s next_attempt_s=%.2f", self._name, error, pause)
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            except ResponseError:
-                raise
-            except RedisError as error:
-                raise StreamError(f"{self._name}: {error}") from error
-
-    def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
-        """Runs a Lua script, which the server executes whole or not at all."""
-        if source not in self._scripts:
-            self._scripts[source] = self.client.register_script(source)
-        return self.call(lambda client: self._scripts[source](keys=keys, args=args))
-
-    def sync(self) -> None:
-        """Returns when the redis role has synced everything that the server has acknowledged. Any thread."""
-        if not self._asks_for_sync:
-            return
-        reply, since = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic()
-        self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
-        while self.call(lambda client: client.brpop([reply], timeout=_BLOCK_S)) is None:
-            if time.monotonic() - since > self._outage_timeout_s:
-                raise StreamError(f"{self._name}: its role did not sync the data for {self._outage_timeout_s:g} s")
-
-    def check(self, error: Exception, since: float) -> None:
-        """Raises when another attempt is useless."""
-        if isinstance(error, AuthenticationError):
-            raise StreamError(f"{self._name} refuses the password in PIPELINERL_REDIS_PASSWORD: {error}") from error
-        if time.monotonic() - since > self._outage_timeout_s:
-            raise StreamError(f"{self._name} did not answer for {self._outage_timeout_s:g} s: {error}") from error
-
-    def close(self) -> None:
-        self.client.close()
-
-    def __enter__(self) -> "_Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -1,0 +1,91 @@
+"""One connection to a redis server, which waits for a server that is away and asks a run's own one to sync its log."""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis as redis_client
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.retry import Retry
+
+from pipelinerl.errors import StreamError
+
+log = logging.getLogger(__name__)
+
+SYNC_REQUESTS = "pipelinerl:sync"
+"""List of the replies that are waited for; the redis role takes them, syncs, and answers."""
+SYNC_REPLIES = "pipelinerl:synced:"
+BLOCK_S = 1.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+_SOCKET_TIMEOUT_S = 10.0
+AWAY = (redis_client.ConnectionError, redis_client.TimeoutError)
+
+
+class RedisConnection:
+    """One connection to the server; repeats a command until the server answers or has been away too long."""
+
+    def __init__(self, address: dict[str, Any], outage_timeout_s: float, asks_for_sync: bool):
+        self._asks_for_sync = asks_for_sync
+        self._name = f"redis at {address['host']}:{address['port']}"
+        self._outage_timeout_s = outage_timeout_s
+        self._scripts: dict[str, Any] = {}
+        self.client = redis_client.Redis(
+            **address,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def call(self, command: Callable[[redis_client.Redis], Any]) -> Any:
+        """Result of ``command``, which must be harmless when it arrives twice."""
+        since = time.monotonic()
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return command(self.client)
+            except AWAY as error:
+                self.check(error, since)
+                log.warning("event=redis_away server=%s error=%s next_attempt_s=%.2f", self._name, error, pause)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            except ResponseError:
+                raise
+            except RedisError as error:
+                raise StreamError(f"{self._name}: {error}") from error
+
+    def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        """Runs a Lua script, which the server executes whole or not at all."""
+        if source not in self._scripts:
+            self._scripts[source] = self.client.register_script(source)
+        return self.call(lambda client: self._scripts[source](keys=keys, args=args))
+
+    def sync(self) -> None:
+        """Returns when the redis role has synced everything that the server has acknowledged. Any thread."""
+        if not self._asks_for_sync:
+            return
+        reply, since = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic()
+        self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
+        while self.call(lambda client: client.brpop([reply], timeout=BLOCK_S)) is None:
+            if time.monotonic() - since > self._outage_timeout_s:
+                raise StreamError(f"{self._name}: its role did not sync the data for {self._outage_timeout_s:g} s")
+
+    def check(self, error: Exception, since: float) -> None:
+        """Raises when another attempt is useless."""
+        if isinstance(error, AuthenticationError):
+            raise StreamError(f"{self._name} refuses the password in PIPELINERL_REDIS_PASSWORD: {error}") from error
+        if time.monotonic() - since > self._outage_timeout_s:
+            raise StreamError(f"{self._name} did not answer for {self._outage_timeout_s:g} s: {error}") from error
+
+    def close(self) -> None:
+        self.client.close()
+
+    def __enter__(self) -> "RedisConnection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
