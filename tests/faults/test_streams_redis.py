@@ -17,8 +17,7 @@ import redis
 
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
-from pipelinerl.streams import SingleStreamSpec
-from pipelinerl.streams import redis_connection
+from pipelinerl.streams import SingleStreamSpec, redis_connection
 from pipelinerl.streams.redis import RedisBackend
 
 PASSWORD = 'a "quoted" \\ password'
@@ -148,7 +147,7 @@ def test_commands_repeated_to_a_frozen_server_arrive_once(
     server: Server, spec: SingleStreamSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(redis_connection, "_SOCKET_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(redis_streams, "_BLOCK_S", 0.1)
+    monkeypatch.setattr("pipelinerl.streams.redis.BLOCK_S", 0.1)
     traffic = Traffic(server.backend(), spec)
     try:
         wait_until(lambda: len(traffic.seen) >= 100 or bool(traffic.errors))
