@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import PACKED, register_packed_attention
+from pipelinerl.finetune.attention import PACKED, packed_attention, register
 from pipelinerl.finetune.model import Policy, Tokens, decoder_layers
 from pipelinerl.finetune.rl.head import LogitMap
 from pipelinerl.finetune.rl.tokens import SequenceGroup
-from pipelinerl.finetune.sequence import ATTENTION, register_attention
+from pipelinerl.finetune.sequence import ATTENTION, sequence_attention
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ def examine_config(
     trust_remote_code: bool = False,
 ) -> Architecture:
     """``examine`` for a configuration."""
-    register_packed_attention()
-    register_attention()
+    register(PACKED, packed_attention)
+    register(ATTENTION, sequence_attention)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         comparison = Comparison(small_copy(config, trust_remote_code))

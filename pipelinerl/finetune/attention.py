@@ -8,6 +8,7 @@ scores of a block of queries, which are computed once more in the backward pass 
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -109,10 +110,7 @@ def packed_attention(
             f"finetune.attn_implementation: packed attention is causal over whole documents, which "
             f"{type(module).__name__} is not; use sdpa or eager"
         )
-    if torch.is_autocast_enabled(query.device.type):  # positions were put into float32 queries and keys
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value, scale = prepared(query, key, value, scaling)
     scoring = _Scoring(scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux, dropout=dropout)
     if _announced is None:
         output = _attend(query, key, value, scoring)
@@ -124,10 +122,19 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def register_packed_attention() -> None:
-    """Make it known to transformers under the name ``PACKED``; models then make no mask."""
-    AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, lambda *_, **__: None)
+def register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make an implementation known to transformers, which then makes no mask for it."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+
+
+def prepared(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Queries, keys and values in the precision of the pass, and the scale of their scores."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, key, value, scale
+    dtype = torch.get_autocast_dtype(query.device.type)  # positions were put into float32 queries and keys
+    return query.to(dtype), key.to(dtype), value.to(dtype), scale
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:

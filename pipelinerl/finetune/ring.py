@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 
-Documents = Sequence[int] | None
+DocumentLengths = Sequence[int] | None
 """Lengths of documents, each attending causally to itself; None: every query sees every key."""
 
 
@@ -176,7 +176,7 @@ def _choose_kernel(query: Tensor) -> SimpleNamespace:
     return FLASH if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else EXACT
 
 
-def _blocks(num_queries: int, num_keys: int, documents: Documents) -> Iterator[tuple[slice, slice]]:
+def _blocks(num_queries: int, num_keys: int, documents: DocumentLengths) -> Iterator[tuple[slice, slice]]:
     if documents is None:
         yield slice(num_queries), slice(num_keys)
         return
@@ -198,7 +198,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _exact_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentLengths
 ) -> tuple[Tensor, Tensor]:
     query = _widened(query.unflatten(0, (key.shape[0], -1)))
     key, value = _widened(key[:, None]), _widened(value[:, None])
@@ -218,7 +218,7 @@ def _exact_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    documents: Documents,
+    documents: DocumentLengths,
 ) -> tuple[Tensor, Tensor]:
     heads = (key.shape[0], -1)
     query, gradient, out = (_widened(x.unflatten(0, heads)) for x in (query, gradient, out))
@@ -235,15 +235,17 @@ def _exact_backward(
     return d_query.flatten(0, 1), d_kv
 
 
-def _flash_bounds(query: Tensor, key: Tensor, documents: Documents) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """Arguments of torch's variable-length kernels: cumulated lengths, longest of queries and keys, dropout, causal."""
+def _flash_bounds(
+    query: Tensor, key: Tensor, documents: DocumentLengths
+) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """Arguments of torch's variable-length kernels: cumulated lengths, longest query and key, dropout, causal."""
     lengths = [[x.shape[1]] if documents is None else list(documents) for x in (query, key)]
     ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=query.device) for x in lengths]
     return ends[0], ends[1], max(lengths[0]), max(lengths[1]), 0.0, documents is not None
 
 
 def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float, documents: DocumentLengths
 ) -> tuple[Tensor, Tensor]:
     tokens_first = [x.transpose(0, 1).contiguous() for x in (query, key, value)]
     bounds = _flash_bounds(query, key, documents)
@@ -259,7 +261,7 @@ def _flash_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    documents: Documents,
+    documents: DocumentLengths,
 ) -> tuple[Tensor, Tensor]:
     tokens_first = [x.transpose(0, 1).contiguous() for x in (gradient, query, key, value, out)]
     bounds = _flash_bounds(query, key, documents)

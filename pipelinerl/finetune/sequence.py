@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import prepared
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
 from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup, TokenInputs
@@ -111,14 +110,6 @@ def sequence_attention(
             "compute: set finetune.seq_parallel=1"
         )
     assert _ring is not None, "set_layout() comes before the forward pass"
-    device, scale = query.device.type, query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.is_autocast_enabled(device):  # positions were put into float32 queries and keys
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    query, key, value, scale = prepared(query, key, value, scaling)
     output = ring_attention(query[0], key[0], value[0], _ring, scale)
     return output.transpose(0, 1)[None].contiguous(), None
-
-
-def register_attention() -> None:
-    """Make the implementation known to transformers under the name ``ATTENTION``; it makes its own mask."""
-    AttentionInterface.register(ATTENTION, sequence_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,59 @@ class StatusRecord:
         )
 
 
+class Activity:
+    """What a role did last and what it waits for. Cheap, and any thread may call; ``changed`` is called after each."""
+
+    def __init__(self, changed: Callable[[], None]):
+        self._changed = changed
+        self._fields: dict[str, Any] = {}
+        self._waits: dict[int, Wait] = {}
+        self._wait_ids = itertools.count()
+        self._started = self._progress_at = time.monotonic()
+        self._progress_count = 0
+        self._beats_with_progress = False
+
+    def progress(self, fields: dict[str, Any]) -> None:
+        if fields:
+            self._fields = self._fields | fields
+        self._progress_at = time.monotonic()
+        self._progress_count += 1
+        self._changed()
+
+    def beat_with_progress(self) -> None:
+        self._beats_with_progress = True
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, on: str | None) -> Iterator[None]:
+        key = next(self._wait_ids)
+        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.monotonic())}
+        self._changed()
+        try:
+            yield
+        finally:
+            self._waits = {other: wait for other, wait in self._waits.items() if other != key}
+            self._changed()
+
+    def record(self, job: str, state: str) -> StatusRecord:
+        """As of now."""
+        now = time.monotonic()
+        offset = time.time() - now
+        waits = sorted(self._waits.values(), key=lambda wait: wait.since)
+        return StatusRecord(
+            job=job,
+            state=state,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            started=self._started + offset,
+            heartbeat=offset + (self._progress_at if self._beats_with_progress else now),
+            progress_at=self._progress_at + offset,
+            progress_count=self._progress_count,
+            waits=tuple(replace(wait, since=wait.since + offset) for wait in waits),
+            fields=self._fields,
+            clock_offset=offset,
+        )
+
+
 class RoleStatus:
     """Publishes this role's status file until `close`.
 
@@ -85,15 +138,10 @@ class RoleStatus:
         self.job_name = job_name
         self._path = Path(run_dir) / STATUS_DIR / f"{job_name}.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fields: dict[str, Any] = {}
-        self._waits: dict[int, Wait] = {}
-        self._wait_ids = itertools.count()
-        self._started = self._progress_at = time.monotonic()
-        self._progress_count = 0
         self._state = "running"
-        self._beats_with_progress = False
         self._dirty = threading.Event()
         self._closed = threading.Event()
+        self._activity = Activity(self._dirty.set)
         self._stacks = _register_stacks(Path(run_dir), job_name)
         self._write()
         self._thread = threading.Thread(target=self._publish, name="status", daemon=True)
@@ -101,11 +149,7 @@ class RoleStatus:
 
     def progress(self, **fields: Any) -> None:
         """Something moved. Costs a few assignments; the file is written by the helper thread."""
-        if fields:
-            self._fields = self._fields | fields
-        self._progress_at = time.monotonic()
-        self._progress_count += 1
-        self._dirty.set()
+        self._activity.progress(fields)
 
     def beat_with_progress(self) -> None:
         """From now on the heartbeat is the last progress: for a role whose life is that of another process.
@@ -113,19 +157,11 @@ class RoleStatus:
         Such a role asks the other process regularly and calls `progress` for every answer; when that process freezes
         the role counts as frozen too.
         """
-        self._beats_with_progress = True
+        self._activity.beat_with_progress()
 
-    @contextlib.contextmanager
-    def waiting(self, what: str, on: str | None = None) -> Iterator[None]:
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name a wait: on whom (job or kind) and for what."""
-        key = next(self._wait_ids)
-        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.monotonic())}
-        self._dirty.set()
-        try:
-            yield
-        finally:
-            self._waits = {other: wait for other, wait in self._waits.items() if other != key}
-            self._dirty.set()
+        return self._activity.waiting(what, on)
 
     def close(self, state: str = "done") -> None:
         """Publish the last state and stop the helper thread."""
@@ -140,24 +176,7 @@ class RoleStatus:
         self._stacks.close()
 
     def record(self) -> StatusRecord:
-        now = time.monotonic()
-        offset = time.time() - now
-        return StatusRecord(
-            job=self.job_name,
-            state=self._state,
-            pid=os.getpid(),
-            hostname=socket.gethostname(),
-            started=self._started + offset,
-            heartbeat=offset + (self._progress_at if self._beats_with_progress else now),
-            progress_at=self._progress_at + offset,
-            progress_count=self._progress_count,
-            waits=tuple(
-                replace(wait, since=wait.since + offset)
-                for wait in sorted(self._waits.values(), key=lambda wait: wait.since)
-            ),
-            fields=self._fields,
-            clock_offset=offset,
-        )
+        return self._activity.record(self.job_name, self._state)
 
     def _publish(self) -> None:
         """Consumes the dirty flag; ends when the status is closed."""

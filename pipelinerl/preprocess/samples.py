@@ -33,7 +33,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Sample:  # structure: a record of all that a rollout brings to its micro-batch
     """One rollout on its way to a micro-batch. K trained tokens of a sequence."""
 
     sample_id: str
