@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,7 @@ from typing import IO
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.observability.status import STATUS_DIR
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,36 @@ def start_role(
             )
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where this node's roles run: their folder, the environment they share, and the mark of all their processes."""
+
+    run_dir: Path
+    environment: Mapping[str, str]
+    mark: RunMark
+
+    def start(self, command: RoleCommand) -> subprocess.Popen[bytes]:
+        """Start a role; the status of its last process goes. Call from the main thread only."""
+        for path in (self.run_dir / STATUS_DIR).glob(f"{command.name}.*"):
+            path.unlink(missing_ok=True)
+        return start_role(command, self.run_dir / command.name, self.mark, self.environment)
+
+    def processes_of(self, name: str) -> list[int]:
+        """Processes of a role, in whatever session."""
+        return reaper.marked_processes(self.mark.role(name))
+
+    def all_processes(self) -> list[int]:
+        return reaper.marked_processes(self.mark.run)
+
+    def sweep(self, name: str, grace_s: float) -> None:
+        """End what is left of a role."""
+        reaper.sweep(self.mark.role(name), grace_s)
+
+    def sweep_all(self, grace_s: float, segments: Iterable[str]) -> None:
+        """End what is left of the run on this node, and remove its shared memory."""
+        reaper.sweep(self.mark.run, grace_s, segments)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 import pytest
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.launcher.supervisor import backoff_s, decide_after_exit, stop_waves
+from pipelinerl.launcher.exits import backoff_s, decide_after_exit
+from pipelinerl.launcher.stopping import stop_waves
 
 LIMITS = LauncherSection(
     max_restarts=2,

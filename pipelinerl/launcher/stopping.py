@@ -1,0 +1,87 @@
+"""Ends this node's roles: asked wave by wave, given time to save, then everything that is left."""
+
+import logging
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.launcher import reaper
+from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.exits import ENDS_BY_ITSELF
+from pipelinerl.launcher.processes import Host, second_signal, stop_roles
+from pipelinerl.observability.status import StatusRecord, read_statuses
+
+log = logging.getLogger(__name__)
+
+LEFTOVER_GRACE_S = 1.0
+STORES = ("redis",)
+"""Kinds that everybody else needs until the very end."""
+HURRY = 0.2
+"""Share of `launcher.stop_timeout_s` that later waves have when the run does not end in order."""
+
+
+@dataclass(frozen=True)
+class RoleProcess:
+    """A role and the process it has now."""
+
+    command: RoleCommand
+    process: subprocess.Popen[bytes]
+
+
+class Stopper:
+    """``say`` tells the user; ``report`` is written while the streams still stand."""
+
+    def __init__(self, host: Host, limits: LauncherSection, say: Callable[[str], None], report: Callable[[], None]):
+        self._host, self._limits = host, limits
+        self._say, self._report = say, report
+
+    def stop_all(self, roles: list[RoleProcess], *, orderly: bool) -> None:
+        """SIGTERM wave by wave, the report before the stores go, then the sweep. Blocks until all have ended."""
+        pids = self._host.all_processes()
+        segments = reaper.shared_memory_of(pids)
+        reaper.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
+        waves = stop_waves({role.command.kind for role in roles}, orderly=orderly)
+        late: list[str] = []
+        for index, kinds in enumerate(waves):
+            if orderly and index == len(waves) - 1:
+                self._report()
+            running = {role.command.name: role.process for role in roles if role.command.kind in kinds}
+            limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
+            late += self._stop_wave(running, limit_s)
+        if late:
+            log.warning("killed, for they did not end in time: %s", ", ".join(late))
+        self._host.sweep_all(0 if late else LEFTOVER_GRACE_S, segments)
+        for role in roles:
+            role.process.wait()
+
+    def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float) -> list[str]:
+        """Ask these roles to end; a trainer that made a step has time to save it. Returns who did not end."""
+        statuses = read_statuses(self._host.run_dir)
+        ranks = {
+            name: [status.pid for job, status in statuses.items() if job == name or job.startswith(f"{name}.rank")]
+            for name in running
+            if name.startswith("finetune_")
+        }
+        saving = {name for name in running if name in statuses and is_to_save(name, statuses[name])}
+        if saving:
+            self._say(
+                f"{', '.join(sorted(saving))}: saves its last step, for at most launcher.save_timeout_s="
+                f"{self._limits.save_timeout_s:g} s; another Ctrl-C ends at once"
+            )
+        limits = {n: max(limit_s, self._limits.save_timeout_s) if n in saving else limit_s for n in running}
+        with second_signal() as hurried:
+            return stop_roles(running, limits, ranks, hurried)
+
+
+def is_to_save(name: str, status: StatusRecord) -> bool:
+    """Whether a role is a trainer with an optimizer step behind it that is not saved yet."""
+    return name.startswith("finetune_") and status.state == "running" and not status.fields.get("saved", True)
+
+
+def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:
+    """Kinds that are stopped together: orderly, who works goes before who serves; the stores always go last."""
+    working, stores = kinds & set(ENDS_BY_ITSELF), kinds & set(STORES)
+    serving = kinds - working - stores
+    return [working, serving, stores] if orderly else [working | serving, stores]

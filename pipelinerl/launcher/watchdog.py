@@ -1,0 +1,103 @@
+"""Finds the roles of this node that hang or froze, and ends their processes after it wrote down what all were doing.
+
+Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay within
+`launcher.max_log_mb`.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.launcher import reaper
+from pipelinerl.launcher.logs import cut_logs
+from pipelinerl.launcher.processes import Host
+from pipelinerl.launcher.run_dir import LOG_FILE
+from pipelinerl.launcher.starvation import RunQueues
+from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
+from pipelinerl.observability.status import StatusRecord, read_statuses
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+STACKS_GRACE_S = 0.5
+
+
+class Watchdog:
+    """Reads status files since it was made: silence before that proves nothing."""
+
+    def __init__(self, host: Host, jobs: Sequence[str], limits: LauncherSection):
+        """``jobs``: all roles of this node."""
+        self._host, self._jobs, self._limits = host, jobs, limits
+        self._run_queues = RunQueues(host.processes_of)
+        self._since = time.monotonic()
+
+    async def next_failures(self, started: Callable[[], Mapping[str, float]]) -> list[FailedRole]:
+        """Roles that count as failed, one interval from now.
+
+        Args:
+            started: running roles and when their processes were started (monotonic seconds), asked at that time.
+        """
+        before = time.monotonic()
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        now = time.monotonic()
+        if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself: silence proves nothing
+            self._since = now
+        running = dict(started())
+        await asyncio.to_thread(cut_logs, self._logs(), self._limits.max_log_mb * 2**20)
+        statuses = await asyncio.to_thread(self._statuses)
+        starved = await asyncio.to_thread(self._run_queues.starved, statuses, running, now)
+        return find_failed(statuses, running, self._limits, now, self._since, starved)
+
+    async def kill(self, failed: FailedRole) -> None:
+        """End a failed role's processes, after writing down what every role was doing."""
+        pids = self._host.processes_of(failed.job)
+        await asyncio.to_thread(write_hang_report, self._host.run_dir, failed, self._jobs, self._stack_pids())
+        log.warning("killing job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
+        await asyncio.to_thread(self._host.sweep, failed.job, 0)
+
+    def _logs(self) -> list[Path]:
+        folder = self._host.run_dir
+        return [folder / LOG_FILE, *(folder / name / "log.txt" for name in self._jobs)]
+
+    def _statuses(self) -> dict[str, StatusRecord]:
+        """Every role's newest status, on the monotonic clock: setting the clock is neither silence nor progress."""
+        offset = time.time() - time.monotonic()
+        return {name: status.since_boot(offset) for name, status in read_statuses(self._host.run_dir).items()}
+
+    def _stack_pids(self) -> list[int]:
+        """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
+        ours = set(self._host.all_processes())
+        statuses = read_statuses(self._host.run_dir).values()
+        return [status.pid for status in statuses if status.pid in ours and status.state == "running"]
+
+
+def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pids: Sequence[int]) -> Path:
+    """Every role's status, the wait chain and all stacks, before anything is killed."""
+    reaper.send(list(pids), signal.SIGUSR1)
+    time.sleep(STACKS_GRACE_S)
+    folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{failed.job}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    statuses = read_statuses(run_dir)
+    chains = {name: wait_chain(name, statuses) for name in statuses}
+    document = {
+        "job": failed.job,
+        "reason": failed.reason,
+        "wait_chains": chains,
+        "statuses": {
+            name: vars(status) | {"waits": [vars(w) for w in status.waits]} for name, status in statuses.items()
+        },
+    }
+    with open(os.open(folder / "status.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+        json.dump(document, stream, indent=2, default=str)
+    for job in jobs:
+        for stacks in (run_dir / job).glob("stacks*.txt"):
+            if stacks.stat().st_size:
+                shutil.copyfile(stacks, folder / f"{job}.{stacks.name}")
+    return folder
