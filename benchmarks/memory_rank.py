@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.build import load_engine, make_engine
 from pipelinerl.finetune.engines import join_ranks, read_ranks
-from pipelinerl.finetune.loop import load_engine, make_engine
 from pipelinerl.observability.role import leave
 
 SAMPLE_S = 0.001

@@ -179,6 +179,7 @@ def train_recorded(ctx: Any) -> None:
 
     from pipelinerl.finetune.export import exported_parameters
     from pipelinerl.finetune.loop import Trainer, make_weight_sender
+    from pipelinerl.finetune.model import DTYPES
 
     class Recorded(Trainer):
         def run(self, *, stay: bool = False) -> None:
@@ -193,7 +194,7 @@ def train_recorded(ctx: Any) -> None:
             self.times.append(time.time())
             self.busy.append(core_times())
             if self.counters.step % SNAPSHOT_EVERY == 0:
-                exported = exported_parameters(self.engine, self.dtype)
+                exported = exported_parameters(self.engine, DTYPES[self.cfg.finetune.dtype])
                 self.snapshots[self.counters.step] = {name: tensor.detach().clone() for name, tensor in exported}
             return True
 

@@ -12,112 +12,59 @@ the role loads the newest whole one, pushes its weights and replays the stream f
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
 from transformers import AutoTokenizer
 
-from pipelinerl.config.engine import engine_of
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.accumulate import BatchRules, train_step
-from pipelinerl.finetune.architecture import examine
+from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.archiving import open_scores
-from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.batch_reader import BatchReader
+from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.engines import Engine, build_engine, join_ranks, read_ranks
-from pipelinerl.finetune.loading import load_model, stream_weights
-from pipelinerl.finetune.model import DTYPES, Policy, isolation_error
+from pipelinerl.finetune.engines import Engine, read_ranks
+from pipelinerl.finetune.model import DTYPES
 from pipelinerl.finetune.optim import learning_rate
+from pipelinerl.finetune.outputs import Outputs
 from pipelinerl.finetune.proximal import ProximalPolicy
-from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
-from pipelinerl.finetune.rl.diagnostics import clip_warning
+from pipelinerl.finetune.publish import Sender
 from pipelinerl.finetune.rl.objective import settings_at
+from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
-from pipelinerl.finetune.sequence import make_sequence_group
 from pipelinerl.finetune.updates import WeightUpdates, last_needed
-from pipelinerl.observability.metrics import MetricsLogger, drop_points_after
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.records import MicroBatch, SamplesProcessed, TrainerMessage, TrainingDone, TrainingResumed
-from pipelinerl.records.messages import EvaluationMessage
-from pipelinerl.records.topics import EVALUATION, TRAINER, TRAINING_DATA
-from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader, open_writer
+from pipelinerl.records import MicroBatch
+from pipelinerl.records.topics import TRAINING_DATA
+from pipelinerl.streams import SingleStreamSpec, open_reader
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-MAX_ISOLATION_ERROR = 1e-4
 STOP, WAIT, TRAIN = 0, 1, 2
-LOGGED = (
-    *("loss", "reward", "grad_norm", "lr", "entropy", "ess", "lag_mean", "lag_max", "tokens"),
-    *("step_s", "wait_s", "push_wait_s", "pause_ms"),
-)
-
-
-class TrainerTopic:
-    """Topic `trainer`, written by the loop and by the thread that announces weights."""
-
-    def __init__(self, run_dir: Any):
-        self._writer = open_writer(SingleStreamSpec(run_dir, TRAINER), TrainerMessage)
-        self._lock = threading.Lock()
-
-    def write(self, message: Any) -> None:
-        with self._lock:
-            self._writer.write(message)
-
-    def close(self) -> None:
-        with self._lock:
-            self._writer.close()
-
-
-@dataclass
-class Outputs:
-    """What only rank 0 has: everything that leaves the trainer."""
-
-    topic: TrainerTopic
-    publisher: Publisher
-    metrics: MetricsLogger
-    evaluations: TopicReader[Any]
-    warned: bool = False
-
-    def warn_once(self, text: str | None) -> None:
-        """Log the first warning of the run."""
-        if text is not None and not self.warned:
-            self.warned = True
-            log.warning(text)
-
-    def close(self) -> None:
-        self.publisher.close()
-        self.evaluations.close()
-        self.metrics.close()
-        self.topic.close()
 
 
 class Trainer:
-    """One rank of the trainer."""
+    """One rank of the trainer: it only connects the feed, the engine, the weight updates, the saves and the outputs."""
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext], Sender]):
         """``make_sender`` makes the way to the servers; it is called on rank 0 only."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
-        self.rank, world_size, device = read_ranks(ctx.world.accelerator)
-        torch.manual_seed(self.cfg.seed + self.rank)
+        rank, world_size, device = read_ranks(ctx.world.accelerator)
+        torch.manual_seed(self.cfg.seed + rank)
         self.engine = make_engine(self.cfg, device, world_size)
-        self.saver = self._make_saver()
-        self.counters = self.saver.resume() or Counters()
-        self.feed = self._open_feed()
+        saver = make_saver(ctx, self.engine, lambda: self.feed.sync())
+        self.counters = saver.resume() or Counters()
+        self.feed = open_feed(ctx, rank, self.counters.positions)
+        self.saves = SaveSchedule(saver, self.engine, self.cfg.finetune, ctx.status, self.feed.commit)
         self.rules = make_rules(self.engine.policy, self.cfg)
         self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
-        self.scores = open_scores(ctx, self.rank, world_size)
-        self.outputs = self._open_outputs(make_sender(ctx)) if self.rank == 0 else None
+        self.scores = open_scores(ctx, rank, world_size)
+        self.outputs = Outputs(ctx, make_sender(ctx), self.counters) if rank == 0 else None
         publisher = self.outputs.publisher if self.outputs else None
         dtype = DTYPES[self.cfg.finetune.dtype]
         self.updates = WeightUpdates(self.engine, self.cfg, dtype, publisher, ctx.status, ctx.stop.is_set, ctx.run_dir)
@@ -130,11 +77,11 @@ class Trainer:
                 with the weights on disk, and only the trainer can give it the last ones.
         """
         try:
-            self._export_again()
+            self.saves.export_again(self.counters)
             self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
             while self.counters.step < self.cfg.finetune.max_train_steps:
                 if not self.advance():
-                    self._save_at_stop()
+                    self.saves.at_stop(self.counters)
                     return
             self.finish()
             if stay:
@@ -158,14 +105,26 @@ class Trainer:
         self.scores.write(step)
         self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
-        self._report(metrics)
-        if self._is_export_step():
-            self.save(export=True)
-        elif self._is_rolling_due():
-            self.save(export=False)
-        else:
-            self._release(self.saver.poll())
+        self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
+        if self.outputs is not None:
+            self.outputs.report(self.counters, metrics)
+        self.saves.after_step(self.counters)
         return True
+
+    def finish(self) -> None:
+        """Save, wait until the last weights are live, say so."""
+        self.saves.at_end(self.counters)
+        live = self.updates.finish(self.counters.step)
+        self.saves.wait(self.counters.step)
+        if live and self.outputs is not None:
+            self.outputs.training_done(self.counters)
+
+    def close(self) -> None:
+        self.saves.close()
+        self.feed.close()
+        if self.outputs is not None:
+            self.outputs.close()
+        self.engine.close()
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
         """The micro-batches of ``step``, at a phase's start when all of the phase are there; None when asked to stop.
@@ -176,7 +135,7 @@ class Trainer:
         while True:
             last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
             records = self.feed.next_step(step, POLL_S, last)
-            agreed = self._lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
+            agreed = self.engine.lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
             if agreed == TRAIN:
                 return records
             if records is not None:
@@ -185,192 +144,28 @@ class Trainer:
                 return None
             self.updates.retry(step)
 
-    def _lowest(self, mine: int) -> int:
-        """The smallest of all ranks' values. Collective."""
-        if self.engine.world_size == 1:
-            return mine
-        box = torch.tensor(mine, device=self.engine.device)
-        torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MIN)
-        return int(box.item())
 
-    def _report(self, metrics: dict[str, float]) -> None:
-        step = self.counters.step
-        self.ctx.status.progress(step=step, samples=self.counters.samples_processed, saved=False)
-        if self.outputs is None:
-            return
-        stats = self.outputs.publisher.stats
-        metrics |= {"pause_ms": stats.pause_ms, "transfer_ms": stats.transfer_ms, "live_version": float(stats.version)}
-        self.outputs.topic.write(
-            SamplesProcessed(
-                samples_processed=self.counters.samples_processed, step=step, metrics=metrics, timestamp=time.time()
-            )
-        )
-        self.outputs.metrics.log(metrics | {"samples": self.counters.samples_processed}, step=step)
-        self.outputs.warn_once(clip_warning(metrics))
-        log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
-
-    def save(self, *, export: bool) -> None:
-        """Begin a checkpoint of the current step, and the model's export; training goes on meanwhile. Collective."""
-        self._wait_saved()
-        self.saver.start(self.counters, export=export)
-
-    def _is_export_step(self) -> bool:
-        return self.counters.step % self.cfg.finetune.save_checkpoint_steps == 0
-
-    def _is_rolling_due(self) -> bool:
-        """Whether the newest checkpoint is so old that all ranks want another. Collective."""
-        minutes = self.cfg.finetune.save_checkpoint_minutes
-        return minutes is not None and self._lowest(int(self.saver.is_idle_since(60 * minutes))) == 1
-
-    def _wait_saved(self) -> None:
-        with self.ctx.status.waiting("the checkpoint to be written"):
-            self._release(self.saver.finish())
-
-    def _release(self, needed: dict[str, int] | None) -> None:
-        """Let go of the stream below the oldest checkpoint that is kept."""
-        if needed is not None:
-            self.feed.commit(needed)
-            self.ctx.status.progress(saved=self.saver.step == self.counters.step)
-
-    def _export_again(self) -> None:
-        """Export the model of the step that is resumed from, if it was lost between its checkpoint and its export."""
-        if self.counters.step and self._is_export_step() and not self.saver.has_export(self.counters.step):
-            self.save(export=True)
-
-    def _save_at_stop(self) -> None:
-        """Asked to stop: every finished step is saved. Collective."""
-        if self.saver.step != self.counters.step:
-            self.save(export=False)
-        self._wait_saved()
-        log.info("stopped step=%d saved=%d", self.counters.step, self.saver.step)
-
-    def finish(self) -> None:
-        """Save, wait until the last weights are live, say so."""
-        step = self.counters.step
-        self._wait_saved()
-        if self.saver.step != step or not self.saver.has_export(step):
-            self.save(export=True)
-        live = self.updates.finish(step)
-        self._wait_saved()
-        if live and self.outputs is not None:
-            self.outputs.topic.write(TrainingDone(step=step, timestamp=time.time()))
-            log.info("training done step=%d samples=%d", step, self.counters.samples_processed)
-
-    def close(self) -> None:
-        self.saver.close()
-        self.feed.close()
-        if self.outputs is not None:
-            self.outputs.close()
-        self.engine.close()
-
-    def _make_saver(self) -> Saver:
-        cfg = self.cfg
-        rules = SaveRules(
-            run_dir=self.ctx.run_dir,
-            dtype=DTYPES[cfg.finetune.dtype],
-            keep=cfg.finetune.keep_checkpoints,
-            keep_exports=cfg.finetune.keep_exports,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
-        return Saver(self.engine, rules, tokenizer, lambda: self.feed.sync())
-
-    def _open_feed(self) -> BatchReader:
-        readers = []
-        for instance in range(max(len(self.ctx.world.get("preprocessor")), 1)):
-            spec = SingleStreamSpec(self.ctx.run_dir, TRAINING_DATA, instance, self.rank)
-            key = f"{instance}/{self.rank}"
-            start = self.counters.positions.get(key, 0)
-            readers.append((key, open_reader(spec, MicroBatch, name=f"finetune_{self.rank}", start=start)))
-        return BatchReader(readers)
-
-    def _tell_resumed(self, topic: TrainerTopic) -> None:
-        """Say from where a run goes on; the steps that come a second time leave its metrics."""
-        step = self.counters.step
-        repeated = drop_points_after(self.ctx.run_dir, "finetune", step)
-        if step or repeated:
-            samples = self.counters.samples_processed
-            topic.write(TrainingResumed(step=step, repeated=repeated, samples_processed=samples, timestamp=time.time()))
-            log.info("resuming from step %d (%d repeated)", step, repeated)
-
-    def _open_outputs(self, sender: Sender) -> Outputs:
-        topic = TrainerTopic(self.ctx.run_dir)
-        self._tell_resumed(topic)
-        spec = SingleStreamSpec(self.ctx.run_dir, EVALUATION)
-        evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
-        lease = EvaluationLease(lambda: [message for _, message in evaluations.read_all()])
-        metrics = MetricsLogger(self.cfg, self.ctx.run_dir, "finetune")
-        return Outputs(topic, Publisher(sender, topic.write, lease), metrics, evaluations)
-
-
-def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
-    """The policy at `model_path` in the configured engine, its attention verified."""
-    engine = load_engine(cfg, device, world_size)
-    if cfg.finetune.seq_packing:
-        verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)
-    return engine
-
-
-def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
-    """The policy at `model_path` in the configured engine."""
-    finetune = cfg.finetune
-    name = engine_of(cfg, world_size)
-    if world_size % finetune.seq_parallel:
-        raise ConfigError(
-            f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"
-        )
-    join_ranks(name, world_size, device, max(cfg.launcher.startup_timeout_s, cfg.launcher.hang_timeout_s))
-    found = examine(
-        cfg.model_path,
-        attention=finetune.attn_implementation,
-        packing=finetune.seq_packing,
-        seq_parallel=finetune.seq_parallel,
-        trust_remote_code=cfg.trust_remote_code,
+def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None]) -> Saver:
+    """The way to this run's checkpoints and exports."""
+    cfg = ctx.cfg
+    rules = SaveRules(
+        run_dir=ctx.run_dir,
+        dtype=DTYPES[cfg.finetune.dtype],
+        keep=cfg.finetune.keep_checkpoints,
+        keep_exports=cfg.finetune.keep_exports,
     )
-    lm, files = load_model(cfg, found.attention)
-    policy = Policy(
-        lm,
-        temperature=finetune.rl.temperature,
-        chunk=finetune.head_chunk_tokens,
-        fp32_head=finetune.fp32_lm_head,
-        value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
-        lora_scaling=finetune.lora.alpha / finetune.lora.r,
-        sequence=make_sequence_group(finetune.seq_parallel),
-        logit_map=found.logit_map,
-    )
-    engine = build_engine(name, policy, cfg, device)
-    if files is not None:
-        stream_weights(engine, files)
-    log.info("engine=%s ranks=%d", name, world_size)
-    return engine
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
+    return Saver(engine, rules, tokenizer, sync_streams)
 
 
-def verify_isolation(engine: Engine, attention: str) -> None:
-    """Refuse kernels of this device that let packed documents see each other. Collective."""
-    vocab_size = engine.policy.lm.config.get_text_config().vocab_size
-    error = isolation_error(engine.evaluate, vocab_size, engine.device)
-    if not error <= MAX_ISOLATION_ERROR:
-        raise ConfigError(
-            f"finetune.attn_implementation: packed documents see each other in {attention!r} on this device (states "
-            f"move by {error:.2g} of their size, {MAX_ISOLATION_ERROR} is allowed); set it to sdpa, or "
-            "finetune.seq_packing=false"
-        )
-    log.info("packed documents are isolated attention=%s error=%.2g", attention, error)
-
-
-def make_rules(policy: Policy, cfg: Config) -> BatchRules:
-    """How micro-batches are checked and laid out for this policy."""
-    config = policy.lm.config.get_text_config()
-    attention = config._attn_implementation
-    cuda = next(policy.parameters()).is_cuda
-    per_document = "flash" in attention or (attention == PACKED and cuda)
-    return BatchRules(
-        vocab_size=config.vocab_size,
-        max_lag_steps=cfg.max_lag_steps,
-        layout="rows" if not cfg.finetune.seq_packing else "packed" if per_document else "cheaper",
-        dense_mask=attention != PACKED,
-        tokens_per_attention_unit=6 * config.hidden_size,
-        sequence=policy.sequence,
-    )
+def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchReader:
+    """This rank's partition of every preprocessor's `training_data`, from ``positions`` on."""
+    readers = []
+    for instance in range(max(len(ctx.world.get("preprocessor")), 1)):
+        spec = SingleStreamSpec(ctx.run_dir, TRAINING_DATA, instance, rank)
+        key = f"{instance}/{rank}"
+        readers.append((key, open_reader(spec, MicroBatch, name=f"finetune_{rank}", start=positions.get(key, 0))))
+    return BatchReader(readers)
 
 
 def make_weight_sender(ctx: RoleContext) -> Sender:

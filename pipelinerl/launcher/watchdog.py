@@ -1,7 +1,7 @@
 """Finds the roles of this node that hang or froze, and ends their processes after it wrote down what all were doing.
 
-Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay within
-`launcher.max_log_mb`.
+Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay
+within `launcher.max_log_mb`.
 """
 
 import asyncio

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.accumulate import train_step
+from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, read_ranks
-from pipelinerl.finetune.loop import make_engine, make_rules
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules

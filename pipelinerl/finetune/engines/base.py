@@ -101,6 +101,14 @@ class Engine(ABC):
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
+    def lowest(self, mine: int) -> int:
+        """The smallest of all ranks' values. Collective."""
+        if self.world_size == 1:
+            return mine
+        box = torch.tensor(mine, device=self.device)
+        torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MIN)
+        return int(box.item())
+
     def close(self) -> None:
         """Leave the process group."""
         if torch.distributed.is_initialized():

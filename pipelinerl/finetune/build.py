@@ -1,0 +1,91 @@
+"""The policy in its engine, and how micro-batches are laid out for it."""
+
+import logging
+
+import torch
+
+from pipelinerl.config.engine import engine_of
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.accumulate import BatchRules
+from pipelinerl.finetune.architecture import examine
+from pipelinerl.finetune.attention import PACKED
+from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
+from pipelinerl.finetune.loading import load_model, stream_weights
+from pipelinerl.finetune.model import Policy, isolation_error
+from pipelinerl.finetune.sequence import make_sequence_group
+
+log = logging.getLogger(__name__)
+
+MAX_ISOLATION_ERROR = 1e-4
+
+
+def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
+    """The policy at `model_path` in the configured engine, its attention verified."""
+    engine = load_engine(cfg, device, world_size)
+    if cfg.finetune.seq_packing:
+        verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)
+    return engine
+
+
+def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
+    """The policy at `model_path` in the configured engine."""
+    finetune = cfg.finetune
+    name = engine_of(cfg, world_size)
+    if world_size % finetune.seq_parallel:
+        raise ConfigError(
+            f"finetune.seq_parallel is {finetune.seq_parallel}: trainer ranks, {world_size}, must be its multiple"
+        )
+    join_ranks(name, world_size, device, max(cfg.launcher.startup_timeout_s, cfg.launcher.hang_timeout_s))
+    found = examine(
+        cfg.model_path,
+        attention=finetune.attn_implementation,
+        packing=finetune.seq_packing,
+        seq_parallel=finetune.seq_parallel,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    lm, files = load_model(cfg, found.attention)
+    policy = Policy(
+        lm,
+        temperature=finetune.rl.temperature,
+        chunk=finetune.head_chunk_tokens,
+        fp32_head=finetune.fp32_lm_head,
+        value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
+        lora_scaling=finetune.lora.alpha / finetune.lora.r,
+        sequence=make_sequence_group(finetune.seq_parallel),
+        logit_map=found.logit_map,
+    )
+    engine = build_engine(name, policy, cfg, device)
+    if files is not None:
+        stream_weights(engine, files)
+    log.info("engine=%s ranks=%d", name, world_size)
+    return engine
+
+
+def verify_isolation(engine: Engine, attention: str) -> None:
+    """Refuse kernels of this device that let packed documents see each other. Collective."""
+    vocab_size = engine.policy.lm.config.get_text_config().vocab_size
+    error = isolation_error(engine.evaluate, vocab_size, engine.device)
+    if not error <= MAX_ISOLATION_ERROR:
+        raise ConfigError(
+            f"finetune.attn_implementation: packed documents see each other in {attention!r} on this device (states "
+            f"move by {error:.2g} of their size, {MAX_ISOLATION_ERROR} is allowed); set it to sdpa, or "
+            "finetune.seq_packing=false"
+        )
+    log.info("packed documents are isolated attention=%s error=%.2g", attention, error)
+
+
+def make_rules(policy: Policy, cfg: Config) -> BatchRules:
+    """How micro-batches are checked and laid out for this policy."""
+    config = policy.lm.config.get_text_config()
+    attention = config._attn_implementation
+    cuda = next(policy.parameters()).is_cuda
+    per_document = "flash" in attention or (attention == PACKED and cuda)
+    return BatchRules(
+        vocab_size=config.vocab_size,
+        max_lag_steps=cfg.max_lag_steps,
+        layout="rows" if not cfg.finetune.seq_packing else "packed" if per_document else "cheaper",
+        dense_mask=attention != PACKED,
+        tokens_per_attention_unit=6 * config.hidden_size,
+        sequence=policy.sequence,
+    )

@@ -1,0 +1,93 @@
+"""Everything that leaves the trainer but checkpoints: messages, weights, metrics, the log's line. Rank 0 only."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.finetune.checkpoints import Counters
+from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
+from pipelinerl.finetune.rl.diagnostics import clip_warning
+from pipelinerl.observability.metrics import MetricsLogger, drop_points_after
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone, TrainingResumed
+from pipelinerl.records.messages import EvaluationMessage
+from pipelinerl.records.topics import EVALUATION, TRAINER
+from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer
+
+log = logging.getLogger(__name__)
+
+LOGGED = (
+    *("loss", "reward", "grad_norm", "lr", "entropy", "ess", "lag_mean", "lag_max", "tokens"),
+    *("step_s", "wait_s", "push_wait_s", "pause_ms"),
+)
+
+
+class TrainerTopic:
+    """Topic `trainer`, written by the loop and by the thread that announces weights."""
+
+    def __init__(self, run_dir: Path):
+        self._writer = open_writer(SingleStreamSpec(run_dir, TRAINER), TrainerMessage)
+        self._lock = threading.Lock()
+
+    def write(self, message: Any) -> None:
+        with self._lock:
+            self._writer.write(message)
+
+    def close(self) -> None:
+        with self._lock:
+            self._writer.close()
+
+
+class Outputs:
+    """Open from the step that training starts or resumes from."""
+
+    def __init__(self, ctx: RoleContext, sender: Sender, counters: Counters):
+        self._topic = TrainerTopic(ctx.run_dir)
+        self._tell_resumed(ctx.run_dir, counters)
+        spec = SingleStreamSpec(ctx.run_dir, EVALUATION)
+        self._evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
+        lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
+        self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, "finetune")
+        self._warned = False
+        self.publisher = Publisher(sender, self._topic.write, lease)
+
+    def report(self, counters: Counters, metrics: dict[str, float]) -> None:
+        """A step and its metrics."""
+        stats = self.publisher.stats
+        metrics |= {"pause_ms": stats.pause_ms, "transfer_ms": stats.transfer_ms, "live_version": float(stats.version)}
+        samples, step = counters.samples_processed, counters.step
+        self._topic.write(
+            SamplesProcessed(samples_processed=samples, step=step, metrics=metrics, timestamp=time.time())
+        )
+        self._metrics.log(metrics | {"samples": samples}, step=step)
+        self._warn_once(clip_warning(metrics))
+        log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
+
+    def training_done(self, counters: Counters) -> None:
+        """The last step is saved and its weights are live."""
+        self._topic.write(TrainingDone(step=counters.step, timestamp=time.time()))
+        log.info("training done step=%d samples=%d", counters.step, counters.samples_processed)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self._evaluations.close()
+        self._metrics.close()
+        self._topic.close()
+
+    def _tell_resumed(self, run_dir: Path, counters: Counters) -> None:
+        """Say from where a run goes on; the steps that come a second time leave its metrics."""
+        step, samples = counters.step, counters.samples_processed
+        repeated = drop_points_after(run_dir, "finetune", step)
+        if step or repeated:
+            self._topic.write(
+                TrainingResumed(step=step, repeated=repeated, samples_processed=samples, timestamp=time.time())
+            )
+            log.info("resuming from step %d (%d repeated)", step, repeated)
+
+    def _warn_once(self, text: str | None) -> None:
+        """Log the first warning of the run."""
+        if text is not None and not self._warned:
+            self._warned = True
+            log.warning(text)
