@@ -19,7 +19,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
 from pipelinerl.inspect.ledger import build
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.preprocess import reference
+from pipelinerl.preprocess import loop, reference
 from pipelinerl.preprocess.loop import Preprocessor
 from pipelinerl.preprocess.reference import ReferenceScorer
 from pipelinerl.preprocess.samples import Shaping, prepare_group
@@ -383,7 +383,8 @@ def test_without_packing_train_batch_size_is_the_micro_batch(run_dir: Path):
     assert [(mb.step, mb.count, len(mb.sequence_ids)) for mb in batches] == [(0, 2, 3), (0, 2, 3), (1, 2, 3), (1, 2, 3)]
 
 
-def test_consumed_groups_may_be_deleted_once_their_batch_is_published(run_dir: Path):
+def test_consumed_groups_may_be_deleted_once_their_batch_is_published(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop, "COMMIT_EVERY_S", 0.0)
     write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(7)])
     with preprocessor(make_context(run_dir, make_world(), "max_lag_steps=null")) as role:
         turn_until(role, consumed(role, 7))

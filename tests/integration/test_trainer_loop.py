@@ -165,7 +165,9 @@ def test_trainer_stopped_saves_its_last_step_and_repeats_none(run_dir: Path) -> 
     resumed = train(run_dir, "finetune.save_checkpoint_steps=100")
     assert resumed.received[0][0] == 3
     assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
-    assert TrainingResumed(step=3, repeated=0) in [without_time(message) for message in read_messages(run_dir)]
+    assert TrainingResumed(step=3, repeated=0, samples_processed=18) in [
+        without_time(message) for message in read_messages(run_dir)
+    ]
 
 
 def test_trainer_resumed_says_what_it_repeats_and_holds_each_step_once(run_dir: Path) -> None:
@@ -176,7 +178,9 @@ def test_trainer_resumed_says_what_it_repeats_and_holds_each_step_once(run_dir: 
     train(run_dir)
 
     assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
-    assert TrainingResumed(step=2, repeated=1) in [without_time(message) for message in read_messages(run_dir)]
+    assert TrainingResumed(step=2, repeated=1, samples_processed=12) in [
+        without_time(message) for message in read_messages(run_dir)
+    ]
 
 
 def test_trainer_saves_in_between_when_the_newest_checkpoint_is_old(run_dir: Path) -> None:
