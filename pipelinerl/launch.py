@@ -45,16 +45,25 @@ UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         return _run_hydra(arguments, command_of)
-    except KeyboardInterrupt:
+    except Interrupted as interrupted:
         print("interrupted before anything was started", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + interrupted.number
 
 
-def _interrupt(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+class Interrupted(BaseException):
+    """A stop signal before the launcher's event loop takes them."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise Interrupted(number)
 
 
 def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:

@@ -1,7 +1,13 @@
 """``python -m pipelinerl.actor --run-dir R --job actor_0``"""
 
 from pipelinerl.actor.role import run
-from pipelinerl.observability.role import run_role
+from pipelinerl.observability.role import RoleContext, run_role
+
+
+def main(ctx: RoleContext) -> None:
+    ctx.wait_for_model()
+    run(ctx)
+
 
 if __name__ == "__main__":
-    run_role(run)
+    run_role(main)

@@ -1,11 +1,13 @@
 """`python -m pipelinerl.finetune --run-dir R --job finetune_0`: one rank of the trainer."""
 
-from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.observability.role import RoleContext, importing, run_role
 
 
 def main(ctx: RoleContext) -> None:
-    from pipelinerl.finetune.loop import run
+    with importing():
+        from pipelinerl.finetune.loop import run
 
+    ctx.wait_for_model()
     run(ctx)
 
 

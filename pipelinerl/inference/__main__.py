@@ -2,7 +2,7 @@
 
 import os
 
-from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.observability.role import RoleContext, importing, run_role
 
 
 def main(context: RoleContext) -> None:
@@ -10,13 +10,15 @@ def main(context: RoleContext) -> None:
     from pipelinerl.inference.args import vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
 
-    gpu_bytes = min(gpu_memory_bytes(), default=0)
-    arguments = vllm_arguments(context.cfg, context.world, context.job, gpu_bytes)
     os.environ.update(vllm_environment(context.cfg, context.world, context.job))
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
-    from pipelinerl.inference.server import Service, serve
+    with importing():
+        from pipelinerl.inference.server import Service, serve
 
+    context.wait_for_model()
+    gpu_bytes = min(gpu_memory_bytes(), default=0)
+    arguments = vllm_arguments(context.cfg, context.world, context.job, gpu_bytes)
     is_policy = context.job.kind == "actor_llm"
     service = Service(
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,

@@ -84,6 +84,8 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
             env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, devices_per_server(cfg))
         if devices_per_server(cfg) == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if server_options(cfg).get("enforce-eager", True):
+            env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
     return env | cfg.vllm_config.env
 
 

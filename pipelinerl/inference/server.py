@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -30,6 +31,7 @@ from pipelinerl.inference import answers, control
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ GRACEFUL_S = 1
 KEEP_ALIVE_S = 300
 """Longer than any client keeps an idle connection, so that no request meets one that is being closed."""
 FATAL_EXIT = 70
+START_IS_OVER = 0
+"""No signal has this number."""
 
 
 class ServerEndedError(PipelineRLError):
@@ -102,17 +106,41 @@ async def _serve(args: Namespace, service: Service, status: RoleStatus) -> None:
     address, sock = setup_server(args, reuse_port=False)
     try:
         with status.waiting("the engine's start"), _signals_end_the_start(status):
-            engine = build_async_engine_client(args)
-            client = await engine.__aenter__()
+            client = start_engine(args)
         try:
-            assert isinstance(client, AsyncLLM), "the engine client of one API process"
             shutdown = await _serve_engine(client, args, sock, service, status)
         finally:
-            await engine.__aexit__(None, None, None)
+            client.shutdown(timeout=client.vllm_config.shutdown_timeout)
         await shutdown
     finally:
         sock.close()
     log.info("event=server_ended address=%s", address)
+
+
+def start_engine(args: Namespace) -> AsyncLLM:
+    """Start the engine's process and wait until it has loaded the model.
+
+    Where that process has the only worker, it is forked: it has imported everything already, which is half of a CPU
+    server's start. vLLM asks for a new interpreter on CPU because of the OpenMP threads that its workers bind; here the
+    parent computes nothing and has none.
+    """
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    if config.device_config.device_type == "cpu" and config.parallel_config.world_size_across_dp == 1:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.register_at_fork(after_in_child=_part_from_server)
+    return AsyncLLM.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+
+
+def _part_from_server() -> None:
+    """In a forked engine: the server's end is the engine's, but a signal to the engine is not the server's."""
+    die_with_parent(signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
 
 
 async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: Service, status: RoleStatus) -> Any:
@@ -205,14 +233,15 @@ def _signals_end_the_start(status: RoleStatus) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        writer.close()
+        writer.send(bytes([START_IS_OVER]))  # a forked engine keeps its copy open: closing ours would end nothing
         thread.join()
+        writer.close()
         reader.close()
 
 
 def _await_signal(reader: socket.socket, status: RoleStatus) -> None:
     """Ends with the process at the first SIGTERM or SIGINT, or when the start is over."""
-    while number := reader.recv(1):
+    while (number := reader.recv(1)) and number[0] != START_IS_OVER:
         if number[0] in (signal.SIGTERM, signal.SIGINT):
             log.info("event=start_ended_by_signal signal=%d", number[0])
             _kill_engine()

@@ -135,7 +135,14 @@ def disk(start: Start) -> list[str]:
 
 
 def model(start: Start) -> list[str]:
-    if not preflight.needs_tiny_model(start.config, start.overrides):
+    from pipelinerl.tiny_model.recipes import make_recipe  # imports the domains
+
+    tiny = start.config.tiny_model
+    if preflight.needs_tiny_model(start.config, start.overrides):
+        assert tiny is not None
+        if "." not in tiny.recipe:  # a function of the user's own runs in the builder
+            make_recipe(tiny.recipe, dict(tiny.params))
+    else:
         preflight.check_model(start.config.model_path)
         preflight.check_architecture(start.config)
     return []

@@ -4,6 +4,7 @@ Every check ends in a `ConfigError`/`DomainError` with one message, or in warnin
 of its own with a deadline, so that neither its imports nor its bugs reach the launcher.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -78,18 +79,40 @@ def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
     return True
 
 
-def build_tiny_model(config: Config) -> None:
-    """Build `model_path` from its recipe in a process of its own (it imports torch)."""
+def builder_command(config: Config) -> tuple[str, ...]:
+    """The command that builds `model_path` from its recipe, in a process of its own (it imports torch)."""
     assert config.tiny_model is not None
     recipe = config.tiny_model
     argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--out", config.model_path]
     argv += ["--recipe", recipe.recipe, "--seed", str(recipe.seed)]
     for name, value in recipe.params.items():
         argv += ["--param", f"{name}={json.dumps(value)}"]
-    code, _, errors = run_helper(argv, timeout_s=BUILD_TIMEOUT_S, env=inherited_environment(os.environ))
-    if code != 0:
-        last = (errors.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"`tiny_model` could not build {config.model_path!r}: {last.removeprefix('error: ')}")
+    return tuple(argv)
+
+
+async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None:
+    """Build `model_path` while the roles import what they need. Returns why it could not be built, or None.
+
+    Args:
+        env: with the run's mark: whatever ends the run ends the builder.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *builder_command(config),
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), BUILD_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        return f"`tiny_model` did not build {config.model_path!r} within {BUILD_TIMEOUT_S:g} s"
+    if process.returncode == 0:
+        return None
+    last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+    return f"`tiny_model` could not build {config.model_path!r}: {last.removeprefix('error: ')}"
 
 
 def check_model(model_path: str) -> None:

@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,6 +65,8 @@ class RunPlan:
     node_rank: int
     commands: tuple[RoleCommand, ...]
     """Of this node."""
+    builds_model: bool = False
+    """`model_path` is a tiny model that is not there yet."""
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
@@ -90,7 +92,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         if claim.finished:
             return tell_finished(claim)
         plan = make_plan(config, container, path, command_of)
-        prepare(plan, path, overrides)
+        plan = prepare(plan, path, overrides)
         run_dir.write(path, container, plan.world, plan.commands)
         if len(plan.world.nodes) == 1:
             ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
@@ -130,7 +132,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
         finally:
             await connection.close()
 
-    prepare(plan, path, overrides)
+    plan = prepare(plan, path, overrides)
     return tell_ending(asyncio.run(run()), path)
 
 
@@ -154,13 +156,11 @@ def tell_finished(claim: Claim) -> int:
     return EXIT_DONE
 
 
-def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> None:
-    """Every check, then the tiny model is built, when nothing else can refuse."""
+def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> RunPlan:
+    """Every check; returns the plan with what the start still has to do."""
     for warning in checks.check(start_of(plan, path, overrides)):
         say(f"warning: {warning}")
-    if preflight.needs_tiny_model(plan.config, overrides):
-        say(f"building the tiny model {plan.config.model_path}")
-        preflight.build_tiny_model(plan.config)
+    return replace(plan, builds_model=preflight.needs_tiny_model(plan.config, overrides))
 
 
 def start_of(plan: RunPlan, path: Path, overrides: Sequence[str]) -> checks.Start:
@@ -244,11 +244,13 @@ async def supervise(
     )
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, supervisor.request_stop, signal.Signals(number).name)
+        loop.add_signal_handler(number, stop_as_asked, supervisor, signal.Signals(number).name)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     progress.start()
     beside = [asyncio.create_task(guard.keep())]
+    if plan.builds_model:
+        beside.append(asyncio.create_task(build_model(config, environment | mark.variables("tiny_model"), supervisor)))
     if connection:
         beside.append(asyncio.create_task(connection.follow(supervisor)))
     try:
@@ -258,6 +260,20 @@ async def supervise(
             task.cancel()
         progress.stop()
         guard.dismiss()
+
+
+def stop_as_asked(supervisor: Supervisor, reason: str) -> None:
+    """Answer at once: a trainer's last save may take a while."""
+    say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
+    supervisor.request_stop(reason)
+
+
+async def build_model(config: Config, env: Mapping[str, str], supervisor: Supervisor) -> None:
+    """Build the tiny model beside the roles' start; a model that cannot be built ends the run."""
+    say(f"building the tiny model {config.model_path}")
+    problem = await preflight.build_tiny_model(config, env)
+    if problem:
+        supervisor.fail(problem)
 
 
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:

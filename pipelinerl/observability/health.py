@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.observability.status import StatusRecord
+from pipelinerl.observability.status import LAUNCHER, StatusRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: 
 
 
 def _slow_start(status: StatusRecord, started: float, limits: LauncherSection, now: float) -> str | None:
-    if status.progress_count or now - started <= limits.startup_timeout_s:
+    if status.progress_count or now - max(started, status.started) <= limits.startup_timeout_s:
+        return None
+    if status.waits and status.waits[0].on == LAUNCHER:
         return None
     waits = f", waiting for {status.waits[0].what}" if status.waits else ""
     return f"did not start within launcher.startup_timeout_s={limits.startup_timeout_s:g} s{waits}"

@@ -7,12 +7,14 @@ line says why.
 
 import argparse
 import atexit
+import contextlib
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 
@@ -45,6 +48,29 @@ class RoleContext:
     world: "WorldMap"
     status: RoleStatus
     stop: threading.Event
+
+    def wait_for_model(self) -> None:
+        """Return when `model_path` can be read: a tiny model is built while the roles start.
+
+        Call it after what the role imports. A builder that fails ends the run, so there is no deadline here.
+        """
+        built = Path(self.cfg.model_path) / "config.json"
+        if self.cfg.tiny_model is None or built.is_file():
+            return
+        with self.status.waiting_for_launcher("the tiny model"):
+            while not built.is_file() and not self.stop.wait(MODEL_POLL_S):
+                pass
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around a role's large imports: the garbage collector would spend a tenth of their time and find nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:

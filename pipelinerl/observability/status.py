@@ -26,6 +26,8 @@ from pipelinerl.disk import replace_file
 HEARTBEAT_S = 2.0
 MIN_WRITE_INTERVAL_S = 0.5
 STATUS_DIR = "status"
+LAUNCHER = "launcher"
+"""Whom a role waits for that waits for the launcher; no job has this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,13 @@ class RoleStatus:
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Name a wait: on whom (job or kind) and for what."""
         return self._activity.waiting(what, on)
+
+    @contextlib.contextmanager
+    def waiting_for_launcher(self, what: str) -> Iterator[None]:
+        """Name a wait before the role's own start, whose time limit begins when the wait is over."""
+        with self.waiting(what, on=LAUNCHER):
+            yield
+        self._started = time.monotonic()
 
     def close(self, state: str = "done") -> None:
         """Publish the last state and stop the helper thread."""

@@ -6,6 +6,7 @@ from pipelinerl.observability.role import RoleContext, run_role
 def main(ctx: RoleContext) -> None:
     from pipelinerl.preprocess.loop import run
 
+    ctx.wait_for_model()
     run(ctx)
 
 

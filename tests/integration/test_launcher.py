@@ -220,6 +220,42 @@ def test_launcher_signal_before_the_start_ends_at_once(launch) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_launcher_signal_during_the_checks_is_answered(launch, number: signal.Signals) -> None:
+    run = launch()
+    run.until(lambda: psutil.Process(run.process.pid).children(), "a check in a process of its own")
+    run.process.send_signal(number)
+    assert run.wait(STOP_S) == 128 + number
+    assert run.output.splitlines()[-1] == "interrupted before anything was started"
+    assert run.leftovers() == []
+
+
+SLOW_RECIPE = "import time, pathlib\n\ndef slow():\n    time.sleep(3600)\n"
+
+
+def test_launcher_signal_while_the_model_is_built_is_answered(launch, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "recipes_of_a_test.py").write_text(SLOW_RECIPE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    recipe = "tiny_model={recipe: recipes_of_a_test.slow, seed: 0, params: {}}"
+    run = launch(recipe, f"model_path={tmp_path / 'built'}", finetune="endless")
+    run.wait_for("building the tiny model")
+    run.until(lambda: len(run.starts()) == 4, "every role starts while the model is built")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(STOP_S) == 130
+    assert "SIGINT: stopping" in run.output
+    assert run.leftovers() == []
+    assert not (tmp_path / "built").exists()
+
+
+def test_launcher_model_that_cannot_be_built_ends_the_run(launch, tmp_path: Path) -> None:
+    recipe = "tiny_model={recipe: nowhere.recipe, seed: 0, params: {}}"
+    run = launch(recipe, f"model_path={tmp_path / 'built'}", finetune="endless")
+    assert run.wait() == 1, run.output
+    assert "the run failed: `tiny_model` could not build" in run.output
+    assert "nowhere" in run.output.split("could not build")[1]
+    assert run.leftovers() == []
+
+
 def test_launcher_stubborn_roles_are_killed_in_time(launch) -> None:
     run = launch("launcher.stop_timeout_s=2", finetune="endless", actor_llm="ignore_sigterm,leave_child,leave_memory")
     run.wait_for("evaluation of version 0")

@@ -81,6 +81,13 @@ def test_environment_on_cpu_pins_threads_and_the_users_word_wins() -> None:
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
+def test_eager_servers_on_cpu_compile_nothing() -> None:
+    assert vllm_environment(config(), world(), POLICY)["TORCH_COMPILE_DISABLE"] == "1"
+    compiled = config("+vllm_config.vllm_kwargs.enforce_eager=false")
+    assert "TORCH_COMPILE_DISABLE" not in vllm_environment(compiled, world(), REFERENCE)
+    assert "TORCH_COMPILE_DISABLE" not in vllm_environment(config(), world("cuda"), POLICY)
+
+
 def test_tensor_parallel_on_cpu_splits_cores_and_keeps_vllms_executor() -> None:
     cfg = config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
     job = Job(name="actor_llm_0", kind="actor_llm", port=1, cores=(2, 3, 4, 5))

@@ -70,6 +70,14 @@ def test_judge_silent_start_has_the_limit_of_starts() -> None:
     assert blamed(status("actor_0", heartbeat=50, count=0), started=61)["actor_0"].startswith("did not start within")
 
 
+def test_judge_start_begins_when_the_launchers_model_is_built() -> None:
+    waiting = status("actor_llm_0", count=0, on="launcher")
+    assert blamed(waiting, started=1000) == {}
+    assert blamed(replace(waiting, waits=(), started=NOW - 59), started=1000) == {}
+    late = blamed(replace(waiting, waits=(), started=NOW - 61), started=1000)
+    assert late["actor_llm_0"].startswith("did not start within")
+
+
 def test_since_boot_clock_that_was_set_back_changes_nothing() -> None:
     import socket
 
