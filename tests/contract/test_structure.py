@@ -114,3 +114,21 @@ def test_limits_are_seen() -> None:
     )
     assert list(excesses("m.py", reasoned)) == []
     assert [place for place, _ in excesses("m.py", "x = 1\n" * 401)] == ["m.py"]
+
+
+def unexplained_excepts(text: str) -> list[int]:
+    """Lines of handlers that take every exception, neither raise it again nor say at the line's end why."""
+    lines = text.splitlines()
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
+        and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None)
+        and "  # " not in lines[node.lineno - 1]
+    ]
+
+
+def test_a_handler_that_takes_everything_raises_it_again_or_says_why() -> None:
+    assert [f"{name}:{line}" for name, text in sources().items() for line in unexplained_excepts(text)] == []
+    assert unexplained_excepts("try:\n    f()\nexcept Exception:\n    pass\n") == [3]

@@ -66,7 +66,7 @@ def execute(code: str) -> None:
         exec(compile(code, FILE, "exec"), main.__dict__)
     except SystemExit as leaving:
         status = exit_status(leaving)
-    except BaseException as failure:
+    except BaseException as failure:  # the program's own: told as an interpreter tells it
         failure.__traceback__ = failure.__traceback__ and failure.__traceback__.tb_next
         sys.excepthook(type(failure), failure, failure.__traceback__)
         status = 1
@@ -108,7 +108,7 @@ def finish(main: types.ModuleType, status: int) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         return 120
-    except BaseException as failure:
+    except BaseException as failure:  # of the program's own exit handlers
         sys.excepthook(type(failure), failure, failure.__traceback__)
         return status or 120
     return status
