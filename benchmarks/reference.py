@@ -64,7 +64,7 @@ def samples(count: int, length: int) -> list[Sample]:
 
 
 def measure(server: Job, length: int, tokens: int) -> dict[str, float]:
-    scorer = ReferenceScorer([server], concurrency=64, deadline_s=60)
+    scorer = ReferenceScorer(lambda: [server], concurrency=64, deadline_s=60)
     try:
         batch = samples(max(1, tokens // length), length)
         scorer.submit(batch[:8]).result()

@@ -13,6 +13,7 @@
     ├── WeightUpdateError            a server did not take an update
     │   └── ServersExpelledError     no server is left that uses what it is sent
     ├── CheckpointError              a checkpoint cannot be written or read
+    ├── LeftError                    a role was asked to leave the run, and did
     ├── DeadlineError (TimeoutError) a named wait expired: who was awaited, where its log is
     └── RoleFailed                   a role ended the run: name, log file, last error
 
@@ -90,6 +91,10 @@ class ServersExpelledError(WeightUpdateError):
 
 class CheckpointError(PipelineRLError):
     """A checkpoint cannot be written or read."""
+
+
+class LeftError(PipelineRLError):
+    """A role was asked to leave the run and has ended what was under way: no failure, and no reason to restart it."""
 
 
 class DeadlineError(PipelineRLError, TimeoutError):

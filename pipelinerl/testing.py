@@ -171,6 +171,8 @@ class FakeServer:
         self.hold = asyncio.Event()
         self.hold.set()
         self.requests: list[dict[str, Any]] = []
+        self.num_answering = 0
+        """Requests under way."""
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -202,6 +204,13 @@ class FakeServer:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
+        self.num_answering += 1
+        try:
+            return await self._answer(request)
+        finally:
+            self.num_answering -= 1
+
+    async def _answer(self, request: web.Request) -> web.Response:
         asked = _request_codec.decode(await request.read())
         token_ids = asked.token_ids.tolist()
         self.requests.append({"model": asked.model, "token_ids": token_ids, "sampling_params": asked.sampling})

@@ -10,8 +10,10 @@ Ends: when training is done and the last evaluation is published, when asked to 
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluator import Evaluator, TestWork
@@ -20,6 +22,7 @@ from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.reporting import Reporter
 from pipelinerl.actor.training import TrainingGroup, TrainingGroups
 from pipelinerl.actor.work import WorkEnded, WorkTable
+from pipelinerl.membership.lease import LiveServer
 from pipelinerl.records import ProbeMissed
 
 log = logging.getLogger(__name__)
@@ -41,14 +44,14 @@ class ActorLoop:
     """State of the actor between polls. One thread.
 
     Args:
-        urls: job name → URL of every server that this actor may use.
+        live: this actor's servers that live now, by name.
     """
 
     def __init__(
         self,
         *,
         trainer: TrainerNews,
-        urls: Mapping[str, str],
+        live: Callable[[], Mapping[str, LiveServer]],
         table: WorkTable,
         training: TrainingGroups,
         evaluator: Evaluator,
@@ -56,11 +59,11 @@ class ActorLoop:
         metrics: ActorMetrics,
         reporter: Reporter,
     ):
-        self._trainer, self._urls, self._table = trainer, urls, table
+        self._trainer, self._live, self._table = trainer, live, table
         self._training, self._evaluator = training, evaluator
         self._domain_errors, self._metrics, self._reporter = domain_errors, metrics, reporter
         self._version: int | None = None
-        self._servers: tuple[str, ...] = ()
+        self._servers = Servers(version=0, urls={})
         self._last_event = time.monotonic()
         self._finishing = False
 
@@ -100,13 +103,13 @@ class ActorLoop:
         version, names = self._trainer.weights
         if version is None:
             return
-        servers = tuple(name for name in names if name in self._urls)
-        if (version, servers) == (self._version, self._servers):
+        servers = self._usable(version, names)
+        if self._version is not None and servers == self._servers:
             return
         self._version, self._servers = version, servers
         self._last_event = time.monotonic()
-        self._table.set_servers(Servers(version=version, urls={name: self._urls[name] for name in servers}))
-        self._reporter.progress(version=version, servers=list(servers))
+        self._table.set_servers(servers)
+        self._reporter.progress(version=version, servers=list(servers.urls))
         self._evaluator.move_to(version)
 
     def _withdraw_missed(self) -> None:
@@ -115,14 +118,19 @@ class ActorLoop:
         missed = {miss.server: miss.since for miss in self._trainer.take_misses()}
         if not missed:
             return
-        self._servers = tuple(name for name in self._servers if name not in missed)
-        urls = {name: self._urls[name] for name in self._servers}
-        self._table.set_servers(Servers(version=self._version or 0, urls=urls, missed=missed))
+        self._servers = self._usable(self._version or 0, [name for name in self._servers.urls if name not in missed])
+        self._table.set_servers(msgspec.structs.replace(self._servers, missed=missed))
+
+    def _usable(self, version: int, names: Iterable[str]) -> Servers:
+        """The trainer says which servers hold the version, their leases say which of them live, and where."""
+        live = self._live()
+        urls = {name: live[name].job.url for name in names if name in live}
+        return Servers(version=version, urls=urls, draining=tuple(name for name in urls if live[name].is_draining))
 
     # Dispatch
 
     def _dispatch(self) -> None:
-        if self._version is None or not self._servers:
+        if self._version is None or not self._servers.urls:
             return
         if not self._evaluator.is_running and self._evaluator.is_due(self._version, self._finishing):
             self._evaluator.start(self._version)
@@ -152,14 +160,18 @@ class ActorLoop:
     def _name_wait(self) -> None:
         if self._version is None:
             self._reporter.wait_for("the first weights", "finetune_0")
-        elif not self._servers:
+        elif not self._servers.urls:
             self._reporter.wait_for("a server in service", "finetune_0")
         elif self._training.holds_groups:
-            self._reporter.wait_for("completions of the domain that is behind its weight", self._servers[0])
+            self._reporter.wait_for("completions of the domain that is behind its weight", self._a_server)
         elif len(self._table):
-            self._reporter.wait_for("completions", self._servers[0])
+            self._reporter.wait_for("completions", self._a_server)
         else:
             self._reporter.wait_for("room under max_lag_steps", "finetune_0")
+
+    @property
+    def _a_server(self) -> str:
+        return next(iter(self._servers.urls))
 
     def _numbers(self) -> dict[str, float]:
         return self._training.numbers() | {

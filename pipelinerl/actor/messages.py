@@ -17,6 +17,8 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
     version: int
     urls: dict[str, str]
     """Job name → URL."""
+    draining: tuple[str, ...] = ()
+    """Those of them that take no new request."""
     missed: dict[str, int] = {}
     """Servers that have just missed their weight probe → the first version that they may not have used."""
 

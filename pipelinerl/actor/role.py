@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 def run(context: RoleContext) -> None:
     """The role's main function."""
     cfg, run_dir, replica = context.cfg, context.run_dir, context.job.replica_idx
+    view = context.server_view
     domains = train_domains(cfg)
     progress = ActorProgress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
     trainer = TrainerState(run_dir, last_step=cfg.finetune.max_train_steps)
@@ -54,7 +55,7 @@ def run(context: RoleContext) -> None:
             journal.replay()
             ActorLoop(
                 trainer=trainer,
-                urls={server.name: server.url for server in context.world.servers_of(context.job)},
+                live=lambda: view.servers("actor_llm", replica),
                 table=table,
                 training=TrainingGroups(
                     domains=domains,

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 COOL_DOWN_S = 2.0
@@ -20,9 +20,15 @@ class InferenceServer:
     """Rollouts of the groups that use it."""
     cool_until: float = 0.0
     in_service: bool = True
+    is_draining: bool = False
+    """Its requests under way end, and no new one is sent."""
     missed_since: int | None = None
     """First version that it may not have used, once it missed a weight probe. One that comes back is another object."""
     requests: set[asyncio.Task] = field(default_factory=set)
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.in_service and not self.is_draining
 
     def cool_down(self) -> None:
         """The server failed: others are chosen for a while."""
@@ -38,10 +44,13 @@ class ServerPool:
         """The newest of each name that left: a missed probe may be told after it is out of service."""
         self._changed = asyncio.Event()
 
-    def update(self, urls: dict[str, str], missed: Mapping[str, int] | None = None) -> None:
+    def update(
+        self, urls: Mapping[str, str], missed: Mapping[str, int] | None = None, draining: Collection[str] = ()
+    ) -> None:
         """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere.
 
         Args:
+            draining: names of servers in service that take no new request.
             missed: servers that left because of their weight probe → the first version that they may not have used.
         """
         for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
@@ -56,12 +65,13 @@ class ServerPool:
         for name, url in urls.items():
             if name not in self._servers:
                 self._servers[name] = InferenceServer(name, url)
+            self._servers[name].is_draining = name in draining
         self._changed.set()
 
     async def choose(self) -> InferenceServer:
         """The least loaded server that did not fail just now; waits while none is in service."""
-        while not self._servers:
+        while not (candidates := [server for server in self._servers.values() if server.takes_requests]):
             self._changed.clear()
             await self._changed.wait()
         now = time.monotonic()
-        return min(self._servers.values(), key=lambda server: (server.cool_until > now, server.load, random.random()))
+        return min(candidates, key=lambda server: (server.cool_until > now, server.load, random.random()))

@@ -117,8 +117,8 @@ class GroupRoute:
                 )
 
     async def settle(self) -> InferenceServer:
-        """The group's server; a new one when there is none or it left service."""
-        if self.server is None or not self.server.in_service:
+        """The group's server; a new one when there is none or it takes no more requests."""
+        if self.server is None or not self.server.takes_requests:
             self.leave()
             server = await self._pool.choose()
             if self.server is None:  # nobody else of the group chose in the meantime

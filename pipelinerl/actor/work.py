@@ -76,7 +76,7 @@ class WorkTable:
         return any(isinstance(work, kind) for work in self._works.values())
 
     def set_servers(self, servers: Servers) -> None:
-        self._num_servers = len(servers.urls)
+        self._num_servers = len(servers.urls) - len(servers.draining)
         self._workers.set_servers(servers)
 
     def has_room(self, attempts: int) -> bool:

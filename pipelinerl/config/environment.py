@@ -1,10 +1,26 @@
-"""Environment variables of a run's processes, set by the launcher. Imports nothing: every role may read them."""
+"""Environment variables of a run's processes, set by the launcher. Imports nothing heavy: every role may read them."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
 
 SECRET_VARIABLE = "PIPELINERL_SECRET"
-"""Bearer token of the control endpoints; several launchers get it from outside, the same on all nodes."""
+"""Bearer token of the control endpoints; roles on several machines get it from outside, the same everywhere."""
 REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD"
 RUN_VARIABLE = "PIPELINERL_RUN"
 """A random mark of all processes of a launch."""
 ROLE_VARIABLE = "PIPELINERL_ROLE"
 """`<that mark>/<job>`, inherited by all that a role starts."""
 SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
+MIN_SECRET_CHARS = 16
+
+
+def derived_password(secret: str) -> str:
+    """The redis password of a run whose roles share one secret."""
+    return hmac.new(secret.encode(), b"redis", hashlib.sha256).hexdigest()
+
+
+def redis_password(env: Mapping[str, str]) -> str | None:
+    """The password in the environment, else the one that follows from the secret; None without either."""
+    secret = env.get(SECRET_VARIABLE)
+    return env.get(REDIS_PASSWORD_VARIABLE) or (derived_password(secret) if secret else None)

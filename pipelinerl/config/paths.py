@@ -23,3 +23,5 @@ def config_names(config_dir: Path | str | None = None) -> list[str]:
 
 RUN_CONFIG = Path("conf") / "config.yaml"
 """Of a run folder."""
+RUN_ADDRESS = Path("conf") / "address"
+"""Of a run folder that a role made for itself: where the run is (`pipelinerl.membership.address`)."""

@@ -24,7 +24,7 @@ def main(context: RoleContext) -> None:
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
         keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
     )
-    serve(arguments, service=service, status=context.status)
+    serve(arguments, service=service, status=context.status, membership=context.membership)
 
 
 if __name__ == "__main__":

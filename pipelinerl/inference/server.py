@@ -26,16 +26,19 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, control
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
+from pipelinerl.membership.entry import Membership
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+IDLE_BEATS = 2
+"""A server that leaves has been without requests for so many heartbeats: actors have seen that it drains."""
 GRACEFUL_S = 1
 """Seconds that requests under way get when the server is asked to end."""
 KEEP_ALIVE_S = 300
@@ -91,24 +94,33 @@ class Service:
     keeps_conversations: bool = False
 
 
-def serve(arguments: Sequence[str], *, service: Service, status: RoleStatus) -> None:
-    """Serve until SIGTERM or SIGINT; returns when everything is down.
+def serve(
+    arguments: Sequence[str], *, service: Service, status: RoleStatus, membership: Membership | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until asked to leave the run; returns when everything is down.
 
     Args:
         arguments: vLLM's command line.
         service: policy or reference server.
         status: the role's heartbeat.
+        membership: the server's lease; None = nobody is told where it is.
+
+    Raises:
+        LeftError: it was asked to leave, and its last request has ended.
     """
-    uvloop.run(_serve(parse_arguments(arguments), service, status))
+    life = Life(status, membership)
+    uvloop.run(_serve(parse_arguments(arguments), service, life))
+    if life.is_leaving:
+        raise LeftError("it was asked to, and its last request has ended")
 
 
-async def _serve(args: Namespace, service: Service, status: RoleStatus) -> None:
+async def _serve(args: Namespace, service: Service, life: "Life") -> None:
     address, sock = setup_server(args, reuse_port=False)
     try:
-        with status.waiting("the engine's start"), _signals_end_the_start(status):
+        with life.status.waiting("the engine's start"), _signals_end_the_start(life.status):
             client = start_engine(args)
         try:
-            shutdown = await _serve_engine(client, args, sock, service, status)
+            shutdown = await _serve_engine(client, args, sock, service, life)
         finally:
             client.shutdown(timeout=client.vllm_config.shutdown_timeout)
         await shutdown
@@ -143,7 +155,7 @@ def _part_from_server() -> None:
     signal.set_wakeup_fd(-1)
 
 
-async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: Service, status: RoleStatus) -> Any:
+async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: Service, life: "Life") -> Any:
     supported = await client.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(args, supported, client.model_config)
@@ -164,7 +176,7 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     )
     _replace_routes(app, answers.build_router(lean))
     asked = asyncio.Event()
-    tasks = [asyncio.create_task(_heartbeat(client, status)), asyncio.create_task(_end_when_asked(app, asked))]
+    tasks = [asyncio.create_task(life.follow(client, asked)), asyncio.create_task(_end_when_asked(app, asked))]
     try:
         shutdown = await serve_http(
             app,
@@ -212,13 +224,32 @@ async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
     app.state.server.should_exit = True
 
 
-async def _heartbeat(client: AsyncLLM, status: RoleStatus) -> None:
-    """Progress as long as the engine loop answers; a frozen engine is a frozen role."""
-    while not client.errored:
-        version = await client.get_weight_version()
-        status.progress(weight_version=version, requests=client.output_processor.get_num_unfinished_requests())
-        status.beat_with_progress()
-        await asyncio.sleep(HEARTBEAT_S)
+class Life:
+    """The server as others see it: heartbeat and lease."""
+
+    def __init__(self, status: RoleStatus, membership: Membership | None):
+        self.status, self._membership = status, membership
+        self._idle_beats = 0
+        self.is_leaving = False
+
+    async def follow(self, client: AsyncLLM, asked: asyncio.Event) -> None:
+        """Progress as long as the engine loop answers; a frozen engine is a frozen role, whose lease runs out.
+
+        Ready from the first answer on. A server that is asked to leave drains first: actors see it in its lease, send
+        nothing new, and what is under way ends.
+        """
+        while not client.errored:
+            version = await client.get_weight_version()
+            requests = client.output_processor.get_num_unfinished_requests()
+            self.status.progress(weight_version=version, requests=requests)
+            self.status.beat_with_progress()
+            if self._membership is not None:
+                self.is_leaving = self.is_leaving or self._membership.is_asked_to_leave
+                self._membership.announce(state="draining" if self.is_leaving else "ready", version=version)
+            self._idle_beats = self._idle_beats + 1 if self.is_leaving and not requests else 0
+            if self._idle_beats > IDLE_BEATS:
+                asked.set()
+            await asyncio.sleep(HEARTBEAT_S)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
             "MASTER_ADDR": world.master_addr,
             "MASTER_PORT": str(world.master_port),
         }
-    if job.kind in ("finetune", "actor_llm") and len(world.nodes) > 1:
+    if job.kind in ("finetune", "actor_llm") and world.is_open:
         interface = interface_of(job.hostname)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables |= {name: interface for name in names if interface and name not in env}

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher.processes import describe_exit
-from pipelinerl.observability.role import EXIT_REFUSED
+from pipelinerl.observability.role import EXIT_LEFT, EXIT_REFUSED
 
 MAX_BACKOFF_S = 30.0
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
@@ -24,6 +24,8 @@ def decide_after_exit(
     kind: str, code: int, kill_reason: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
 ) -> Exit:
     """Decide what follows from an exit that nobody asked for."""
+    if code == EXIT_LEFT and kill_reason is None:
+        return Exit(action="done", reason="it left the run as it was asked to")
     if code == 0 and kill_reason is None and kind == "actor" and training_done:
         return Exit(action="done")
     if code == 0 and kill_reason is None and kind in ENDS_BY_ITSELF and (training_done or kind == "preprocessor"):
@@ -33,7 +35,8 @@ def decide_after_exit(
         reason = "it ended although the run goes on"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
-        return Exit(action="done", reason=reason)  # a trainer looks after the servers, but the run can end without
+        # A trainer looks after the servers, but the run can end without.
+        return Exit(action="done", reason=f"{reason} after training was done; its work is complete")
     if not mendable:
         return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")
     if spent:

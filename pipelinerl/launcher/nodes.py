@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
 from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
 from pipelinerl.world import WorldMap
@@ -71,12 +71,6 @@ def plan_rendezvous(
         meet_timeout_s=startup_s,
         node_timeout_s=node_s,
     )
-
-
-def shared_secrets(secret: str) -> dict[str, str]:
-    """All secrets of a run of several nodes follow from the one that its launchers share."""
-    password = hmac.new(secret.encode(), b"redis", hashlib.sha256).hexdigest()
-    return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: password}
 
 
 class NodeConnection(Others):

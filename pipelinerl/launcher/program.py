@@ -19,9 +19,15 @@ from typing import IO, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
+from pipelinerl.config.environment import (
+    MIN_SECRET_CHARS,
+    REDIS_PASSWORD_VARIABLE,
+    SECRET_VARIABLE,
+    derived_password,
+)
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary, summary_lines, write_report
 from pipelinerl.launcher import checks, preflight, run_dir
 from pipelinerl.launcher.commands import (
@@ -30,11 +36,13 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
     role_command,
 )
-from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous, shared_secrets
+from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous
 from pipelinerl.launcher.processes import STOP_SIGNALS, Reaper, RunMark
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.membership.address import RedisAddress, address_of, publish_run
+from pipelinerl.membership.stores import StoreAwayError
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.streams import backend_from_config
 from pipelinerl.world import Job, WorldMap, build_world
@@ -44,6 +52,7 @@ log = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 GUARDIAN_GRACE_S = 5.0
+PUBLISH_RETRY_S = 0.5
 
 CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
 
@@ -248,7 +257,7 @@ async def supervise(
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     progress.start()
-    beside = [asyncio.create_task(guard.keep())]
+    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish(plan, path))]
     if plan.builds_model:
         beside.append(asyncio.create_task(build_model(config, environment | mark.variables("tiny_model"), supervisor)))
     if connection:
@@ -276,11 +285,35 @@ async def build_model(config: Config, env: Mapping[str, str], supervisor: Superv
         supervisor.fail(problem)
 
 
+async def publish(plan: RunPlan, path: Path) -> None:
+    """Say where roles on other machines find the run, and put there what they need to start."""
+    address = address_of(plan.config, path)
+    if plan.node_rank or not isinstance(address, RedisAddress):
+        return
+    while True:
+        try:
+            await asyncio.to_thread(publish_run, address, path)
+            break
+        except StoreAwayError:  # redis is one of the roles that are starting
+            await asyncio.sleep(PUBLISH_RETRY_S)
+    if plan.world.is_open or plan.config.streams.external:
+        say(f"servers may join with --run {address}")
+
+
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Per-run secrets: random on one node, derived from the shared one on several."""
-    if len(plan.world.nodes) > 1:
-        return shared_secrets(env[SECRET_VARIABLE])
-    return {name: secrets.token_urlsafe(32) for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
+    """Per-run secrets: the given one, which roles on other machines have too, else a random one.
+
+    The password of redis follows from it. That of a server of somebody else is given.
+    """
+    given = env.get(SECRET_VARIABLE, "")
+    if plan.world.is_open and len(given) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"roles listen beyond this machine, but {SECRET_VARIABLE} is not set: give all machines of the run the "
+            f"same random string of at least {MIN_SECRET_CHARS} characters, e.g. from `openssl rand -hex 32`"
+        )
+    secret = given if len(given) >= MIN_SECRET_CHARS else secrets.token_urlsafe(32)
+    external = plan.config.streams.external and env.get(REDIS_PASSWORD_VARIABLE)
+    return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
 def report(plan: RunPlan, path: Path, started: float) -> None:

@@ -26,6 +26,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines
+from pipelinerl.membership.stores import FOLDER
 from pipelinerl.world import WorldMap
 
 LOCK_FILE = "launcher.lock"
@@ -41,6 +42,7 @@ OWNED = (
     "exports",
     "archive",
     "hangs",
+    FOLDER,
     "wandb",
     LOG_FILE,
     "summary.json",
@@ -175,7 +177,8 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
-    """Publish configuration, world map and one folder per role."""
+    """Publish configuration, world map and one folder per role; leases of an earlier launch go."""
+    shutil.rmtree(path / FOLDER, ignore_errors=True)
     make_folder((path / RUN_CONFIG).parent)
     replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600, sync=True)
     world.save(path)

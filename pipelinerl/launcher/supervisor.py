@@ -194,7 +194,7 @@ class Supervisor:
         role.ended = True
         log.info("ended job=%s", role.command.name)
         if remark:
-            self._say(f"{role.command.name}: {remark} after training was done; its work is complete")
+            self._say(f"{role.command.name}: {remark}")
         if role.command.kind == "actor":
             await self._others.tell_actor_done(role.command.name)
             self.actor_done(role.command.name)

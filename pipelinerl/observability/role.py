@@ -1,8 +1,8 @@
-"""The common entry of every role: `python -m pipelinerl.<folder> --run-dir R --job J`.
+"""The common entry of every role: `python -m pipelinerl.<folder> --run ADDRESS --job J`.
 
-Reads the run folder, sets up log, heartbeat and streams, runs the role, and turns its end into an exit code:
-0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on one that a restart cannot mend; the last log
-line says why.
+Reads the run folder, or makes one from the run's redis address, sets up log, heartbeat, streams and lease, runs the
+role, and turns its end into an exit code: 0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on
+one that a restart cannot mend, 3 when it was asked to leave the run; the last log line says why.
 """
 
 import argparse
@@ -19,20 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, DomainError, PipelineRLError, ServersExpelledError, WorldError
+from pipelinerl.errors import ConfigError, DomainError, LeftError, PipelineRLError, ServersExpelledError, WorldError
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.process import die_with_parent, raise_open_files
 
 if TYPE_CHECKING:
+    from pipelinerl.membership.entry import Entry, Membership
+    from pipelinerl.membership.watch import ServerView
     from pipelinerl.world import Job, WorldMap
 
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_LEFT = 3
 MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
@@ -48,6 +50,15 @@ class RoleContext:
     world: "WorldMap"
     status: RoleStatus
     stop: threading.Event
+    membership: "Membership | None" = None
+    """None: nobody has a lease, the placed jobs are all there is."""
+
+    @property
+    def server_view(self) -> "ServerView":
+        """Which servers are in the run now."""
+        from pipelinerl.membership.watch import PlacedJobs
+
+        return PlacedJobs(self.world.jobs) if self.membership is None else self.membership.watch
 
     def wait_for_model(self) -> None:
         """Return when `model_path` can be read: a tiny model is built while the roles start.
@@ -75,17 +86,30 @@ def importing() -> Iterator[None]:
 
 def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     """Run a role's main function in its context and leave the process with its exit code."""
-    parser = argparse.ArgumentParser(description="A role of a PipelineRL run; started by pipelinerl.launch.")
-    parser.add_argument("--run-dir", type=Path, required=True, help="folder that the launcher wrote")
-    parser.add_argument("--job", required=True, help="job name of the world map, e.g. actor_0")
-    args = parser.parse_args()
+    args = role_parser().parse_args()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     die_with_parent()
     raise_open_files()
     setup_role_logging(status_name(args.job))
-    leave(_run(main, args.run_dir, args.job, stop))
+    leave(_run(main, args, stop))
+
+
+def role_parser() -> argparse.ArgumentParser:
+    """The command line of every role."""
+    parser = argparse.ArgumentParser(description="A role of a PipelineRL run: started by the launcher, or alone.")
+    parser.add_argument("--run", help="address of the run: its folder, or redis://HOST:PORT/RUN")
+    parser.add_argument(
+        "--run-dir", type=Path, help="the run's folder; with a redis address, one of the role's own (default: ./RUN)"
+    )
+    parser.add_argument(
+        "--job", required=True, help="a job of the world, e.g. actor_0; or a kind that joins, e.g. actor_llm"
+    )
+    parser.add_argument("--host", help="how others reach this role, where the world says it wrong or not at all")
+    parser.add_argument("--port", type=int, help="port to listen on, likewise")
+    parser.add_argument("--serves", type=int, help="a server that joins: the replica of the actor that uses it")
+    return parser
 
 
 def leave(code: int) -> NoReturn:
@@ -100,29 +124,61 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run(main: Callable[[RoleContext], None], run_dir: Path, job_name: str, stop: threading.Event) -> int:
-    status = RoleStatus(run_dir, status_name(job_name))
+def _run(main: Callable[[RoleContext], None], args: argparse.Namespace, stop: threading.Event) -> int:
+    from pipelinerl.membership.entry import enter
+    from pipelinerl.membership.joining import Whereabouts
+
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    place = Whereabouts(hostname=args.host, port=args.port, serves=args.serves, cores=cores)
     try:
-        main(_context(run_dir, job_name, status, stop))
+        entry = enter(args.run, args.run_dir, args.job, place)
     except Exception as error:  # the process boundary: the error ends the role
-        if not isinstance(error, PipelineRLError):
-            log.exception("unexpected error")
-        log.error("role failed: %s: %s", type(error).__name__, error)
-        status.close("failed")
-        return EXIT_REFUSED if isinstance(error, UNMENDABLE) else EXIT_FAILED
-    status.close("done")
+        return _code_of(error)
+    setup_role_logging(status_name(entry.job.name))
+    status = RoleStatus(entry.run_dir, status_name(entry.job.name))
+    code = _play(main, entry, status, stop)
+    status.close("failed" if code in (EXIT_FAILED, EXIT_REFUSED) else "done")
+    return code
+
+
+def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatus, stop: threading.Event) -> int:
+    """The role's part, from its first lease to the end of the last."""
+    from pipelinerl.membership.entry import take_part
+    from pipelinerl.streams import backend_from_config
+
+    membership = None
+    try:
+        backend_from_config(entry.cfg, entry.run_dir)
+        membership = take_part(entry, status.last_beat, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        main(
+            RoleContext(
+                run_dir=entry.run_dir,
+                job=entry.job,
+                cfg=entry.cfg,
+                world=entry.world,
+                status=status,
+                stop=stop,
+                membership=membership,
+            )
+        )
+    except Exception as error:  # the process boundary: the error ends the role
+        return _code_of(error)
+    finally:
+        if membership is not None:
+            membership.close()
     log.info("role ended")
     return 0
 
 
-def _context(run_dir: Path, job_name: str, status: RoleStatus, stop: threading.Event) -> RoleContext:
-    from pipelinerl.streams import backend_from_config
-    from pipelinerl.world import WorldMap
-
-    cfg = load_run(run_dir)
-    world = WorldMap.load(run_dir)
-    backend_from_config(cfg, run_dir)
-    return RoleContext(run_dir=run_dir, job=world.job(job_name), cfg=cfg, world=world, status=status, stop=stop)
+def _code_of(error: Exception) -> int:
+    """The exit code of a role that ended with this error, which is logged."""
+    if isinstance(error, LeftError):
+        log.info("role left: %s", error)
+        return EXIT_LEFT
+    if not isinstance(error, PipelineRLError):
+        log.error("unexpected error", exc_info=error)
+    log.error("role failed: %s: %s", type(error).__name__, error)
+    return EXIT_REFUSED if isinstance(error, UNMENDABLE) else EXIT_FAILED
 
 
 def status_name(job_name: str) -> str:

@@ -93,6 +93,10 @@ class Activity:
         self._progress_count += 1
         self._changed()
 
+    def begin(self) -> None:
+        """The role's own start begins only now."""
+        self._started = time.monotonic()
+
     def beat_with_progress(self) -> None:
         self._beats_with_progress = True
 
@@ -107,6 +111,9 @@ class Activity:
             self._waits = {other: wait for other, wait in self._waits.items() if other != key}
             self._changed()
 
+    def last_beat(self) -> float:
+        return self._progress_at if self._beats_with_progress else time.monotonic()
+
     def record(self, job: str, state: str) -> StatusRecord:
         """As of now."""
         now = time.monotonic()
@@ -118,7 +125,7 @@ class Activity:
             pid=os.getpid(),
             hostname=socket.gethostname(),
             started=self._started + offset,
-            heartbeat=offset + (self._progress_at if self._beats_with_progress else now),
+            heartbeat=offset + self.last_beat(),
             progress_at=self._progress_at + offset,
             progress_count=self._progress_count,
             waits=tuple(replace(wait, since=wait.since + offset) for wait in waits),
@@ -165,12 +172,16 @@ class RoleStatus:
         """Name a wait: on whom (job or kind) and for what."""
         return self._activity.waiting(what, on)
 
+    def last_beat(self) -> float:
+        """Monotonic time of the heartbeat that would be published now."""
+        return self._activity.last_beat()
+
     @contextlib.contextmanager
     def waiting_for_launcher(self, what: str) -> Iterator[None]:
         """Name a wait before the role's own start, whose time limit begins when the wait is over."""
         with self.waiting(what, on=LAUNCHER):
             yield
-        self._started = time.monotonic()
+        self._activity.begin()
 
     def close(self, state: str = "done") -> None:
         """Publish the last state and stop the helper thread."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pipelinerl.config.sections import Config
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.reader import GroupReader, read_vocab_size
-from pipelinerl.preprocess.reference import ReferenceScorer, needs_reference
+from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, needs_reference
 from pipelinerl.preprocess.samples import Sample, Shaping, Source
 from pipelinerl.records import ActorRecord
 from pipelinerl.records.topics import ACTOR
@@ -99,8 +99,10 @@ def make_scorer(ctx: RoleContext) -> ReferenceScorer | None:
     """The way to the reference servers; None without a KL term."""
     if not needs_reference(ctx.cfg):
         return None
+    check_placed(ctx.world.servers_of(ctx.job))
+    view, replica = ctx.server_view, ctx.job.replica_idx
     return ReferenceScorer(
-        ctx.world.servers_of(ctx.job),
+        lambda: [server.job for server in view.servers("preprocessor_llm", replica).values()],
         concurrency=ctx.cfg.preprocess.reference_concurrency,
         deadline_s=ctx.cfg.launcher.startup_timeout_s,
     )

@@ -11,7 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,15 @@ REFUSED = (400, 413, 422)
 def needs_reference(cfg: Config) -> bool:
     """Whether the loss has a KL term at any step."""
     return cfg.finetune.rl.kl_coef > 0 or cfg.finetune.rl.final_kl_coef > 0
+
+
+def check_placed(servers: Sequence[Job]) -> None:
+    """Refuse a run whose loss has a KL term and whose world has no reference server."""
+    if not servers:
+        raise ConfigError(
+            "finetune.rl.kl_coef is positive but no reference server is placed: "
+            "raise world.preprocessor_fraction, or set kl_coef and final_kl_coef to 0"
+        )
 
 
 def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarray:
@@ -87,22 +97,18 @@ def _with_scores(sample: Sample, results: Sequence[Result]) -> Sample:
 class ReferenceScorer:
     """Scores samples on the reference servers, a bounded number of requests per server at a time.
 
-    >>> scorer = ReferenceScorer(servers, concurrency=64, deadline_s=600)
+    >>> scorer = ReferenceScorer(lambda: servers, concurrency=64, deadline_s=600)
     >>> samples = scorer.submit(samples).result()
     >>> scorer.close()
     """
 
-    def __init__(self, servers: Sequence[Job], *, concurrency: int, deadline_s: float):
-        if not servers:
-            raise ConfigError(
-                "finetune.rl.kl_coef is positive but no reference server is placed: "
-                "raise world.preprocessor_fraction, or set kl_coef and final_kl_coef to 0"
-            )
-        self._servers = tuple(servers)
+    def __init__(self, servers: Callable[[], Collection[Job]], *, concurrency: int, deadline_s: float):
+        """``servers``: those that live now; asked before every request."""
+        self._servers = servers
         self._deadline_s = deadline_s
         self._turns = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._slots = {server.name: asyncio.Semaphore(concurrency) for server in servers}
+        self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(concurrency))
         self._session: aiohttp.ClientSession | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="reference", daemon=True)
         self._thread.start()
@@ -144,8 +150,10 @@ class ReferenceScorer:
         deadline: float | None = None
         backoff_s = FIRST_BACKOFF_S
         while True:
-            server = self._servers[next(self._turns) % len(self._servers)]
+            name = "none"
             try:
+                server = self._next_server()
+                name = server.name
                 async with self._slots[server.name]:
                     token_ids = [one.sequence.token_ids for one in asked]
                     scores = await score_sequences(self._open_session(), server.url, token_ids)
@@ -153,16 +161,22 @@ class ReferenceScorer:
             except (TransportError, aiohttp.ClientError, TimeoutError) as error:
                 if isinstance(error, ServerError) and error.status in REFUSED:
                     if len(asked) == 1:
-                        return [RecordError(f"{server.name} refuses to score it: {error}")]
+                        return [RecordError(f"{name} refuses to score it: {error}")]
                     return [result for one in asked for result in await self._score([one])]
                 deadline = deadline or time.monotonic() + self._deadline_s
                 if time.monotonic() + backoff_s > deadline:
                     raise DeadlineError(
                         f"no reference log-probs for {asked[0].sample_id} within {self._deadline_s:.0f} s; "
-                        f"the last server was {server.name} (see its log.txt): {error}"
+                        f"the last server was {name} (see its log.txt): {error}"
                     ) from error
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _next_server(self) -> Job:
+        servers = list(self._servers())
+        if not servers:
+            raise TransportError("no reference server is in the run")
+        return servers[next(self._turns) % len(servers)]
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -36,7 +36,7 @@ def run_redis(context: RoleContext) -> None:
         port=job.port,
         data_dir=data_dir.resolve(),
         password=password,
-        several_nodes=len(context.world.nodes) > 1,
+        several_nodes=context.world.is_open,
         fsync=cfg.streams.fsync,
         max_record_mb=cfg.streams.max_record_mb,
     )

@@ -16,10 +16,12 @@ import secrets
 import time
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from redis.exceptions import ResponseError
 
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
+from pipelinerl.config.environment import redis_password
+from pipelinerl.config.paths import RUN_ADDRESS
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.streams import frames
@@ -110,15 +112,12 @@ class RedisBackend(Backend):
         password: str | None = None,
     ) -> Self:
         """The redis of a run. What is not given comes from the configuration, the world map and the environment."""
-        host, port = host or cfg.streams.host, port or cfg.streams.port
-        if host is None or port is None:
-            found = _address_in_world(run_dir)
-            host, port = host or found[0], port or found[1]
+        place = redis_place(cfg, run_dir, host=host, port=port)
         return cls(
-            host=host,
-            port=port,
-            password=password or os.environ.get(REDIS_PASSWORD_VARIABLE),
-            run_id=run_key(run_dir, cfg.world.run_id),
+            host=place[0],
+            port=place[1],
+            password=password or redis_password(os.environ),
+            run_id=place[2],
             max_record_mb=cfg.streams.max_record_mb,
             outage_timeout_s=cfg.launcher.heartbeat_timeout_s + _RESTART_S,
             asks_for_sync=cfg.streams.fsync == "segment" and not cfg.streams.external,
@@ -327,6 +326,23 @@ def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, ma
     if frame is None:
         raise CorruptStreamError(f"{spec}: record {offset} is incomplete")
     return frame.payload
+
+
+def redis_place(
+    cfg: Config, run_dir: Path, *, host: str | None = None, port: int | None = None
+) -> tuple[str, int, str]:
+    """Host, port and run id of a run's redis: from the run's address, where a role came by it, else from configuration
+    and world."""
+    file = run_dir / RUN_ADDRESS
+    if file.is_file():
+        address = urlsplit(file.read_text().strip())
+        assert address.hostname, f"{file} is written by fetch_run"
+        return host or address.hostname, port or address.port or 0, address.path.removeprefix("/")
+    host, port = host or cfg.streams.host, port or cfg.streams.port
+    if host is None or port is None:
+        found = _address_in_world(run_dir)
+        host, port = host or found[0], port or found[1]
+    return host, port, run_key(run_dir, cfg.world.run_id)
 
 
 def _address_in_world(run_dir: Path) -> tuple[str, int]:

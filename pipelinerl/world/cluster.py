@@ -164,7 +164,8 @@ def _integer(env: Mapping[str, str], key: str) -> int:
 
 
 def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
-    """Host names in node order; a single node is its loopback address, so that nothing listens beyond it."""
+    """Host names in node order; a single node is its loopback address, so that nothing listens beyond it, unless
+    `world.hosts` names it: roles on other machines may then join."""
     hosts = tuple(world.hosts) if world.hosts is not None else place.hosts
     source = "world.hosts" if world.hosts is not None else "the environment"
     if not hosts and place.num_nodes > 1:
@@ -179,7 +180,7 @@ def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
         )
     if len(set(hosts)) != len(hosts):
         raise WorldError(f"{source} names a host twice: {list(hosts)}")
-    return hosts if len(hosts) > 1 else (LOOPBACK,)
+    return hosts if len(hosts) > 1 or world.hosts else (LOOPBACK,)
 
 
 def _gpus_per_node(world: WorldSection, num_nodes: int, count_gpus: Callable[[], int]) -> tuple[int, ...]:

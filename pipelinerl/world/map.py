@@ -92,9 +92,14 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return self.weight_port + self.weight_ports
 
     @property
+    def is_open(self) -> bool:
+        """Whether roles listen beyond their node: it has several, or its only one is named in `world.hosts`."""
+        return len(self.nodes) > 1 or not is_loopback(self.nodes[0].hostname)
+
+    @property
     def bind_host(self) -> str:
-        """Address to listen on: nothing listens beyond its node unless the world has several."""
-        return LOOPBACK if len(self.nodes) == 1 else ANY_ADDRESS
+        """Address to listen on."""
+        return ANY_ADDRESS if self.is_open else LOOPBACK
 
     @property
     def weight_backend(self) -> Literal["nccl", "ipc", "gloo"]:
@@ -163,6 +168,10 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
             raise WorldError(f"{path} is not a world map: {error}") from error
 
 
+def is_loopback(hostname: str) -> bool:
+    return hostname == "localhost" or hostname == "::1" or hostname.startswith("127.")
+
+
 def build_world(cfg: Config, env: Mapping[str, str]) -> WorldMap:
     """Read the cluster, place every job, choose and check the ports of this node."""
     return map_world(cfg, read_cluster(cfg.world, env, dry_run=cfg.dry_run))
@@ -218,7 +227,7 @@ def _port_base(cfg: Config, cluster: Cluster, count: int) -> int:
 
 
 def _check_local_ports(cfg: Config, cluster: Cluster, ports: list[tuple[str, int]]) -> None:
-    host = LOOPBACK if len(cluster.nodes) == 1 else ANY_ADDRESS
+    host = LOOPBACK if len(cluster.nodes) == 1 and is_loopback(cluster.nodes[0].hostname) else ANY_ADDRESS
     key = f"world.port_base={cfg.world.port_base}"
     if cfg.world.port_base is None and cluster.identity is not None:
         key = f"world.port_base=null (ports derived from world.run_id, here {cluster.identity!r})"

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pipelinerl"
 
 LAYERS = (
     ("errors", "disk", "process", "records", "config", "rollouts", "chat"),
-    ("streams", "world", "llm", "async_llm", "state", "observability", "agents", "testing"),
+    ("streams", "world", "membership", "llm", "async_llm", "state", "observability", "agents", "testing"),
     ("archive", "redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
     ("actor", "preprocess", "finetune", "inference"),

@@ -21,7 +21,7 @@ from pipelinerl.inspect.ledger import build
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess import loop, reference
 from pipelinerl.preprocess.loop import Preprocessor
-from pipelinerl.preprocess.reference import ReferenceScorer
+from pipelinerl.preprocess.reference import ReferenceScorer, check_placed
 from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     ActorRecord,
@@ -475,7 +475,7 @@ def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):
     samples = prepare_group(0, make_group(np.random.default_rng(0), 0, version=0), Shaping(seq_length=64)) * 10
     lengths = [len(sequence.token_ids) for sample in samples for _, sequence in sample.sequences]
     server = Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")
-    scorer = ReferenceScorer([server], concurrency=3, deadline_s=1.0)
+    scorer = ReferenceScorer(lambda: [server], concurrency=3, deadline_s=1.0)
     try:
         scorer.submit(samples).result(timeout=DEADLINE_S)
         assert len(fake.urls) == 1
@@ -488,7 +488,7 @@ def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):
 
 def test_kl_without_reference_server_is_refused():
     with pytest.raises(ConfigError, match="no reference server is placed"):
-        ReferenceScorer((), concurrency=1, deadline_s=1.0)
+        check_placed(())
 
 
 @pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
@@ -520,7 +520,7 @@ def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPat
     group = make_group(np.random.default_rng(0), 0, version=0)
     samples = prepare_group(0, group, Shaping(seq_length=64)) * 10
     scorer = ReferenceScorer(
-        [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=1.0
+        lambda: [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=1.0
     )
     try:
         scored = scorer.submit(samples).result(timeout=DEADLINE_S)

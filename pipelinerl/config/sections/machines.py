@@ -109,6 +109,9 @@ class LauncherSection(Section):
         "Metrics lose every second of their older points",
         may_change=True,
     )
+    lease_ttl_s: PositiveFloat = key(
+        30, "a role that has not renewed its lease for this long is not used any more", may_change=True
+    )
     node_timeout_s: PositiveFloat = key(
         60, "several nodes: a node that is silent for this long counts as lost", may_change=True
     )

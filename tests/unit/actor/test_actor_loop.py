@@ -22,8 +22,10 @@ from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
+from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.world import Job
 
 ATTEMPTS = 2
 
@@ -177,7 +179,7 @@ class Stage:
         )
         self.loop = ActorLoop(
             trainer=self.trainer,
-            urls={"s": "http://s"},
+            live=lambda: {"s": LiveServer(Job(name="s", kind="actor_llm", url="http://s"))},
             table=table,
             training=training,
             evaluator=evaluator,

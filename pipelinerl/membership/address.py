@@ -1,0 +1,130 @@
+"""The address of a run, and what a role needs that starts with nothing else.
+
+    results/guessing                           a folder that the role shares with the launcher
+    redis://10.0.0.1:15000/guessing-0a1b2c     the run's redis server and the run's name on it
+
+A role that starts with a redis address takes configuration and world from there into a folder of its own. It then is a
+run folder like any other, whose streams and leases are on that server. The password comes by environment.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, redis_password
+from pipelinerl.config.paths import RUN_ADDRESS, RUN_CONFIG
+from pipelinerl.config.sections import Config
+from pipelinerl.disk import replace_file
+from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
+from pipelinerl.world.map import WORLD_FILE
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 600.0
+"""How long a role that starts alone waits for the launcher to publish the run."""
+POLL_S = 0.5
+DOCUMENTS: Mapping[str, Path] = {"config": Path(RUN_CONFIG), "world": WORLD_FILE}
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """A run on a redis server."""
+
+    host: str
+    port: int
+    run_id: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"redis://{host}:{self.port}/{self.run_id}"
+
+
+def parse_address(text: str) -> Path | RedisAddress:
+    """A run's address as a user writes it.
+
+    Raises:
+        ConfigError: it is neither a folder's name nor `redis://HOST:PORT/RUN`.
+    """
+    if "://" not in text:
+        return Path(text)
+    form = "write redis://HOST:PORT/RUN, as the launcher says it at its start"
+    parts = urlsplit(text)
+    if parts.password or parts.username:
+        raise ConfigError(f"a run's address holds no password: set {REDIS_PASSWORD_VARIABLE}, and {form}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    run_id = parts.path.removeprefix("/")
+    if parts.scheme != "redis" or not parts.hostname or not port or not run_id or "/" in run_id:
+        raise ConfigError(f"{text!r} is not the address of a run: {form}")
+    return RedisAddress(parts.hostname, port, run_id)
+
+
+def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
+    """Where the leases of the run in this folder are: with its streams."""
+    if cfg.streams.backend != "redis":
+        return run_dir
+    from pipelinerl.streams.redis import redis_place
+
+    return RedisAddress(*redis_place(cfg, run_dir))
+
+
+def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ) -> LeaseStore:
+    """The leases at an address."""
+    if isinstance(address, Path):
+        return FolderStore(address)
+    from pipelinerl.membership.redis import RedisStore
+
+    return RedisStore(host=address.host, port=address.port, password=redis_password(env), run_id=address.run_id)
+
+
+def publish_run(address: RedisAddress, run_dir: Path) -> None:
+    """Puts configuration and world of a run folder where a role finds them that has only the address.
+
+    Raises:
+        StoreAwayError: the server does not answer.
+    """
+    from pipelinerl.membership.redis import RedisStore
+
+    store = open_store(address)
+    assert isinstance(store, RedisStore)
+    store.publish_documents({name: (run_dir / path).read_bytes() for name, path in DOCUMENTS.items()})
+
+
+def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Path:
+    """Makes the folder a run folder of the run at this address; waits until the run is published there.
+
+    Raises:
+        ConfigError: the folder belongs to another run.
+        DeadlineError: the server did not answer, or knows no such run.
+    """
+    from pipelinerl.membership.redis import RedisStore
+
+    mark = folder / RUN_ADDRESS
+    if (folder / RUN_CONFIG).exists() and (not mark.is_file() or mark.read_text().strip() != str(address)):
+        raise ConfigError(f"--run-dir {folder} belongs to another run than {address}: choose another folder")
+    store = open_store(address)
+    assert isinstance(store, RedisStore)
+    deadline = time.monotonic() + wait_s
+    reason = "it knows no such run"
+    while True:
+        try:
+            documents = store.documents()
+        except StoreAwayError as error:
+            documents, reason = {}, str(error)
+        if documents.keys() >= DOCUMENTS.keys():
+            break
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{address} was not published within {wait_s:g} s: {reason}")
+        time.sleep(POLL_S)
+    for name, path in DOCUMENTS.items():
+        (folder / path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(folder / path, documents[name], mode=0o600)
+    replace_file(mark, f"{address}\n", mode=0o600)
+    return folder

@@ -1,0 +1,130 @@
+"""How a role enters a run and takes part in it: command line, job, lease, view of the others."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.config.load import load_run
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run, open_store, parse_address
+from pipelinerl.membership.joining import JOINING, Whereabouts, claim_name, job_of, reach_of, split_name
+from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.registration import Registration, new_incarnation
+from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+from pipelinerl.membership.watch import MembershipWatch
+from pipelinerl.world import Job, WorldMap
+
+log = logging.getLogger(__name__)
+
+WITHOUT_LEASE = ("redis",)
+"""Kinds that everybody finds through the run's address."""
+SERVERS = ("actor_llm", "preprocessor_llm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A role that knows its run and its job."""
+
+    run_dir: Path
+    cfg: Config
+    world: WorldMap
+    job: Job
+    store: LeaseStore
+    incarnation: str
+    is_claimed: bool
+    """The name was chosen, and its lease is written."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A role's own lease and what it knows of the others."""
+
+    watch: MembershipWatch
+    registration: Registration | None
+    """None: redis, and ranks above 0 of the trainer."""
+
+    def announce(self, **changes: object) -> None:
+        """Changes the role's own lease."""
+        if self.registration is not None:
+            self.registration.update(**changes)
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether this role should end what is under way and go."""
+        return self.registration is not None and self.registration.is_asked_to_leave
+
+    def close(self) -> None:
+        if self.registration is not None:
+            self.registration.close()
+        self.watch.close()
+
+
+def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) -> Entry:
+    """From a role's command line to its job; waits for a run that is not published yet.
+
+    Args:
+        run: the run's address; None = the folder ``run_dir``.
+        run_dir: the role's own folder, where the address is on redis.
+        name: a job of the world, a joining kind with a number, or one without: then a free number is taken.
+    """
+    address = parse_address(run) if run is not None else run_dir
+    if address is None:
+        raise ConfigError("--run is missing: give the run's folder, or redis://HOST:PORT/RUN")
+    folder = address if isinstance(address, Path) else fetch_run(address, run_dir or Path(address.run_id))
+    cfg, world = load_run(folder), WorldMap.load(folder)
+    leases = address_of(cfg, folder)
+    store, incarnation = open_store(leases), new_incarnation()
+    is_claimed = name in JOINING
+    if is_claimed:
+        name = _claim(name, world, store, incarnation, cfg.launcher.lease_ttl_s)
+    peers = [] if isinstance(leases, Path) else [(leases.host, leases.port)]
+    reach = reach_of(world, peers) if split_name(name)[0] in JOINING else ""
+    job = job_of(name, world, cfg, place, reach)
+    return Entry(
+        run_dir=folder, cfg=cfg, world=world, job=job, store=store, incarnation=incarnation, is_claimed=is_claimed
+    )
+
+
+def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_s: float) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return claim_name(kind, world, store, incarnation, ttl_s)
+        except StoreAwayError as error:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"no name for a new {kind} within {WAIT_S:g} s: {error}") from error
+            time.sleep(POLL_S)
+
+
+def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], None]) -> Membership:
+    """Begin to renew the role's lease and to watch those of the others.
+
+    Args:
+        life: changes as long as the role lives.
+        on_taken: called when another process takes the role's place.
+    """
+    registration = None
+    if entry.job.kind not in WITHOUT_LEASE and os.environ.get("RANK", "0") == "0":
+        registration = Registration(
+            entry.store, first_lease(entry), life=life, on_taken=on_taken, is_claimed=entry.is_claimed
+        )
+    return Membership(MembershipWatch(entry.store, entry.world.jobs), registration)
+
+
+def first_lease(entry: Entry) -> Lease:
+    """A server becomes ready later, any other role is as soon as it lives."""
+    job, is_server = entry.job, entry.job.kind in SERVERS
+    return Lease(
+        name=job.name,
+        incarnation=entry.incarnation,
+        ttl_s=entry.cfg.launcher.lease_ttl_s,
+        state="starting" if is_server else "ready",
+        url=job.url,
+        serves=job.serves,
+        num_ranks=job.num_ranks,
+        capacity=entry.cfg.actor.llm_max_rollouts if is_server else 0,
+    )

@@ -1,0 +1,119 @@
+"""Leases on the run's redis server, where streams are there too.
+
+    pipelinerl-run:<run>:members     hash: name → lease
+    pipelinerl-run:<run>:leave       set: names that are asked to leave
+    pipelinerl-run:<run>:documents   hash: configuration and world, for roles that start without the run folder
+
+A write that compares is one Lua script, which the server executes whole or not at all.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import redis as redis_client
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.stores import StoreAwayError, decode
+
+TIMEOUT_S = 5.0
+
+# KEYS: members; ARGV: name, incarnation, lease. Replaces the lease unless another incarnation has the name.
+_RENEW = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and cjson.decode(held)['incarnation'] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+# KEYS: members, leave; ARGV: name, incarnation.
+_REMOVE = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and cjson.decode(held)['incarnation'] == ARGV[2] then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+  redis.call('SREM', KEYS[2], ARGV[1])
+end
+return 1
+"""
+
+
+class RedisStore:
+    """Leases of one run on one redis server.
+
+    Args:
+        run_id: what the run's keys have in their names.
+    """
+
+    def __init__(self, *, host: str, port: int, password: str | None, run_id: str):
+        self._name = f"redis at {host}:{port}"
+        self._prefix = f"pipelinerl-run:{run_id}"
+        self._client: Any = redis_client.Redis(
+            host=host,
+            port=port,
+            password=password,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def claim(self, lease: Lease) -> bool:
+        with self._server():
+            return bool(self._client.hsetnx(self._members, lease.name, msgspec.json.encode(lease)))
+
+    def take(self, lease: Lease) -> None:
+        with self._server():
+            self._client.srem(self._leave, lease.name)
+            self._client.hset(self._members, lease.name, msgspec.json.encode(lease))
+
+    def renew(self, lease: Lease) -> bool:
+        with self._server():
+            arguments = [lease.name, lease.incarnation, msgspec.json.encode(lease)]
+            return bool(self._client.eval(_RENEW, 1, self._members, *arguments))
+
+    def remove(self, lease: Lease) -> None:
+        with self._server():
+            self._client.eval(_REMOVE, 2, self._members, self._leave, lease.name, lease.incarnation)
+
+    def leases(self) -> dict[str, Lease]:
+        with self._server():
+            found = self._client.hgetall(self._members)
+        decoded = {name.decode(): decode(name.decode(), content) for name, content in found.items()}
+        return {name: lease for name, lease in decoded.items() if lease is not None}
+
+    def ask_to_leave(self, name: str) -> None:
+        with self._server():
+            self._client.sadd(self._leave, name)
+
+    def is_asked_to_leave(self, name: str) -> bool:
+        with self._server():
+            return bool(self._client.sismember(self._leave, name))
+
+    def publish_documents(self, documents: Mapping[str, bytes]) -> None:
+        """Replaces what a role needs that starts without the run folder."""
+        with self._server():
+            self._client.hset(f"{self._prefix}:documents", mapping=dict(documents))
+
+    def documents(self) -> dict[str, bytes]:
+        """Those documents; empty before the launcher has published them."""
+        with self._server():
+            found = self._client.hgetall(f"{self._prefix}:documents")
+        return {name.decode(): content for name, content in found.items()}
+
+    @property
+    def _members(self) -> str:
+        return f"{self._prefix}:members"
+
+    @property
+    def _leave(self) -> str:
+        return f"{self._prefix}:leave"
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as error:
+            raise StoreAwayError(f"{self._name}: {error}") from error

@@ -1,0 +1,122 @@
+"""A role's own lease, renewed by a thread while the role shows that it lives.
+
+Consumes: the role's sign of life. Produces: renewals, at least four in the lease's length. Waits for: nothing; while
+the store is away it tries again, because a lease does not run out for observers that cannot look. Ends: at ``close``,
+which gives the lease back.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 2.0
+RENEWALS_PER_LEASE = 4
+
+
+class Registration:
+    """The lease of this process.
+
+    Args:
+        lease: as it begins; the incarnation is chosen here.
+        life: rises, or changes, as long as the role lives: a frozen engine's role stops renewing.
+        on_taken: called once, from the thread, when another process has taken the name over.
+        is_claimed: the name was claimed already with ``lease.incarnation``.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        lease: Lease,
+        *,
+        life: Callable[[], float],
+        on_taken: Callable[[], None],
+        is_claimed: bool = False,
+    ):
+        self._store, self._lease, self._life, self._on_taken = store, lease, life, on_taken
+        self._is_written = is_claimed
+        self._last_life: float | None = None
+        self._changed = threading.Event()
+        self._closed = threading.Event()
+        self._is_away = False
+        self._asked = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def lease(self) -> Lease:
+        """The lease as it was last changed."""
+        return self._lease
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether somebody asked this member to drain and end."""
+        return self._asked.is_set()
+
+    def update(self, **changes: Any) -> None:
+        """Changes the lease; others see it with the renewal that follows at once."""
+        with self._lock:
+            changed = msgspec.structs.replace(self._lease, **changes)
+            if changed != self._lease:
+                self._lease = changed
+                self._changed.set()
+
+    def close(self) -> None:
+        """Gives the lease back, if the store answers: others need not wait until it runs out."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._changed.set()
+        self._thread.join()
+        with contextlib.suppress(StoreAwayError):
+            self._store.remove(self._lease)
+
+    def _run(self) -> None:
+        pause_s = min(LONGEST_PAUSE_S, self._lease.ttl_s / RENEWALS_PER_LEASE)
+        while not self._closed.is_set():
+            life = self._life()
+            changed = self._changed.is_set()
+            self._changed.clear()
+            if changed or life != self._last_life:
+                self._last_life = life
+                if not self._renew():
+                    return
+            self._changed.wait(pause_s)
+
+    def _renew(self) -> bool:
+        """False when the name belongs to another process."""
+        with self._lock:
+            self._lease = msgspec.structs.replace(self._lease, sequence=self._lease.sequence + 1)
+            lease = self._lease
+        try:
+            if not self._is_written:
+                self._store.take(lease)
+                self._is_written = True
+            elif not self._store.renew(lease):
+                log.error("event=lease_taken name=%s: another process has taken this role's place", lease.name)
+                self._closed.set()
+                self._on_taken()
+                return False
+            if self._store.is_asked_to_leave(lease.name):
+                self._asked.set()
+        except StoreAwayError as error:
+            if not self._is_away:
+                log.warning("event=lease_not_renewed name=%s reason=%s", lease.name, error)
+            self._is_away, self._last_life = True, None
+            return True
+        self._is_away = False
+        return True
+
+
+def new_incarnation() -> str:
+    return secrets.token_hex(8)

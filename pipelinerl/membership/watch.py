@@ -1,0 +1,105 @@
+"""What one role knows of the others' leases, kept up to date by a thread.
+
+Consumes: the store, every `LOOK_S`. Produces: ``observed``. Deletes leases that ran out long ago. Waits for: nothing:
+while the store is away the last view stands and no lease runs out. Ends: at ``close``.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pipelinerl.membership.lease import LiveServer, Observed, observe, servers_now
+from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+
+
+class ServerView(Protocol):
+    """Who serves now."""
+
+    def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
+        """Servers of this kind by name; ``serves``: only those of one actor (preprocessor)."""
+        ...
+
+
+class PlacedJobs:
+    """The view where nobody has a lease: every placed server, always."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self._jobs = tuple(jobs)
+
+    def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
+        return of_replica(servers_now(self._jobs, Observed(), kind), serves)
+
+
+class MembershipWatch:
+    """The members of a run as this process sees them.
+
+    Args:
+        initial: the jobs that the launcher placed.
+
+    Example:
+        >>> from pipelinerl.membership.stores import FolderStore
+        >>> watch = MembershipWatch(FolderStore(run_dir), world.jobs)  # doctest: +SKIP
+        >>> watch.servers("actor_llm")  # doctest: +SKIP
+        {'actor_llm_0': LiveServer(job=Job(name='actor_llm_0', …), is_draining=False)}
+    """
+
+    def __init__(self, store: LeaseStore, initial: Sequence[Job]):
+        self._store, self._initial = store, tuple(initial)
+        self._observed = Observed()
+        self._is_away = False
+        self._closed = threading.Event()
+        self.look()
+        self._thread = threading.Thread(target=self._run, name="members", daemon=True)
+        self._thread.start()
+
+    @property
+    def observed(self) -> Observed:
+        """The newest view."""
+        return self._observed
+
+    def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
+        return of_replica(servers_now(self._initial, self._observed, kind), serves)
+
+    def look(self) -> None:
+        """One look at the store."""
+        try:
+            members = self._store.leases()
+        except StoreAwayError as error:
+            if not self._is_away:
+                log.warning("event=members_not_seen reason=%s", error)
+            self._is_away = True
+            return
+        self._is_away = False
+        before, self._observed = self._observed, observe(self._observed, members, time.monotonic())
+        self._tell(before)
+        for lease in self._observed.forgotten():
+            with contextlib.suppress(StoreAwayError):
+                self._store.remove(lease)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self.look()
+
+    def _tell(self, before: Observed) -> None:
+        was, now = before.alive(), self._observed.alive()
+        for name in now.keys() - was.keys():
+            log.info("event=member_came name=%s url=%s state=%s", name, now[name].url, now[name].state)
+        for name in was.keys() - now.keys():
+            ran_out = name in self._observed.sightings
+            log.info("event=member_went name=%s reason=%s", name, "its lease ran out" if ran_out else "it left")
+
+
+def of_replica(servers: Mapping[str, LiveServer], serves: int | None) -> dict[str, LiveServer]:
+    return {name: server for name, server in servers.items() if serves in (None, server.job.serves)}

@@ -1,0 +1,104 @@
+"""Addresses of runs, and the job of a role that starts alone."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError, WorldError
+from pipelinerl.membership.address import RedisAddress, fetch_run, parse_address
+from pipelinerl.membership.joining import Whereabouts, claim_name, job_of, reach_of
+from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.stores import FolderStore
+from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.cluster import Node
+
+
+@pytest.fixture(scope="module")
+def cfg() -> Config:
+    return parse(compose("quickstart", ["output_dir=/nowhere", "world.replicas=2"]))
+
+
+def world(host: str = "127.0.0.1") -> WorldMap:
+    jobs = (
+        Job(name="actor_llm_0", kind="actor_llm", hostname=host, port=5, url=f"http://{host}:5", cores=(1,)),
+        Job(name="actor_llm_1", kind="actor_llm", replica_idx=1, hostname=host, port=6, url=f"http://{host}:6"),
+        Job(name="actor_0", kind="actor", hostname=host),
+    )
+    nodes = (Node(rank=0, hostname=host, devices=2),)
+    return WorldMap(accelerator="cpu", nodes=nodes, jobs=jobs, master_port=1, weight_port=2, weight_ports=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("results/a run", Path("results/a run")),
+        ("/shared/x", Path("/shared/x")),
+        ("redis://10.0.0.1:15000/guessing-0a1b", RedisAddress("10.0.0.1", 15000, "guessing-0a1b")),
+        ("redis://[fd00::1]:1/x", RedisAddress("fd00::1", 1, "x")),
+    ],
+)
+def test_addresses_are_read_as_they_are_written(text: str, address: Path | RedisAddress) -> None:
+    assert parse_address(text) == address
+    assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://h", "redis://h/x", "redis://h:1", "redis://h:1/a/b", "http://h:1/x", "redis://h:99999/x"]
+)
+def test_what_is_no_address_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match="write redis://HOST:PORT/RUN"):
+        parse_address(text)
+
+
+def test_password_in_an_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds no password: set PIPELINERL_REDIS_PASSWORD"):
+        parse_address("redis://:hunter2@h:1/x")
+
+
+def test_folder_of_another_run_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("seed: 1")
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        fetch_run(RedisAddress("127.0.0.1", 1, "x"), tmp_path, wait_s=0)
+
+
+def test_placed_job_is_taken_as_it_is_or_moved(cfg: Config) -> None:
+    assert job_of("actor_llm_0", world(), cfg, Whereabouts(), "") == world().job("actor_llm_0")
+    moved = job_of("actor_llm_0", world(), cfg, Whereabouts(hostname="fd00::7", port=99), "")
+    assert (moved.url, moved.hostname, moved.port, moved.cores) == ("http://[fd00::7]:99", "fd00::7", 99, (1,))
+
+
+def test_joining_server_serves_the_actors_in_turn_unless_told(cfg: Config) -> None:
+    job = job_of("actor_llm_5", world(), cfg, Whereabouts(port=77, cores=(0, 1)), "10.0.0.9")
+    assert job == Job(
+        name="actor_llm_5",
+        kind="actor_llm",
+        replica_idx=5,
+        hostname="10.0.0.9",
+        port=77,
+        url="http://10.0.0.9:77",
+        cores=(0, 1),
+        serves=1,
+    )
+    assert job_of("actor_llm_5", world(), cfg, Whereabouts(port=77, serves=0), "h").serves == 0
+
+
+@pytest.mark.parametrize("name", ["actor_1", "finetune_1", "nonsense", "preprocessor_7"])
+def test_only_servers_may_join(cfg: Config, name: str) -> None:
+    with pytest.raises(WorldError, match="may join a run; its jobs are"):
+        job_of(name, world(), cfg, Whereabouts(), "h")
+
+
+def test_free_names_begin_behind_the_world(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.take(Lease(name="actor_llm_2", incarnation="x", ttl_s=1))
+    names = [claim_name("actor_llm", world(), store, f"i{i}", 30.0) for i in range(2)]
+    assert names == ["actor_llm_3", "actor_llm_4"]
+    assert store.leases()["actor_llm_4"].incarnation == "i1"
+
+
+def test_run_on_loopback_is_joined_on_loopback() -> None:
+    assert reach_of(world(), [("10.0.0.1", 1)]) == "127.0.0.1"
+    assert reach_of(world("10.0.0.1"), [("127.0.0.1", 1)]) == "127.0.0.1"
