@@ -89,6 +89,11 @@ class Evaluation:
         return not self.queue and not self.under_way
 
     @property
+    def progress(self) -> str:
+        """`120/512` attempts have a result."""
+        return f"{sum(map(len, self.rollouts.values()))}/{len(self.problems) * self.attempts}"
+
+    @property
     def expired(self) -> bool:
         return time.time() > self.deadline
 

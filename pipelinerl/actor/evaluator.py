@@ -73,6 +73,11 @@ class Evaluator:
     def is_running(self) -> bool:
         return self._current is not None
 
+    @property
+    def progress(self) -> str | None:
+        """`120/512` of the evaluation under way."""
+        return self._current.progress if self._current else None
+
     def is_due(self, version: int | None, finishing: bool) -> bool:
         """Whether an evaluation begins with this live version. ``finishing``: training is done."""
         if not self._problems or version is None:

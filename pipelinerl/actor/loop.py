@@ -80,6 +80,7 @@ class ActorLoop:
                 if self._training.publish_in_turn():
                     self._reporter.progress(published=self._training.published)
                 if (done := self._evaluator.finish()) is not None:
+                    self._reporter.progress(evaluating=None)
                     self._reporter.evaluation(done)
                 self._name_wait()
                 self._reporter.log(self._numbers, self._version or 0)
@@ -145,7 +146,7 @@ class ActorLoop:
         if isinstance(ended.work, TestWork):
             self._evaluator.take(ended)
             if ended.rollouts:
-                self._reporter.progress(evaluating=ended.work.start.version)
+                self._reporter.progress(evaluating=self._evaluator.progress)
         else:
             self._training.take(ended)
 

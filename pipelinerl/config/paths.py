@@ -21,6 +21,8 @@ def config_names(config_dir: Path | str | None = None) -> list[str]:
     return sorted({path.stem for folder in search_path(config_dir) for path in folder.glob("*.yaml")})
 
 
+LOCK_FILE = "launcher.lock"
+"""In the run folder; held for as long as a launcher runs there."""
 RUN_CONFIG = Path("conf") / "config.yaml"
 """Of a run folder."""
 RUN_ADDRESS = Path("conf") / "address"

@@ -5,13 +5,15 @@ Every figure names its source; one that nobody reported is None, never 0.
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.disk import replace_file
 from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
@@ -83,7 +85,12 @@ def read_rollouts(spec: SingleStreamSpec, totals: RolloutTotals) -> None:
 
 
 def summarise(
-    records: RunRecords, actor_points: Sequence[dict[str, Any]], *, wall_s: float, seed: int
+    records: RunRecords,
+    actor_points: Sequence[dict[str, Any]],
+    *,
+    wall_s: float,
+    seed: int,
+    phases: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The figures of `summary.json`."""
     steps = last_per_step(records.trainer)
@@ -114,13 +121,55 @@ def summarise(
             "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
             "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
         },
-        "versions_in_one_rollout_max": seen.versions_in_one_rollout_max if seen.is_complete else None,
-        "tokens_generated_per_s": rate(seen.tokens if seen.is_complete else None, training_s),
+        "versions_in_one_rollout_max": seen.versions_in_one_rollout_max
+        if seen.is_complete
+        else largest(actor_points, "versions_in_one_rollout_max"),
+        "tokens_generated_per_s": rate(
+            seen.tokens if seen.is_complete else latest(actor_points, "tokens_generated"), training_s
+        ),
         "tokens_trained_per_s": rate(trained, training_s),
         "training_s": training_s,
         "wall_s": wall_s,
+        "phases": dict(phases or {}),
         "seed": seed,
     }
+
+
+def phases_of(
+    records: RunRecords, statuses: Mapping[str, StatusRecord], *, launched: float, started: float, now: float
+) -> dict[str, Any]:
+    """Seconds of this launch, one phase after another; what did not happen is left out.
+
+    Args:
+        statuses: for `ready`: seconds from the start of each role to its first progress.
+        launched: when the launcher's process began. All times are Unix times.
+        started: when it started the roles.
+        now: when the summary is made.
+    """
+    live = [m.timestamp for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.timestamp >= started]
+    steps = [m.timestamp for m in records.trainer if isinstance(m, SamplesProcessed) and m.timestamp >= started]
+    tests = [e.timestamp for e in records.evaluations if e.timestamp >= started]
+    before = [t for t in tests if steps and t < min(steps)]
+    after = [t for t in tests if steps and t > max(steps)]
+    ends = {
+        "checks": [started],
+        "start": live and [min(live)],
+        "first_evaluation": before[:1],
+        "training": steps and [max(steps)],
+        "last_evaluation": after[-1:],
+        "ending": [now],
+    }
+    phases: dict[str, Any] = {}
+    previous = launched
+    for name, (*_, end) in ((name, found) for name, found in ends.items() if found):
+        phases[name], previous = round(end - previous, 2), end
+    ready = {name: status.fields["ready_s"] for name, status in statuses.items() if "ready_s" in status.fields}
+    return phases | {"ready": ready}
+
+
+def largest(points: Iterable[Mapping[str, Any]], name: str) -> Any:
+    """The largest value of a number that begins anew with each process, None when nobody reports it."""
+    return max((point[name] for point in points if point.get(name) is not None), default=None)
 
 
 def last_per_step(messages: Iterable[TrainerMessage]) -> list[SamplesProcessed]:
@@ -155,15 +204,33 @@ def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
     return sum(value * weight for value, weight in known) / total if total else None
 
 
-def write_report(run_dir: Path, *, replicas: int, wall_s: float, seed: int) -> dict[str, Any]:
-    """Write `summary.json` and `learning_curve.png`; returns the summary."""
-    records = read_records(run_dir, replicas=replicas)
-    previous = read_summary(run_dir)
-    total_s = wall_s + float((previous or {}).get("wall_s") or 0.0)
-    summary = summarise(records, read_metrics(run_dir, "actor"), wall_s=total_s, seed=seed)
+def write_report(run_dir: Path, *, replicas: int, launched: float, started: float, seed: int) -> dict[str, Any]:
+    """Write `summary.json` and `learning_curve.png`; returns the summary.
+
+    Args:
+        launched: when the launcher's process began, Unix time.
+        started: when it started the roles, Unix time.
+    """
+    records, actor_points = read_records(run_dir, replicas=replicas), read_metrics(run_dir, "actor")
+    previous, now = read_summary(run_dir), time.time()
+    total_s = now - launched + float((previous or {}).get("wall_s") or 0.0)
+    phases = phases_of(records, read_statuses(run_dir), launched=launched, started=started, now=now)
+    summary = summarise(records, actor_points, wall_s=total_s, seed=seed, phases=phases)
     replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
-    draw_learning_curve(run_dir / "learning_curve.png", records)
+    draw_learning_curve(run_dir / "learning_curve.png", records, actor_points)
     return summary
+
+
+def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> dict[str, Any] | None:
+    """The newest point of a kind, without reading the whole file."""
+    path = run_dir / "metrics" / f"{kind}.jsonl"
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(0, path.stat().st_size - tail_bytes))
+            lines = stream.read().splitlines()
+        return json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError):
+        return None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -196,22 +263,45 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def draw_learning_curve(path: Path, records: RunRecords) -> None:
-    """Training reward per optimizer step and success on the test problems per weight version."""
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and up to `width` − 1 before it."""
+    return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+
+
+def draw_learning_curve(path: Path, records: RunRecords, actor_points: Sequence[dict[str, Any]] = ()) -> None:
+    """What was learned over weight versions, and under it what it took: lag and waiting of each optimizer step.
+
+    Reward and success of training are those of the same rollouts, the actor's newest 1,024. Evaluations are points.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [step for step in last_per_step(records.trainer) if "reward" in step.metrics]
-    evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
-    figure, reward_axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    reward_axis.plot([s.step for s in steps], [s.metrics["reward"] for s in steps], color="tab:blue", linewidth=1)
-    reward_axis.set(xlabel="optimizer step", ylabel="mean training reward")
-    reward_axis.yaxis.label.set_color("tab:blue")
-    success_axis = reward_axis.twinx()
-    success_axis.plot([e.version for e in evaluations], [e.success for e in evaluations], "o-", color="tab:orange")
-    success_axis.set(ylabel="success on the test problems", ylim=(0, 1))
-    success_axis.yaxis.label.set_color("tab:orange")
+    steps = last_per_step(records.trainer)
+    figure, (learned, lag, waits) = plt.subplots(
+        3, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(4, 1, 1)
+    )
+    rewards = [(step.step, step.metrics["reward"]) for step in steps if "reward" in step.metrics]
+    if rewards:
+        x, y = zip(*rewards, strict=True)
+        width = max(1, len(y) // 20)
+        learned.plot(x, y, ".", color="tab:blue", alpha=0.2, markersize=3)
+        learned.plot(x, running_mean(y, width), color="tab:blue", label=f"training reward, mean of {width} steps")
+    seen = [(point["step"], point["success"]) for point in actor_points if point.get("success") is not None]
+    if seen:
+        learned.plot(*zip(*sorted(seen), strict=True), color="tab:green", label="training success, 1,024 rollouts")
+    tests = sorted((e.version, e.success) for e in records.evaluations)
+    if tests:
+        learned.plot(*zip(*tests, strict=True), "D", color="tab:orange", label="success on the test problems")
+    learned.set(ylabel="per rollout")
+    if learned.lines:
+        learned.legend(loc="best", fontsize="small")
+    for axis, name, label in ((lag, "lag_mean", "lag in\nsteps"), (waits, "wait_s", "waiting\nin s")):
+        known = [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
+        if known:
+            axis.plot(*zip(*known, strict=True), color="tab:gray", linewidth=1)
+        axis.set(ylabel=label, ylim=(0, None))
+    waits.set(xlabel="optimizer step = weight version")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,24 +1,28 @@
-"""One screen about a run: `python -m pipelinerl.status results/x [--stacks]`.
+"""One screen about a run: `python -m pipelinerl.status results/x [--watch] [--stacks]`.
 
 Reads the run folder only (status files, topics, hang reports), so it works from any shell on any node that sees the
 folder, and after the run as well. `--stacks` asks every live role of this machine for its Python stacks, too.
 """
 
 import argparse
+import contextlib
+import fcntl
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.environment import ROLE_VARIABLE
 from pipelinerl.config.load import load_run
+from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.inspect.outside import look_into, process_environment
-from pipelinerl.inspect.report import last_per_step, number, read_records
+from pipelinerl.inspect.report import last_per_step, number, read_records, read_summary
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
@@ -26,6 +30,46 @@ from pipelinerl.streams import get_streams_backend
 
 STACKS_GRACE_S = 0.7
 STALE_HEARTBEAT_S = 10.0
+WATCH_S = 1.0
+WATCH_REPEAT_S = 30.0
+"""Where the screen cannot be redrawn."""
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a launcher, or the process that cleans up after one, holds the run folder."""
+    try:
+        with open(run_dir / LOCK_FILE) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, StatusRecord]) -> str:
+    """The run in one line.
+
+    Args:
+        last_step: `finetune.max_train_steps`.
+        step: newest optimizer step.
+    """
+    if is_running(run_dir):
+        return f"running, step {step} of {last_step}"
+    summary = read_summary(run_dir)
+    if summary is not None and summary["optimizer_steps"] >= last_step:
+        return f"finished, {summary['optimizer_steps']} steps"
+    failed = [name for name, status in statuses.items() if status.state == "failed"]
+    what = f"failed ({', '.join(failed)})" if failed else "stopped"
+    return f"{what} at step {step} of {last_step}; the command that started it resumes it"
+
+
+def as_ended(statuses: Mapping[str, StatusRecord]) -> dict[str, StatusRecord]:
+    """The last statuses of roles that are not there any more: nobody wrote that they were stopped."""
+    return {
+        name: replace(status, state="stopped", waits=()) if status.state in ("running", "done") else status
+        for name, status in statuses.items()
+    }
 
 
 def role_rows(statuses: Mapping[str, StatusRecord], now: float) -> list[tuple[str, ...]]:
@@ -72,12 +116,6 @@ def ago(seconds: float) -> str:
     if seconds < 120:
         return f"{max(seconds, 0):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def topic_lines(run_dir: Path, replicas: int) -> list[str]:
-    """Newest message of the control topics and the fill of the data topics."""
-    records = read_records(run_dir, replicas=replicas, with_rollouts=False)
-    return progress_lines(records)
 
 
 def progress_lines(records: Any) -> list[str]:
@@ -144,15 +182,45 @@ def screen(run_dir: Path) -> list[str]:
     """Everything but the stacks."""
     cfg = load_run(run_dir)
     statuses = read_statuses(run_dir)
-    lines = [f"run {run_dir}", *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time()))]
-    lines += [f"wait chain: {chain}" for chain in chains(statuses)]
+    step = max((int(status.fields.get("step") or 0) for status in statuses.values()), default=0)
     try:
         with look_into(run_dir):
-            lines += ["", *topic_lines(run_dir, cfg.world.replicas), "", *queue_lines(run_dir)]
+            records = read_records(run_dir, replicas=cfg.world.replicas, with_rollouts=False)
+            step = max([step, *(message.step for message in last_per_step(records.trainer)[-1:])])
+            streams = ["", *progress_lines(records), "", *queue_lines(run_dir)]
     except PipelineRLError as error:
-        lines += ["", f"the streams cannot be read: {error}"]
+        streams = ["", f"the streams cannot be read: {error}"]
+    state = run_state(run_dir, cfg.finetune.max_train_steps, step, statuses)
+    if state.startswith("stopped"):
+        statuses = as_ended(statuses)
+    lines = [
+        f"run {run_dir}: {state}",
+        *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time())),
+        *(f"wait chain: {chain}" for chain in chains(statuses)),
+        *streams,
+    ]
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []
     return lines + [f"hang report: {path}" for path in hangs]
+
+
+def watch(run_dir: Path) -> None:
+    """The screen again and again until the run ends: redrawn on a terminal, every 30 s elsewhere."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console, running = Console(), True
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+        while running:
+            running = is_running(run_dir)  # asked first: what is shown last is of the end
+            text = "\n".join(screen(run_dir))
+            if live is None:
+                print(text, flush=True)
+            else:
+                live.update(Text(text), refresh=True)
+            until = time.monotonic() + (WATCH_REPEAT_S if live is None else WATCH_S)
+            while running and time.monotonic() < until and is_running(run_dir):
+                time.sleep(WATCH_S / 4)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -167,9 +235,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.status", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="run folder (output_dir)")
+    parser.add_argument("--watch", action="store_true", help="show it again and again until the run ends")
     parser.add_argument("--stacks", action="store_true", help="also print every live role's Python stacks")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.watch:
+            watch(arguments.run_dir.resolve())
+            return 0
         lines = screen(arguments.run_dir.resolve())
         if arguments.stacks:
             lines += ["", *dump_stacks(arguments.run_dir.resolve(), read_statuses(arguments.run_dir))]

@@ -55,15 +55,17 @@ StartCheck = Callable[[Start], list[str]]
 """Returns warnings, raises a `PipelineRLError` to refuse."""
 
 
-def check(start: Start, *, only_shown: bool = False) -> list[str]:
+def check(start: Start, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None) -> list[str]:
     """All warnings; the first refusal is raised.
 
     Args:
         only_shown: a dry run: what this machine lacks is a warning where the plan is for another one.
+        begin: told the name of each check of this machine before it runs.
     """
     warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(start)]
     forgiving = only_shown and start.elsewhere
     for machine_check in OF_THIS_MACHINE:
+        begin(f"the {machine_check.__name__}")
         try:
             warnings += machine_check(start)
         except PipelineRLError as error:

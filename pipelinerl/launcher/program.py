@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
@@ -36,6 +37,7 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
     role_command,
 )
+from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous
 from pipelinerl.launcher.processes import STOP_SIGNALS, Reaper, RunMark
 from pipelinerl.launcher.run_dir import Claim
@@ -57,11 +59,8 @@ PUBLISH_RETRY_S = 0.5
 CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
 
 
-def say(line: str) -> None:
-    """One line on the user's terminal, at once, and in the launcher's log; a closed terminal ends nothing."""
-    log.info("%s", line)
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
+voice = Voice(lambda line: log.info("%s", line))
+say = voice.say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class RunPlan:
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
     """Run the experiment of a composed configuration; returns the exit code, raises `PipelineRLError` to refuse."""
     os.umask(0o077)
-    started = time.monotonic()
+    started = psutil.Process().create_time()
     missing = missing_keys(cfg) if cfg.dry_run else []
     for key in missing:  # a dry run shows the world of `base` alone, too
         OmegaConf.update(cfg, key, "not-given")
@@ -167,7 +166,10 @@ def tell_finished(claim: Claim) -> int:
 
 def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> RunPlan:
     """Every check; returns the plan with what the start still has to do."""
-    for warning in checks.check(start_of(plan, path, overrides)):
+    started, checking = time.monotonic(), ["the plan"]
+    with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
+        warnings = checks.check(start_of(plan, path, overrides), begin=checking.append)
+    for warning in warnings:
         say(f"warning: {warning}")
     return replace(plan, builds_model=preflight.needs_tiny_model(plan.config, overrides))
 
@@ -248,14 +250,13 @@ async def supervise(
         actors=[job.name for job in plan.world.get("actor")],
         training_done=progress.training_done,
         say=say,
-        report=(lambda: report(plan, path, started)) if leads else (lambda: None),
+        report=(lambda: report(plan, path, started, roles_started)) if leads else (lambda: None),
         others=connection,
     )
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop_as_asked, supervisor, signal.Signals(number).name)
+    answer_signals(supervisor)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
+    roles_started = time.time()
     progress.start()
     beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish(plan, path))]
     if plan.builds_model:
@@ -263,7 +264,8 @@ async def supervise(
     if connection:
         beside.append(asyncio.create_task(connection.follow(supervisor)))
     try:
-        return await supervisor.run()
+        with voice.live(RunLine(path, config.finetune.max_train_steps)) if leads else contextlib.nullcontext():
+            return await supervisor.run()
     finally:
         for task in beside:
             task.cancel()
@@ -271,10 +273,15 @@ async def supervise(
         guard.dismiss()
 
 
-def stop_as_asked(supervisor: Supervisor, reason: str) -> None:
-    """Answer at once: a trainer's last save may take a while."""
-    say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
-    supervisor.request_stop(reason)
+def answer_signals(supervisor: Supervisor) -> None:
+    """A stop signal is answered at once: a trainer's last save may take a while."""
+
+    def stop(reason: str) -> None:
+        say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
+        supervisor.request_stop(reason)
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop, signal.Signals(number).name)
 
 
 async def build_model(config: Config, env: Mapping[str, str], supervisor: Supervisor) -> None:
@@ -316,11 +323,11 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
-def report(plan: RunPlan, path: Path, started: float) -> None:
+def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
     """Summary and picture; a run whose report fails is still a finished run."""
     try:
-        wall_s = time.monotonic() - started
-        summary = write_report(path, replicas=plan.config.world.replicas, wall_s=wall_s, seed=plan.config.seed)
+        replicas = plan.config.world.replicas
+        summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
     except Exception as error:  # the report is an extra: it is said and forgotten
         log.exception("the report failed")
         say(f"warning: no summary: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from typing import IO, Any
 import psutil
 from omegaconf import OmegaConf
 
-from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.paths import LOCK_FILE, RUN_CONFIG
 from pipelinerl.config.resume import differing_keys
 from pipelinerl.disk import make_folder, replace_file
 from pipelinerl.errors import ConfigError
@@ -29,7 +29,6 @@ from pipelinerl.launcher.logs import last_lines
 from pipelinerl.membership.stores import FOLDER
 from pipelinerl.world import WorldMap
 
-LOCK_FILE = "launcher.lock"
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"

@@ -1,18 +1,18 @@
-"""What the user sees while the run goes on: one line per optimizer step, one per evaluation, none of earlier launches.
+"""Lines that stay: optimizer steps, at most one every 30 s, and every evaluation; none of earlier launches.
 
 Consumes topics `trainer` and `evaluation` and the newest actor metrics in a thread of its own; never decides anything.
 Knows whether training is done, because it reads that anyway.
 """
 
-import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.inspect.report import number
+from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
@@ -27,13 +27,29 @@ from pipelinerl.records.topics import EVALUATION, TRAINER
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+STEP_S = 30.0
 
 
 class ProgressLines:
-    """Follows a run from its topics; `say` gets every line."""
+    """Follows a run from its topics.
 
-    def __init__(self, run_dir: Path, *, max_train_steps: int, say: Callable[[str], None]):
-        self._run_dir = run_dir
+    Args:
+        say: gets every line that stays.
+        note: gets the steps between them.
+        every_s: seconds between two steps that are said; the first and the last always are.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        max_train_steps: int,
+        say: Callable[[str], None],
+        note: Callable[[str], None] = log.info,
+        every_s: float = STEP_S,
+    ):
+        self._run_dir, self._note, self._every_s = run_dir, note, every_s
+        self._said_at = -math.inf
         self._max_train_steps = max_train_steps
         self._say = say
         self._stop = threading.Event()
@@ -104,25 +120,20 @@ class ProgressLines:
                     self._say(f"resuming from step {message.step} ({message.repeated} repeated)")
             case SamplesProcessed():
                 if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
-                    self._say(self._line(message))
+                    self._tell(message)
                 self._last = message
+
+    def _tell(self, message: SamplesProcessed) -> None:
+        now = time.monotonic()
+        is_due = now - self._said_at >= self._every_s or message.step >= self._max_train_steps
+        if is_due:
+            self._said_at = now
+        (self._say if is_due else self._note)(self._line(message))
 
     def _line(self, message: SamplesProcessed) -> str:
         seconds = message.timestamp - self._last.timestamp if self._last else None
         actor = (read_metrics_tail(self._run_dir, "actor") or {}) if message.metrics else {}
         return step_line(message, self._max_train_steps, seconds, max(self._pause_ms, default=None), actor)
-
-
-def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> dict[str, Any] | None:
-    """The newest point of a kind, without reading the whole file."""
-    path = run_dir / "metrics" / f"{kind}.jsonl"
-    try:
-        with open(path, "rb") as stream:
-            stream.seek(max(0, path.stat().st_size - tail_bytes))
-            lines = stream.read().splitlines()
-        return json.loads(lines[-1]) if lines else None
-    except (OSError, ValueError):
-        return None
 
 
 def step_line(
@@ -132,15 +143,17 @@ def step_line(
     pause_ms: float | None,
     actor: Mapping[str, Any],
 ) -> str:
-    """`step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
+    """One optimizer step. Reward and success are means over the actor's newest 1,024 rollouts, else over the step's.
+
+    `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
     metrics = message.metrics
-    success = metrics.get("success", actor.get("success"))
+    same = actor if actor.get("reward") is not None else metrics  # reward and success of the same rollouts
     tokens = metrics.get("tokens")
     speed = tokens / seconds if tokens is not None and seconds and seconds > 0 else None
     parts = [
         f"step {message.step}/{max_train_steps}",
-        f"reward {number(metrics.get('reward'), 2)}",
-        f"success {number(success, 2)}",
+        f"reward {number(same.get('reward'), 2)}",
+        f"success {number(same.get('success'), 2)}",
         f"lag {number(metrics.get('lag_mean'), 1)} (max {number(metrics.get('lag_max'), 0)})",
         f"{number(speed, 0)} tok/s",
         f"pause {number(pause_ms, 0)} ms",

@@ -82,7 +82,7 @@ class Activity:
         self._fields: dict[str, Any] = {}
         self._waits: dict[int, Wait] = {}
         self._wait_ids = itertools.count()
-        self._started = self._progress_at = time.monotonic()
+        self._began = self._started = self._progress_at = time.monotonic()
         self._progress_count = 0
         self._beats_with_progress = False
 
@@ -90,6 +90,8 @@ class Activity:
         if fields:
             self._fields = self._fields | fields
         self._progress_at = time.monotonic()
+        if not self._progress_count:
+            self._fields = self._fields | {"ready_s": round(self._progress_at - self._began, 1)}
         self._progress_count += 1
         self._changed()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelinerl.inspect.status import screen
 from pipelinerl.observability.status import read_statuses
 
 FAKES = Path(__file__).with_name("launcher_fakes.py")
@@ -207,6 +208,7 @@ def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: si
     assert run.wait(STOP_S) == 128 + number
     assert f"stopped by {number.name}; the same command resumes" in run.output
     assert run.leftovers() == []
+    assert ": stopped at step " in screen(run.run_dir)[0]
     again = launch()
     assert again.wait() == 0, again.output
     assert "resuming" in again.output

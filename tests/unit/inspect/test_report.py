@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipelinerl.inspect import report
 from pipelinerl.launcher.terminal import evaluation_line, step_line
+from pipelinerl.observability.status import StatusRecord
 from pipelinerl.records import (
     EvaluationDone,
     Rollout,
@@ -97,6 +99,12 @@ def test_summarise_groups_that_were_deleted_are_counted_by_the_actor(records: re
     summary = report.summarise(records, [{"samples_published": 120}], wall_s=9.0, seed=7)
     assert (summary["rollouts"], summary["rollouts_per_s"]) == (120, 24.0)
     assert (summary["tokens_generated_per_s"], summary["versions_in_one_rollout_max"]) == (None, None)
+    restarted = [
+        {"versions_in_one_rollout_max": 4, "tokens_generated": 600},
+        {"versions_in_one_rollout_max": 2, "tokens_generated": 500},
+    ]
+    told = report.summarise(records, restarted, wall_s=9.0, seed=7)
+    assert (told["tokens_generated_per_s"], told["versions_in_one_rollout_max"]) == (100.0, 4)
     assert "rollouts         120, 24 per second while training" in report.summary_lines(summary, Path("run"))
 
 
@@ -113,10 +121,40 @@ def test_draw_learning_curve_writes_a_picture(records: report.RunRecords, tmp_pa
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+SEEN = {"reward": 0.38, "success": 0.55, "prefix_hit_rate": 0.618}
+
+
+def test_phases_follow_one_another_and_leave_out_what_did_not_happen(records: report.RunRecords) -> None:
+    records.evaluations = [
+        msgspec.structs.replace(evaluation(0, 0.3), timestamp=100.5),
+        msgspec.structs.replace(evaluation(2, 0.9), timestamp=107.0),
+    ]
+    role = StatusRecord(
+        job="a", state="done", pid=1, hostname="h", started=0, heartbeat=0, progress_at=0, progress_count=1, waits=(),
+        fields={"ready_s": 9.5},
+    )  # fmt: skip
+    phases = report.phases_of(records, {"actor_0": role}, launched=90.0, started=93.0, now=108.0)
+    assert phases == {
+        "checks": 3.0,
+        "start": 7.0,
+        "first_evaluation": 0.5,
+        "training": 4.5,
+        "last_evaluation": 2.0,
+        "ending": 1.0,
+        "ready": {"actor_0": 9.5},
+    }
+    nothing = report.phases_of(report.RunRecords(), {}, launched=90.0, started=93.0, now=95.0)
+    assert nothing == {"checks": 3.0, "ending": 2.0, "ready": {}}
+
+
+def test_running_mean_is_of_what_came_before() -> None:
+    assert report.running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
 def test_step_line_says_everything_once() -> None:
     message = processed(12, 5.0, reward=0.414, lag_mean=1.23, lag_max=3.0, tokens=1155.0, wait_s=0.016)
-    assert step_line(message, 96, 0.5, 33.6, {"success": 0.55, "prefix_hit_rate": 0.618}) == (
-        "step 12/96  reward 0.41  success 0.55  lag 1.2 (max 3)  2,310 tok/s  pause 34 ms  wait 0.02 s"
+    assert step_line(message, 96, 0.5, 33.6, SEEN) == (
+        "step 12/96  reward 0.38  success 0.55  lag 1.2 (max 3)  2,310 tok/s  pause 34 ms  wait 0.02 s"
         "  prefix hits 0.62"
     )
     bare = step_line(processed(1, 0.0), 96, None, None, {})

@@ -1,5 +1,6 @@
 """`python -m pipelinerl.status`: one screen from a run folder made by hand."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -100,6 +101,35 @@ def test_screen_shows_roles_versions_queues_and_hangs(run_folder: Path) -> None:
         "hang report: ",
     ):
         assert line in text, text
+
+
+def test_screen_of_a_run_that_is_over_says_how_it_ended(run_folder: Path) -> None:
+    (run_folder / "status").mkdir()
+    path = run_folder / "status" / "actor_0.json"
+    write_status(path, record("actor_0", heartbeat=time.time(), waits=(Wait(what="w", on=None, since=NOW),)))
+    first, _, row, *_ = command.screen(run_folder)
+    assert first.endswith(": stopped at step 3 of 1000; the command that started it resumes it")
+    assert row.split()[:2] == ["actor_0", "stopped"]
+    assert "w," not in row
+    write_status(path, record("actor_0", state="failed"))
+    assert ": failed (actor_0) at step 3 of 1000" in command.screen(run_folder)[0]
+    with open(run_folder / "launcher.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert command.screen(run_folder)[0].endswith(": running, step 3 of 1000")
+    (run_folder / "summary.json").write_text('{"optimizer_steps": 1000}')
+    assert command.screen(run_folder)[0].endswith(": finished, 1000 steps")
+
+
+def test_watch_in_a_pipe_ends_with_the_run(run_folder: Path) -> None:
+    argv = [sys.executable, "-m", "pipelinerl.status", str(run_folder), "--watch"]
+    with open(run_folder / "launcher.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert ": running, step 3" in process.stdout.readline()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert ": stopped at step 3" in output
 
 
 def test_stacks_of_live_roles_are_printed_and_strangers_are_not_signalled(run_folder: Path) -> None:

@@ -29,7 +29,7 @@ def test_resumed_run_shows_no_old_lines_and_repeated_steps_once(tmp_path: Path) 
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         for number in (1, 2, 3):
             writer.write(step(number, time.time() - 100))
-        progress = ProgressLines(tmp_path, max_train_steps=9, say=say)
+        progress = ProgressLines(tmp_path, max_train_steps=9, say=say, every_s=0)
         now = time.time() + 1
         writer.write(TrainingResumed(step=2, repeated=1, timestamp=now))
         writer.write(step(3, now))
@@ -40,3 +40,26 @@ def test_resumed_run_shows_no_old_lines_and_repeated_steps_once(tmp_path: Path) 
         progress.stop()
     assert lines[0] == "resuming from step 2 (1 repeated)"
     assert [line.split()[1] for line in lines[1:]] == ["3/9", "4/9"]
+
+
+@pytest.mark.timeout(60)
+def test_fast_steps_are_said_first_and_last_and_noted_between(tmp_path: Path) -> None:
+    set_streams_backend("files")
+    said: list[str] = []
+    noted: list[str] = []
+    finished = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line.split()[1])
+        if line.startswith("step 5/5"):
+            finished.set()
+
+    with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
+        progress = ProgressLines(tmp_path, max_train_steps=5, say=say, note=lambda line: noted.append(line.split()[1]))
+        for number in range(1, 6):
+            writer.write(step(number, time.time() + 1))
+        progress.start()
+        assert finished.wait(30)
+        progress.stop()
+    assert said == ["1/5", "5/5"]
+    assert noted == ["2/5", "3/5", "4/5"]

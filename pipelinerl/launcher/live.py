@@ -1,0 +1,177 @@
+"""The one line that says what goes on now: redrawn on a terminal, repeated every 30 s in files and pipes.
+
+Consumes a function that describes the present, in a thread of its own; never decides anything. `describe_run` is that
+function for roles at work, over their status files and the actor's newest metrics.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.inspect.report import number, read_metrics_tail
+from pipelinerl.observability.status import LAUNCHER, StatusRecord, read_statuses
+
+REDRAW_S = 0.25
+REPEAT_S = 30.0
+SPEED_WINDOW_S = 30.0
+
+
+class Voice:
+    """Everything that the launcher tells people. A closed terminal ends nothing.
+
+    Args:
+        log: gets every line that is said, and not the live line.
+        repeat_s: seconds of silence after which the live line is said where it cannot be redrawn.
+    """
+
+    def __init__(self, log: Callable[[str], None], repeat_s: float = REPEAT_S):
+        self._log, self._repeat_s = log, repeat_s
+        self._said = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """One line at once, above the live line."""
+        self._said = time.monotonic()
+        self._log(line)
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
+
+    @contextlib.contextmanager
+    def live(self, describe: Callable[[], str]):
+        """Inside, the line of `describe` is shown. An error of it costs the line, not the run."""
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        console, over = Console(), threading.Event()
+        redrawn = console.is_terminal and not console.is_dumb_terminal
+
+        def text() -> str:
+            try:
+                return describe()
+            except Exception:  # files that are just being replaced, a role that writes other fields
+                return ""
+
+        def repeat() -> None:
+            while not over.wait(min(REDRAW_S, self._repeat_s)):
+                if redrawn:
+                    line = Text(text(), overflow="ellipsis", no_wrap=True)
+                    with contextlib.suppress(OSError):
+                        screen.update(line, refresh=True)
+                elif time.monotonic() - self._said >= self._repeat_s and (now := text()):
+                    self.say(now)
+
+        screen = Live(console=console, transient=True, auto_refresh=False, redirect_stderr=False)
+        thread = threading.Thread(target=repeat, name="live-line", daemon=True)
+        with screen if redrawn else contextlib.nullcontext():
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+        sys.stdout.flush()
+
+
+class RunLine:
+    """The live line of a run. Called again and again; knows how fast the steps come."""
+
+    def __init__(self, run_dir: Path, max_train_steps: int, clock: Callable[[], float] = time.time):
+        self._run_dir, self._max_train_steps, self._clock = run_dir, max_train_steps, clock
+        self._since = clock()
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def __call__(self) -> str:
+        now, statuses = self._clock(), read_statuses(self._run_dir)
+        steps = [int(status.fields.get("step", 0)) for name, status in statuses.items() if is_trainer(name)]
+        step = max(steps, default=0)
+        metrics = read_metrics_tail(self._run_dir, "actor") or {}
+        return describe_run(
+            statuses, metrics, now, self._since, step=step, last=self._max_train_steps, speed=self._speed(now, step)
+        )
+
+    def _speed(self, now: float, step: int) -> float | None:
+        """Optimizer steps per second over the newest `SPEED_WINDOW_S`, from the first step on."""
+        if step and (not self._steps or step >= self._steps[-1][1]):
+            self._steps.append((now, step))
+        while self._steps and now - self._steps[0][0] > SPEED_WINDOW_S and len(self._steps) > 2:
+            self._steps.popleft()
+        if not self._steps or step == self._steps[0][1]:
+            return None
+        return (step - self._steps[0][1]) / (now - self._steps[0][0])
+
+
+def is_trainer(name: str) -> bool:
+    return name.startswith("finetune_")
+
+
+def describe_run(
+    statuses: Mapping[str, StatusRecord],
+    metrics: Mapping[str, Any],
+    now: float,
+    since: float,
+    *,
+    step: int,
+    last: int,
+    speed: float | None,
+) -> str:
+    """Phase, seconds, and what people want to know of it.
+
+    Args:
+        statuses: by name.
+        metrics: the actor's newest.
+        since: when the roles were started. Unix time, as `now`.
+        step: newest optimizer step, of `last`.
+        speed: optimizer steps per second; None = not known yet.
+    """
+    evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
+    starting = {name: status for name, status in statuses.items() if is_starting(status)}
+    if evaluating:
+        parts = [f"evaluating {evaluating}"]
+    elif step >= last:
+        parts = ["ending: the last evaluation and saves"]
+    elif starting or not statuses:
+        parts = [f"starting, {now - since:.0f} s", *(what_starts(name, s, now) for name, s in sorted(starting.items()))]
+    elif not step:
+        parts = [f"first rollouts, {now - since:.0f} s", f"{number(metrics.get('rollouts'), 0)} rollouts"]
+    else:
+        parts = [f"training {step}/{last}"]
+    if step and step < last:
+        parts += [f"{number(speed, 2)} steps/s", f"{eta(step, last, speed)} to go"]
+    return "  ".join([*parts, *failing(metrics)])
+
+
+def is_starting(status: StatusRecord) -> bool:
+    return status.state == "running" and not status.progress_count
+
+
+def what_starts(name: str, status: StatusRecord, now: float) -> str:
+    if not status.waits:
+        return f"{name}: loads"
+    wait = status.waits[0]
+    if wait.on == LAUNCHER:
+        return f"{name}: waits for {wait.what}"
+    return f"{name}: {wait.what} {now - wait.since:.0f} s"
+
+
+def eta(step: int, last: int, speed: float | None) -> str:
+    if not speed:
+        return "–"
+    seconds = (last - step) / speed
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def failing(metrics: Mapping[str, Any]) -> list[str]:
+    """`12 rollouts failed: timeout 9, domain 3`."""
+    failures = {name: count for name, count in metrics.items() if name.startswith("failures/")}
+    counts = {name.removeprefix("failures/"): int(count) for name, count in failures.items() if count}
+    if not counts:
+        return []
+    reasons = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return [f"{sum(counts.values())} rollouts failed: {reasons}"]

@@ -1,0 +1,146 @@
+"""The line that says what goes on now: its words, and where it is shown."""
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.launcher.live import RunLine, Voice, describe_run, eta
+from pipelinerl.observability.status import StatusRecord, Wait, write_status
+
+NOW = 1000.0
+
+
+def role(name: str, *, count: int = 1, waits: tuple[Wait, ...] = (), **fields: Any) -> StatusRecord:
+    return StatusRecord(
+        job=name,
+        state="running",
+        pid=1,
+        hostname="h",
+        started=NOW,
+        heartbeat=NOW,
+        progress_at=NOW,
+        progress_count=count,
+        waits=waits,
+        fields=fields,
+    )
+
+
+def line(*roles: StatusRecord, metrics: dict | None = None, step: int = 0, speed: float | None = None) -> str:
+    statuses = {one.job: one for one in roles}
+    return describe_run(statuses, metrics or {}, NOW, NOW - 12, step=step, last=160, speed=speed)
+
+
+def test_start_names_what_loads_and_what_waits() -> None:
+    engine = Wait(what="the engine's start", on=None, since=NOW - 5)
+    model = Wait(what="the tiny model", on="launcher", since=NOW - 3)
+    server, trainer = role("actor_llm_0", count=0, waits=(engine,)), role("finetune_0", count=0, waits=(model,))
+    assert line(server, trainer, role("actor_0", count=0)) == (
+        "starting, 12 s  actor_0: loads  actor_llm_0: the engine's start 5 s  finetune_0: waits for the tiny model"
+    )
+    assert line() == "starting, 12 s"
+
+
+def test_training_says_steps_speed_rest_and_failures_by_reason() -> None:
+    failures = {"failures/timeout": 9, "failures/domain": 3, "failures/server": 0}
+    assert line(role("finetune_0"), metrics=failures, step=40, speed=3.0) == (
+        "training 40/160  3.00 steps/s  40 s to go  12 rollouts failed: timeout 9, domain 3"
+    )
+    assert line(role("finetune_0"), step=1) == "training 1/160  – steps/s  – to go"
+
+
+def test_evaluation_says_how_far_it_is() -> None:
+    assert line(role("actor_0", evaluating="120/512")) == "evaluating 120/512"
+    assert line(role("actor_0", evaluating="7/512"), step=160) == "evaluating 7/512"
+    assert line(role("actor_0", evaluating=None), step=160) == "ending: the last evaluation and saves"
+
+
+def test_first_rollouts_are_counted() -> None:
+    assert line(role("actor_0"), metrics={"rollouts": 64}) == "first rollouts, 12 s  64 rollouts"
+
+
+def test_eta_in_the_unit_of_its_size() -> None:
+    assert [eta(0, 100, speed) for speed in (None, 1.0, 0.1, 0.01)] == ["–", "100 s", "17 min", "2.8 h"]
+
+
+def test_run_line_measures_the_steps_it_saw(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    now = [NOW]
+    describe = RunLine(tmp_path, 160, clock=lambda: now[0])
+    assert describe() == "starting, 0 s"
+    for seconds, step in ((1, 1), (3, 5)):
+        now[0] = NOW + seconds
+        write_status(tmp_path / "status" / "finetune_0.json", role("finetune_0", step=step))
+        shown = describe()
+    assert shown == "training 5/160  2.00 steps/s  78 s to go"
+
+
+def test_live_line_in_a_pipe_is_said_after_silence_only(capsys) -> None:
+    logged: list[str] = []
+    voice, spoken = Voice(logged.append, repeat_s=0.05), iter(range(10**6))
+    with voice.live(lambda: f"phase {next(spoken)}"):
+        deadline = time.monotonic() + 20
+        while len(logged) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert logged[:2] == ["phase 0", "phase 1"]
+    assert "phase 0\nphase 1\n" in capsys.readouterr().out
+    quiet = Voice(logged.append, repeat_s=3600)
+    with quiet.live(lambda: "never"):
+        quiet.say("a line")
+    assert capsys.readouterr().out.endswith("a line\n")
+    assert "never" not in logged
+
+
+def test_live_line_that_cannot_be_made_ends_nothing(capsys) -> None:
+    voice = Voice(lambda line: None, repeat_s=0.01)
+    with voice.live(lambda: str(1 / 0)):
+        time.sleep(0.05)
+    assert capsys.readouterr().out == ""
+
+
+ON_A_TERMINAL = """
+import threading
+from pipelinerl.launcher.live import Voice
+
+shown = threading.Event()
+asked = []
+
+def describe():
+    asked.append(1)
+    if len(asked) > 3:
+        shown.set()
+    return "evaluating 120/512"
+
+voice = Voice(lambda line: None)
+with voice.live(describe):
+    shown.wait(30)
+    voice.say("evaluation of version 0")
+print("the end")
+"""
+
+
+def test_live_line_on_a_terminal_is_redrawn_and_leaves_only_what_was_said() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    )
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            block = os.read(ours, 4096)
+        except OSError:  # the other end is closed: Linux says EIO
+            break
+        if not block:
+            break
+        output += block
+    os.close(ours)
+    assert process.wait(30) == 0, output
+    text = output.decode()
+    assert text.count("evaluating 120/512") >= 2, text
+    assert "\x1b[2K" in text.split("evaluating 120/512")[-1], "the last line is erased"
+    assert text.index("evaluation of version 0") < text.index("the end")
