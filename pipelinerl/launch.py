@@ -152,12 +152,13 @@ def explain(error: Exception, names: Sequence[str] = ()) -> str:
     from yaml import MarkedYAMLError
 
     from pipelinerl.config.load import is_free_form, suggestion
+    from pipelinerl.config.renames import rename_of
 
     text = str(error)
     unknown = UNKNOWN_OVERRIDE.search(text)
     if unknown:
         key = unknown.group(1)
-        if is_free_form(key):
+        if is_free_form(key) and not rename_of(key):
             return f"`{key}` is not in the configuration yet: add it with +{key}=…"
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if isinstance(error, OverrideParseException):

@@ -14,7 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.paths import CONF_DIR, RUN_CONFIG
+from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.config.sections import Config
+from pipelinerl.config.units import in_steps
 from pipelinerl.errors import ConfigError
 
 
@@ -58,7 +60,7 @@ def must_be_given(missing: Sequence[str]) -> str:
 
 def parse_container(container: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(container)
+        return Config.model_validate(in_steps(container))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
 
@@ -111,6 +113,10 @@ def nearest_key(key: str, known: Iterable[str] | None = None) -> str | None:
 
 
 def suggestion(key: str) -> str:
+    """What the unknown key is called here: PipelineRL's keys by the table, any other by its spelling."""
+    row = rename_of(key)
+    if row:
+        return f"; {hint(row)}"
     nearest = nearest_key(key)
     return f"; did you mean `{nearest}`?" if nearest else "; `--cfg job` prints all keys"
 

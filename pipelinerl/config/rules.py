@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.config.engine import deepspeed_file
+from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
@@ -135,6 +136,25 @@ def lag_allows_updates(config: Config) -> str | None:
     return None
 
 
+def intervals_fit_the_run(config: Config) -> str | None:
+    """The defaults are for runs of any length; a longer interval is one that was meant in samples."""
+    steps = config.finetune.max_train_steps
+    for name, interval in (
+        ("eval_every_n_versions", config.eval_every_n_versions),
+        ("finetune.weight_update_interval", config.finetune.weight_update_interval),
+    ):
+        if interval > max(steps, default_of(name)):
+            return (
+                f"`{name}` is {interval} optimizer steps but `finetune.max_train_steps` is {steps}, so it never "
+                f"happens: lower the first, or write '{interval} samples' if it is PipelineRL's"
+            )
+    return None
+
+
+def default_of(name: str) -> int:
+    return next(key.default for key in declared(Config) if key.name == name)
+
+
 def one_engine(config: Config) -> str | None:
     if config.use_deepspeed and config.use_fsdp and config.finetune.engine == "auto":
         return "`use_deepspeed` and `use_fsdp` are both true: choose one, set the other to false"
@@ -223,6 +243,7 @@ RULES: tuple[Rule, ...] = (
     server_defaults_are_neutral,
     temperature_is_one_value,
     lag_allows_updates,
+    intervals_fit_the_run,
     one_engine,
     deepspeed_file_exists,
     sequence_parallel_needs_packing,

@@ -1,10 +1,12 @@
 """From a verdict to a reward: the table that the config group ``rewards`` names by intent."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig
 
+from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import BaseMetrics
@@ -19,8 +21,9 @@ class VerdictRewards:
     """A well-formed answer that is wrong; partial credit lies between this and ``correct``."""
     no_answer: float
     unparsable: float
-    unfinished: float | None
-    """A completion cut by its token limit, whatever it says; None = judged like any other."""
+    unfinished: float | Mapping[str, float] | None
+    """A completion cut by its token limit, whatever it says, or by verdict; what is not in it, and None = judged like
+    any other."""
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "VerdictRewards":
@@ -32,18 +35,28 @@ class VerdictRewards:
         names = {field.name for field in fields(cls)}
         if set(given) != names:
             wrong = sorted(set(given) ^ names)
-            raise DomainError(f"`rewards` must have exactly {sorted(names)}: {wrong} missing or unknown")
-        for name, value in given.items():
+            row = rename_of(f"rewards.{wrong[0]}")
+            said = f"; `{row.old}`: {hint(row)}" if row else ""
+            raise DomainError(f"`rewards` must have exactly {sorted(names)}: {wrong} missing or unknown{said}")
+        unfinished = given["unfinished"]
+        by_verdict = dict(unfinished) if isinstance(unfinished, Mapping | DictConfig) else {}
+        for verdict in sorted(by_verdict.keys() - (names - {"unfinished"})):
+            raise DomainError(f"`rewards.unfinished.{verdict}`: it is none of {sorted(names - {'unfinished'})}")
+        entries = given | {f"unfinished.{verdict}": value for verdict, value in by_verdict.items()}
+        for name, value in entries.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number and not (name == "unfinished" and value is None):
+            if not number and not (name == "unfinished" and (value is None or by_verdict)):
                 raise DomainError(f"`rewards.{name}` is {value!r}: it must be a number")
-        return cls(**given)
+        return cls(**given | {"unfinished": by_verdict or unfinished})
 
     def reward(self, verdict: Verdict, *, finished: bool) -> float:
         """The reward of a judged completion; an ``error`` verdict has none and must have been raised before."""
         assert verdict.status != "error", "a verifier error is never a reward"
-        if not finished and self.unfinished is not None:
-            return self.unfinished
+        cut = None if finished else self.unfinished
+        if isinstance(cut, Mapping):
+            cut = cut.get(verdict.status)
+        if cut is not None:
+            return cut
         if verdict.status == "wrong":
             return self.wrong + verdict.score * (self.correct - self.wrong)
         return getattr(self, verdict.status)

@@ -68,7 +68,7 @@ class Config(Section):  # structure: one field per key of the top level
     max_lag_steps: NonNegativeInt | None = key(
         8,
         "hard bound: a token sampled more optimizer steps ago is never trained. It is dropped and counted, and the "
-        "actor paces itself so that this is rare. 0 = synchronous, null = no bound",
+        "actor paces itself so that this is rare. 0 = synchronous, null = no bound. Also e.g. `2048 samples`",
     )
     schedule: Literal["pipeline", "conventional"] = key(
         "pipeline",
@@ -79,7 +79,7 @@ class Config(Section):  # structure: one field per key of the top level
     eval_every_n_versions: NonNegativeInt = key(
         100,
         "evaluate on the test problems every n weight versions. Each evaluation is on one known version. 0 = not in "
-        "between",
+        "between. Also e.g. `20000 samples`, divided by the optimizer batch",
         may_change=True,
     )
     force_restart: bool = key(

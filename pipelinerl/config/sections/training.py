@@ -94,7 +94,9 @@ class FinetuneSection(Section):  # structure: one field per key
     max_train_steps: PositiveInt = key(
         1000, "optimizer steps of the run. Raising it lets a finished run go on", may_change=True
     )
-    weight_update_interval: PositiveInt = key(1, "optimizer steps per weight update")
+    weight_update_interval: PositiveInt = key(
+        1, "optimizer steps per weight update. Also e.g. `2048 samples`, divided by the optimizer batch"
+    )
     save_checkpoint_steps: PositiveInt = key(
         100, "optimizer steps per checkpoint and exported model. Both are written beside training", may_change=True
     )

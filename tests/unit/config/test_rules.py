@@ -64,6 +64,7 @@ REFUSED = {
         "finetune__rl__value_loss_coef": 0.5,
     },
     "phases_are_conventional": {"steps_per_phase": 2},
+    "intervals_fit_the_run": {"eval_every_n_versions": 20_000},
 }
 
 
@@ -88,6 +89,16 @@ def test_sequence_fits_trainer_message_has_both_numbers(base: Config) -> None:
     text = rules.sequence_fits_trainer(changed(base, finetune__seq_length=4096))
     assert text is not None
     assert text.startswith("`finetune.seq_length` is 4096 but `vllm_config.vllm_kwargs.max_model_len` is 10000")
+
+
+def test_interval_longer_than_the_run_is_refused_unless_it_is_the_default(base: Config) -> None:
+    short = {"finetune__max_train_steps": 3}
+    assert rules.intervals_fit_the_run(changed(base, **short)) is None
+    text = rules.intervals_fit_the_run(changed(base, eval_every_n_versions=101, **short))
+    assert text is not None
+    assert "`finetune.max_train_steps` is 3" in text
+    assert "write '101 samples'" in text
+    assert rules.intervals_fit_the_run(changed(base, finetune__weight_update_interval=4, **short)) is not None
 
 
 def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:

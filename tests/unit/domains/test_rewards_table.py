@@ -26,13 +26,35 @@ def test_unfinished_completion_has_its_own_reward_only_where_the_table_gives_one
     assert VerdictRewards.from_mapping(TABLE | {"unfinished": -2.0}).reward(correct, finished=False) == -2
 
 
+def test_unfinished_completion_may_have_a_reward_by_verdict():
+    table = VerdictRewards.of(OmegaConf.create({"rewards": TABLE | {"unfinished": {"correct": 0.5, "wrong": -2}}}))
+    given = [("correct", 1.0), ("wrong", 0.0), ("no_answer", 0.0)]
+    rewards = [table.reward(Verdict(status=status, score=score), finished=False) for status, score in given]
+    assert rewards == [0.5, -2, -1]  # no_answer is not in it: as if it had ended by itself
+    assert table.reward(Verdict(status="correct", score=1), finished=True) == 1
+
+
+def test_pipelinerls_names_are_refused_with_ours():
+    with pytest.raises(DomainError, match=r"PipelineRL's key is `rewards\.wrong` here"):
+        VerdictRewards.from_mapping(TABLE | {"wrong_answer_finished": -0.5})
+
+
 def test_verifier_error_has_no_reward():
     with pytest.raises(AssertionError, match="never a reward"):
         VerdictRewards.from_mapping(TABLE).reward(Verdict(status="error"), finished=True)
 
 
 @pytest.mark.parametrize(
-    "change", [{"correct": "one"}, {"correct": True}, {"bonus": 1.0}, {"wrong": None}, {"unfinished": "no"}]
+    "change",
+    [
+        {"correct": "one"},
+        {"correct": True},
+        {"bonus": 1.0},
+        {"wrong": None},
+        {"unfinished": "no"},
+        {"unfinished": {"right": 1}},
+        {"unfinished": {"wrong": None}},
+    ],
 )
 def test_bad_table_is_refused_by_key(change):
     with pytest.raises(DomainError, match=next(iter(change))):
@@ -42,4 +64,5 @@ def test_bad_table_is_refused_by_key(change):
 @pytest.mark.parametrize("file", sorted((CONF_DIR / "rewards").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_table_is_valid_and_prefers_correct(file: Path):
     table = VerdictRewards.of(OmegaConf.create({"rewards": OmegaConf.load(file)}))
-    assert table.correct > max(table.wrong, table.no_answer, table.unparsable)
+    others = max(table.wrong, table.no_answer, table.unparsable)
+    assert table.correct == others if file.stem == "format" else table.correct > others

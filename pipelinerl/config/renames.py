@@ -1,0 +1,318 @@
+"""Where a configuration key of ServiceNow's PipelineRL went: the one table behind the hint of a refused key,
+`pipelinerl migrate`, and the page `docs/migrating.md`.
+
+A row says what the key is called here, in which unit, or why there is none. The numbers of PipelineRL are those of its
+configuration in June 2026.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Fate = Literal["moved", "needless", "missing"]
+LEFT_OUT = "(left out)"
+"""Value of a row: this is what happens here anyway."""
+NO_EQUIVALENT = "(no equivalent)"
+"""Value of a row: this cannot be said here."""
+SAMPLES = "samples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rename:
+    """What became of one key, or with `.*` of everything below it."""
+
+    old: str
+    new: str | None = None
+    """Dotted key; None = there is none."""
+    fate: Fate
+    why: str = ""
+    """Without a final full stop; continues "it is `new` here: …" or "it is not needed: …"."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """Old value → new value, where it is another one."""
+    unit: str = ""
+    """Of a bare number there, where it is another one here: it is carried over as text, `20000 samples`."""
+
+
+def moved(old: str, new: str, why: str = "", *, values: Mapping[Any, Any] | None = None, unit: str = "") -> Rename:
+    return Rename(old=old, new=new, fate="moved", why=why, values=values or {}, unit=unit)
+
+
+def needless(old: str, why: str) -> Rename:
+    return Rename(old=old, fate="needless", why=why)
+
+
+def missing(old: str, why: str) -> Rename:
+    return Rename(old=old, fate="missing", why=why)
+
+
+BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
+TRAINER_START = "the launcher starts the trainer with torchrun and writes the engine's settings"
+OWN_JOBS = "the launcher writes the world map, and roles read it"
+ALONE = "roles are tried alone in tests: `pipelinerl.testing` plays a domain without a server"
+RUN_FOLDER = "a run is its folder: the same command resumes it, and its wandb runs with it"
+
+EXPERIMENT = (
+    moved("finetune.attempts", "attempts"),
+    moved("max_lag", "max_lag_steps", "counted in samples there and in optimizer steps here", unit=SAMPLES),
+    moved("finetune.max_lag", "max_lag_steps", "counted in samples there and in optimizer steps here", unit=SAMPLES),
+    moved(
+        "eval_every_n_versions",
+        "eval_every_n_versions",
+        "a version is a number of samples there and of optimizer steps here",
+        unit=SAMPLES,
+    ),
+    needless("pop_old_data", "what `max_lag_steps` allows is trained in order, and nothing else is taken away"),
+    moved("fp32_layer_prefix", "fp32_lm_head", "the head is found in the model", values={"lm_head": True}),
+    needless("accelerate_config", TRAINER_START + " (`finetune.engine`)"),
+    needless("fsdp.*", "FSDP2 computes in `finetune.dtype` and reduces in float32"),
+    needless("jobs", OWN_JOBS),
+    needless("me.*", OWN_JOBS),
+    missing("train_subset", "let the domain's loader take a number in `dataset_loader_params`"),
+    missing("debug.mode", ALONE),
+    missing("debug.streams_from", ALONE),
+    missing("debug.use_existing_llms", ALONE),
+    needless("debug.place_inference_workers", "the world map places servers"),
+    missing("environments", "verifiers are started by `world.verifier_replicas`, services of your own beside the run"),
+    needless("environment_key", "every verifier judges every kind of answer"),
+    missing("environment_start_port", "see `world.port_base`"),
+    missing("sandbox_timeout", "the embedded sandbox has `verifier.timeout_s`"),
+    missing("max_tests_per_problem", "set `dataset_loader_params.max_tests`"),
+)
+ROLLOUTS = (
+    moved("actor.log_each_n_secs", "actor.log_every_s", values={0: LEFT_OUT}),
+    needless("actor.problem_queue_size", BUFFERS),
+    needless("actor.result_queue_size", BUFFERS),
+    needless("actor.shared_memory_entry_size", "rollouts have no size limit but `streams.max_record_mb`"),
+    needless("actor.throughput_window_size", "throughput is that of `actor.log_every_s`"),
+    needless("actor.chunk_size", "the actor dispatches one group at a time, to the least loaded server"),
+    needless("actor.threads_per_llm", "set `actor.llm_max_rollouts`"),
+    needless("actor.submit_delay", "the lag bound paces the actor"),
+    moved(
+        "actor.max_rollout_retries", "actor.max_group_reissues", "a group is tried again whole", values={-1: LEFT_OUT}
+    ),
+    needless("actor.rollout_retry_initial_delay_s", "requests back off by themselves"),
+    needless("actor.rollout_retry_max_delay_s", "requests back off by themselves"),
+    missing("actor.domain_mix", "write `domains`, a list with a `weight` each"),
+    missing("actor.domain_rollouts", "write `domains`, a list with a `rollout_policy` each"),
+    missing("domain_rollouts", "write `domains`, a list with a `rollout_policy` each"),
+    missing("actor.difficulty_aware_penalty", "a domain does not see its group; give the reward in the domain"),
+    missing("actor.task_prompt", "write it into `actor.task_template`"),
+    missing("actor.ensure_boxed_answers", "say it in `actor.system_prompt`"),
+    missing("actor.agent_max_loops", "put it under `environment`, which is free for the domain"),
+    missing("agent", "put it under `environment`, which is free for the domain"),
+    missing("agent_max_loops", "put it under `environment`, which is free for the domain"),
+    missing("agent_attempts", "put it under `environment`, which is free for the domain"),
+    missing("python_tool_shaping", "put it under `environment`, which is free for the domain"),
+    moved("rollout_timeout", "actor.rollout_timeout_s"),
+    moved("rewards.correct_answer_finished", "rewards.correct"),
+    moved("rewards.wrong_answer_finished", "rewards.wrong"),
+    moved("rewards.no_answer_finished", "rewards.no_answer"),
+    moved("rewards.unparsable_finished", "rewards.unparsable"),
+    moved("rewards.correct_answer_not_finished", "rewards.unfinished.correct"),
+    moved("rewards.wrong_answer_not_finished", "rewards.unfinished.wrong"),
+    moved("rewards.no_answer_not_finished", "rewards.unfinished.no_answer"),
+    moved("rewards.unparsable_not_finished", "rewards.unfinished.unparsable"),
+    moved("rewards.buffer_tokens", "preprocess.overlong_buffer_tokens", "the same soft penalty, for every domain"),
+)
+PREPROCESS = (
+    needless("preprocess.input", "topics have one name each"),
+    needless("preprocess.output", "topics have one name each"),
+    needless(
+        "preprocess.n_workers", "one preprocessor packs millions of tokens per second; `world.replicas` adds more"
+    ),
+    needless("preprocess.chunk_n_groups", BUFFERS),
+    needless("preprocess.queue_size", BUFFERS),
+    needless("preprocess.raw_queue_size", BUFFERS),
+    needless("preprocess.input_queue_size", BUFFERS),
+    needless("preprocess.output_queue_size", BUFFERS),
+    needless("preprocess.dataset_buffer_size", BUFFERS),
+    needless("preprocess.ring_buffer_size", BUFFERS),
+    needless("preprocess.max_ready_samples_per_lead", "set `preprocess.max_ready_steps`, in optimizer batches"),
+    needless("preprocess.pop_old_data", "`max_lag_steps` bounds the age of what is trained"),
+    needless("preprocess.shared_memory_entry_size", "samples have no size limit but `streams.max_record_mb`"),
+    needless("preprocess.log_every_n_samples", "the preprocessor writes one line per optimizer batch"),
+)
+SERVERS = (
+    needless("vllm_config.use_v1", "there is one engine"),
+    missing("vllm_config.quantization", "set `vllm_config.vllm_kwargs.quantization`; weight updates are not quantised"),
+    needless("vllm_config.vllm_kwargs.logprobs-mode", "the server is started with processed log-probabilities"),
+    needless("vllm_config.vllm_kwargs.return-tokens-as-token-ids", "tokens travel as ids"),
+    needless("vllm_config.vllm_kwargs.async-scheduling", "the scheduler is the project's own"),
+    needless("vllm_config.vllm_kwargs.enable-chunked-prefill", "it is vLLM's default"),
+    needless("vllm_config.vllm_kwargs.num-scheduler-steps", "vLLM has it no more"),
+    moved(
+        "vllm_config.vllm_kwargs.enable-prefix-caching",
+        "vllm_config.prefix_caching",
+        "keys and values are bound to the weights that computed them, so it is exact and on",
+        values={False: LEFT_OUT, True: "version", "": "version"},
+    ),
+    moved("vllm_config.vllm_kwargs.max-num-seq", "vllm_config.vllm_kwargs.max-num-seqs"),
+    needless(
+        "vllm_config.vllm_kwargs.enable-auto-tool-choice", "tool calls are read from the tokens, beside the server"
+    ),
+    moved(
+        "vllm_config.vllm_kwargs.tool-call-parser",
+        "llm.tool_parser",
+        "tool calls are read from the tokens, beside the server",
+        values={"rl_tool": LEFT_OUT, "hermes": LEFT_OUT},
+    ),
+    needless("vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers"),
+)
+WORLD = (
+    moved("world.env_replicas", "world.verifier_replicas"),
+    moved("world.env_replicas_per_actor", "world.verifier_replicas", "of the whole run, not of an actor"),
+    moved("world.actor_group_port", "world.port_base", "first port of the run's block", values={9000: LEFT_OUT}),
+    moved("world.environment_start_port", "world.port_base", "first port of the run's block", values={7777: LEFT_OUT}),
+    needless("streams.save", "the run's redis-server writes an append-only file, as `streams.fsync` says"),
+)
+TRAINER = (
+    moved(
+        "finetune.weight_update_interval",
+        "finetune.weight_update_interval",
+        "counted in samples there and in optimizer steps here",
+        values={1: 1},
+        unit=SAMPLES,
+    ),
+    moved(
+        "finetune.model_class",
+        "finetune.rl.advantage",
+        "the value head is one of the advantages",
+        values={
+            "causal-language-modeling": LEFT_OUT,
+            "causal-language-modeling-with-value-head": "value",
+            "vision2seq-language-modeling": NO_EQUIVALENT,
+            "seq2seq-language-modeling": NO_EQUIVALENT,
+        },
+    ),
+    moved("finetune.weight_decay", "finetune.optimizer.weight_decay", "of matrices; norms and biases have none"),
+    moved(
+        "finetune.load_as_bf16",
+        "finetune.dtype",
+        "weights and moments are float32",
+        values={True: "bfloat16", False: "float32"},
+    ),
+    moved("finetune.fp32_layer_prefix", "fp32_lm_head", "the head is found in the model", values={"lm_head": True}),
+    moved("finetune.use_flash_attention", "finetune.attn_implementation", values={True: LEFT_OUT, False: "sdpa"}),
+    moved(
+        "finetune.keep_intermediate_checkpoints",
+        "finetune.keep_exports",
+        "the number of exported models; null = all",
+        values={True: LEFT_OUT, False: 1},
+    ),
+    missing(
+        "finetune.interrupt_train_steps", "`finetune.max_train_steps` ends the run and the learning rate's schedule"
+    ),
+    moved("finetune.seed", "seed", "one seed for all"),
+    moved("finetune.trust_remote_code", "trust_remote_code"),
+    moved("finetune.force_restart", "force_restart"),
+    moved(
+        "finetune.optim",
+        "finetune.optimizer",
+        values={"adamw_torch": LEFT_OUT, "adafactor": NO_EQUIVALENT, "cpuadam": NO_EQUIVALENT, "lion": NO_EQUIVALENT},
+    ),
+    needless("finetune.config_name", "the model is `model_path`"),
+    needless("finetune.output_dir", "the folder is `output_dir`"),
+    needless("finetune.data", "the trainer reads the stream"),
+    needless("finetune.input", "topics have one name each"),
+    needless("finetune.objective", "the trainer trains by RL"),
+    needless("finetune.auto_device_map", "the world map places ranks"),
+    needless("finetune.resume_dataloader", "a resumed trainer goes on at its place in the stream"),
+    needless("finetune.valid_batch_size", "evaluation is the actor's"),
+    needless("finetune.max_eval_steps", "set `eval.max_problems`"),
+    needless("finetune.eval_callback.*", "evaluation is the actor's"),
+    needless("finetune.reentrant_checkpointing", "checkpointing is not reentrant"),
+    needless("finetune.cuda_empty_cache", "micro-batches have one size"),
+    missing("finetune.also_save_steps", "set `finetune.save_checkpoint_steps`"),
+    needless("finetune.use_safetensors", "models are exported as safetensors"),
+    needless("finetune.save_final_training_state", "the last step is always saved"),
+    missing("finetune.sft_config_name", "there is no supervised training"),
+    needless("finetune.n_examples", "`finetune.max_train_steps` bounds the run"),
+    needless("finetune.log_each_n_steps", "every step is logged"),
+    missing("finetune.memory_debug.*", "the trainer does not log its memory"),
+    missing("finetune.send_weight_updates", "every run updates its servers"),
+    needless("finetune.queue_size", BUFFERS),
+    needless("finetune.pop_old_data", "`max_lag_steps` bounds the age of what is trained"),
+    needless("finetune.lora.task_type", "the model is a causal one"),
+    missing("finetune.lora.base_model_8bit", "the base is kept in `finetune.dtype`"),
+    missing("finetune.lora.base_model_4bit", "the base is kept in `finetune.dtype`"),
+    missing("finetune.lora.bias", "biases are not trained"),
+    moved("finetune.lora.target_modules", "finetune.lora.target_modules", values={(): LEFT_OUT}),
+)
+OBJECTIVE = (
+    moved(
+        "finetune.rl.divide_advantage_by_std",
+        "finetune.rl.advantage",
+        "`group_std` subtracts the group's mean, PipelineRL the mean of the others: a factor of (G − 1) / G",
+        values={True: "group_std", False: "loo"},
+    ),
+    moved("finetune.rl.clamp_log_ratio_ref_new_value", "finetune.rl.kl_clamp"),
+    moved("finetune.rl.overlong_filtering", "preprocess.overlong_filtering"),
+    moved(
+        "finetune.rl.aggregate_loss", "finetune.rl.aggregation", values={"sum": "sum_over_batch", "mean": "sample_mean"}
+    ),
+    moved(
+        "finetune.rl.group_normalization",
+        "finetune.rl.aggregation",
+        "by trained tokens, where PipelineRL counts prompts too",
+        values={True: "prompt_mean", False: LEFT_OUT},
+    ),
+    moved("finetune.rl.use_advantages", "finetune.rl.advantage", values={True: LEFT_OUT, False: NO_EQUIVALENT}),
+    missing("finetune.rl.reward_minus_kl_coef", "set `finetune.rl.kl_coef`, a term of the loss"),
+    missing("finetune.rl.relu_log_p_weights", "write an advantage or a loss of your own (docs/objectives.md)"),
+    needless("finetune.rl.batch_size", "it is `finetune.train_batch_size` × `finetune.gradient_accumulation_passes`"),
+)
+WANDB = (
+    moved("wandb.use_wandb", "wandb.mode", values={True: "online", False: "disabled"}),
+    needless("wandb.wandb_id", RUN_FOLDER),
+    needless("wandb.wandb_resume", RUN_FOLDER),
+    needless("wandb.wandb_dir", "records lie in the run folder"),
+    needless("wandb.wandb_use_basename", "set `wandb.wandb_name`"),
+    needless("wandb.wandb_workspace_root", "set `wandb.wandb_group`"),
+)
+GROUPS: Mapping[str, tuple[Rename, ...]] = {
+    "Experiment": EXPERIMENT,
+    "Rollouts and rewards": ROLLOUTS,
+    "Preprocessor": PREPROCESS,
+    "Servers": SERVERS,
+    "World and streams": WORLD,
+    "Trainer": TRAINER,
+    "Objective": OBJECTIVE,
+    "wandb": WANDB,
+}
+RENAMES: Mapping[str, Rename] = {row.old: row for rows in GROUPS.values() for row in rows}
+DOTTED_NAMES = {
+    "pipelinerl.domains.math.load_datasets": "pipelinerl.domains.math.load_problems",
+    "pipelinerl.domains.coding.dataset.load_problems": "pipelinerl.domains.coding.load_problems",
+    "pipelinerl.domains.coding.generate_coding_rollout": "pipelinerl.domains.coding.generate_rollout",
+    "pipelinerl.domains.ifeval.dataset.load_problems": "pipelinerl.domains.instructions.load_problems",
+    "pipelinerl.domains.ifeval.generate_ifeval_rollout": "pipelinerl.domains.instructions.generate_rollout",
+    "pipelinerl.domains.fn_calling.dataset.load_problems": "pipelinerl.domains.tool_use.load_problems",
+    "pipelinerl.domains.fn_calling.generate_fn_calling_rollout": "pipelinerl.domains.tool_use.generate_rollout",
+}
+"""Functions of PipelineRL's domains that have another name here."""
+
+
+def rename_of(key: str) -> Rename | None:
+    """The row of a dotted key: its own, or that of a section around it."""
+    if key in RENAMES:
+        return RENAMES[key]
+    parts = key.split(".")
+    around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((RENAMES[name] for section in around for name in (section, f"{section}.*") if name in RENAMES), None)
+
+
+def hint(row: Rename) -> str:
+    """What to say to who writes the old key."""
+    if row.fate == "moved":
+        values = "; ".join(f"{_said(old)} → {_said(new)}" for old, new in row.values.items())
+        explained = ", ".join(
+            part for part in (row.why, values, f"write e.g. `'1024 {row.unit}'`" * bool(row.unit)) if part
+        )
+        return f"PipelineRL's key is `{row.new}` here" + (f" ({explained})" if explained else "")
+    if row.fate == "needless":
+        return f"PipelineRL's key is not needed here: {row.why}"
+    return f"PipelineRL's key has no equivalent here: {row.why}"
+
+
+def _said(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value) or '""'
