@@ -9,7 +9,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 VERSION := import sys; print(sys.version_info[:2])
 PACKAGES := pipelinerl conf tests benchmarks assets
 
-.PHONY: install quickstart test test-fast test-slow check format redis clean
+.PHONY: install quickstart test test-fast test-slow check format redis browser clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
@@ -31,7 +31,7 @@ quickstart: install
 
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
-test: install redis check
+test: install redis browser check
 	$(PYTEST)
 
 # Minutes: no server, no run.
@@ -61,6 +61,14 @@ redis:
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  echo "installing redis-server with apt-get, which the tests of streams=redis need" && apt-get -qq update && apt-get -qq install -y redis-server >/dev/null; } || { \
 	  echo "redis-server is missing: install it (Debian: sudo apt-get install redis-server) and run make again"; exit 1; }
+
+# The report's tests look at it in a real browser. Without one they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "installing chromium with apt-get, for the tests of the report" && apt-get -qq update && \
+	  apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
+	  echo "no Chromium: the report's browser tests are skipped (Debian: sudo apt-get install chromium)"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

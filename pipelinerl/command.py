@@ -24,6 +24,7 @@ COMMANDS = {
     "launch": Command("pipelinerl.launch", "start or resume an experiment: --config-name=NAME key=value …"),
     "status": Command("pipelinerl.status", "one screen about a run"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
+    "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
     "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),

@@ -5,7 +5,7 @@ Every refusal is a `ConfigError` that names key, value, constraint and fix; noth
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.paths import CONF_DIR, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.config.sections import Config
@@ -134,6 +135,29 @@ def load_run_dictconfig(run_dir: Path | str) -> DictConfig:
 def load_run(run_dir: Path | str) -> Config:
     """The typed configuration of a run folder."""
     return parse(load_run_dictconfig(run_dir))
+
+
+def load_old_run(run_dir: Path | str) -> Config:
+    """The configuration of a run folder that another version of this project may have written, for reading the run.
+
+    Keys that came since have their defaults, and keys that are gone are left out.
+    """
+    return parse_container(with_today_keys(to_container(load_run_dictconfig(run_dir))))
+
+
+def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration with exactly today's keys."""
+    filled: dict[str, Any] = {}
+    for key in declared(Config):
+        *parents, last = key.name.split(".")
+        old: Any = container
+        new = filled
+        for part in parents:
+            old = old.get(part, {})
+            new = new.setdefault(part, {})
+        if last in old or key.default != REQUIRED:
+            new[last] = old.get(last, key.default)
+    return to_container(OmegaConf.create(filled))
 
 
 def compose(

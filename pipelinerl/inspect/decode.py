@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelinerl.config.load import load_run
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingSequence
@@ -107,7 +107,7 @@ def load_token_text(run_dir: Path) -> TokenText:
     from tokenizers import Tokenizer
 
     folders = sorted((run_dir / "exports").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
-    model_path = load_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
+    model_path = load_old_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
     if model_path:
         folders.append(Path(model_path))
     for folder in [*folders, run_dir / "model"]:  # a run folder that was moved still has its own model

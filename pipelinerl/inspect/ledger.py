@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelinerl.config.load import load_run
+from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.records import ActorRecord, GroupDropped, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
 from pipelinerl.streams import SingleStreamSpec, open_reader
@@ -144,7 +144,7 @@ def read(run_dir: Path) -> Ledger:
         _, messages = records(topics.TRAINER, TrainerMessage)
         steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
         ledgers = []
-        for replica in range(load_run(run_dir).world.replicas):
+        for replica in range(load_old_run(run_dir).world.replicas):
             first_progress, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
             first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
             firsts = {"first_offset": first_offset, "first_progress": first_progress}

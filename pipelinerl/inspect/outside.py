@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
-from pipelinerl.config.load import RUN_CONFIG, load_run
+from pipelinerl.config.load import RUN_CONFIG, load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import StreamError
 from pipelinerl.observability.status import read_statuses
@@ -42,7 +42,7 @@ def look_into(run_dir: Path) -> Iterator[None]:
         set_streams_backend("files")
         yield
         return
-    cfg = load_run(run_dir)
+    cfg = load_old_run(run_dir)
     data_dir = run_dir / "redis_0" / "data"
     if cfg.streams.backend != "redis" or cfg.streams.external or REDIS_PASSWORD_VARIABLE in os.environ:
         backend_from_config(cfg, run_dir)

@@ -255,7 +255,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
-        f"look at          {run_dir}: learning_curve.png, summary.json, metrics/, checkpoints/, <role>/log.txt",
+        f"look at          {run_dir}: report.html, learning_curve.png, summary.json, <role>/log.txt",
     ]
 
 

@@ -13,10 +13,10 @@ Reads the archive and the topics of a running, stopped or finished run; changes 
 import argparse
 import heapq
 import json
+import math
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipelinerl.config.load import load_run
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.inspect.decode import (
@@ -98,11 +98,19 @@ def select(args: argparse.Namespace, text: TokenText) -> Iterable[SeenRollout]:
         return heapq.nsmallest(args.worst, found, key=lambda seen: seen.rollout.reward)
     if args.json or args.all:
         return found
-    return deque(found, maxlen=args.last)
+    newest = heapq.nlargest(args.last, enumerate(found), key=lambda entry: (_time(entry[1]), entry[0]))
+    return [seen for _, seen in reversed(newest)]
+
+
+def _time(seen: SeenRollout) -> float:
+    """The step for which it was decided; what is not decided yet comes last, evaluations by their version."""
+    if seen.step is not None:
+        return seen.step
+    return seen.dispatched_version if seen.is_test else math.inf
 
 
 def rollouts_of(args: argparse.Namespace) -> Iterator[SeenRollout]:
-    replicas = load_run(args.run).world.replicas if (args.run / RUN_CONFIG).is_file() else 1
+    replicas = load_old_run(args.run).world.replicas if (args.run / RUN_CONFIG).is_file() else 1
     if args.test:
         tests = read_tests(args.run, replicas=replicas)
         return tests if args.step is None else (t for t in tests if t.dispatched_version == args.step)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.environment import ROLE_VARIABLE
-from pipelinerl.config.load import load_run
+from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.inspect.outside import look_into, process_environment
@@ -180,7 +180,7 @@ def is_role(pid: int, name: str, run_dir: Path) -> bool:
 
 def screen(run_dir: Path) -> list[str]:
     """Everything but the stacks."""
-    cfg = load_run(run_dir)
+    cfg = load_old_run(run_dir)
     statuses = read_statuses(run_dir)
     step = max((int(status.fields.get("step") or 0) for status in statuses.values()), default=0)
     try:

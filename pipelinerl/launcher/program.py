@@ -335,6 +335,18 @@ def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
     say("")
     for line in summary_lines(summary, path):
         say(line)
+    write_html(path)
+
+
+def write_html(path: Path) -> None:
+    """The page about the run."""
+    from pipelinerl.inspect.page.build import REPORT_FILE, write_page
+
+    try:
+        write_page([path], path / REPORT_FILE)
+    except Exception as error:  # as above
+        log.exception("the page failed")
+        say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")
 
 
 def tell_ending(ending: Ending, path: Path) -> int:

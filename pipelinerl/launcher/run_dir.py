@@ -46,6 +46,7 @@ OWNED = (
     LOG_FILE,
     "summary.json",
     "learning_curve.png",
+    "report.html",
 )
 
 

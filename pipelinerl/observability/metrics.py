@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 QUEUE_POINTS = 10_000
 FINISH_TIMEOUT_S = 5.0
+
+Points = Sequence[dict[str, Any]]
+"""A role's metrics as `read_metrics` returns them."""
 
 
 class MetricsLogger:

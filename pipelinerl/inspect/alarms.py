@@ -1,0 +1,266 @@
+"""What looks wrong in a run, each in one line with the cure: pure functions over metrics and the trainer's messages.
+
+An alarm says what was seen, since which step, and what to do. It never changes the run. A new one is a function in
+`CHECKS`; its numbers stand at the top, so that a threshold is never hidden in a condition.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.observability.metrics import Points
+from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
+
+WINDOW = 8
+"""Points at the beginning and at the end of a curve that are compared."""
+FEWEST_POINTS = 2 * WINDOW
+ENTROPY_LEFT, ENTROPY_SUCCESS = 0.1, 0.5
+"""Collapse: this share of the first entropy is left while success is below."""
+REWARD_GAIN, SUCCESS_GAIN, SOLVED = 0.1, 0.02, 0.95
+"""Hack: the reward has grown by this much, success by less than that, and there was success to gain."""
+LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
+"""Explosion: so many times the first length, and this share of rollouts cut; or so many times in any case."""
+CLIPPED = 0.3
+VERSIONS_BEHIND = 3
+FRESH_LOG_RATIO = 1.0
+"""Nats between server and trainer on tokens that the present version sampled; rounding in bfloat16 stays below."""
+UNREADABLE, NO_SUCCESS = 0.9, 0.02
+UNREADABLE_TEXT = 0.2
+"""Share of sampled tokens that are no text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One thing that looks wrong."""
+
+    name: str
+    step: int | None
+    """First optimizer step of which this is said; None: of the whole run."""
+    text: str
+    cure: str
+
+    def line(self) -> str:
+        since = "" if self.step is None else f" since step {self.step}"
+        return f"{self.name}{since}: {self.text}. {self.cure}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What the checks read."""
+
+    finetune: Points = ()
+    actor: Points = ()
+    preprocessor: Points = ()
+    messages: Sequence[TrainerMessage] = ()
+    steps_per_update: int = 1
+    """Optimizer steps between two weight updates, as configured."""
+    unreadable_share: float | None = None
+    """Of sampled tokens: unknown to the tokenizer, or broken characters. None: nobody decoded any."""
+
+
+def alarms(history: History) -> list[Alarm]:
+    """Everything that looks wrong, the gravest first."""
+    return [alarm for check in CHECKS for alarm in check(history)]
+
+
+def expelled_servers(history: History) -> Iterable[Alarm]:
+    """A server that missed a weight probe."""
+    missed: dict[str, ProbeMissed] = {}
+    for message in history.messages:
+        if isinstance(message, ProbeMissed):
+            missed.setdefault(message.server, message)
+    for server, first in missed.items():
+        yield Alarm(
+            name="stale server",
+            step=first.version,
+            text=f"{server} did not use the weights it was sent ({first.reason})",
+            cure=f"It is out of service until it proves them; read {server}/log.txt, restart or replace that server",
+        )
+
+
+def lost_servers(history: History) -> Iterable[Alarm]:
+    """A server that was in service and is named no more, without having missed a probe."""
+    updates = [message for message in history.messages if isinstance(message, WeightUpdateSuccess)]
+    if not updates:
+        return
+    accused = {message.server for message in history.messages if isinstance(message, ProbeMissed)}
+    for server in sorted({name for update in updates for name in update.servers} - set(updates[-1].servers) - accused):
+        last = max(update.version for update in updates if server in update.servers)
+        yield Alarm(
+            name="server out of service",
+            step=last,
+            text=f"{server} has taken no weight update since version {last}",
+            cure=f"Read {server}/log.txt; raise weights.timeout_s if updates are slow",
+        )
+
+
+def other_weights(history: History) -> Iterable[Alarm]:
+    """Tokens of the present version whose log-probabilities the trainer does not share."""
+    points = [point for point in history.finetune if _has(point, "logratio_abs_max_lag0")]
+    recent = points[-WINDOW:]
+    if len(recent) < 3:
+        return
+    usual = statistics.median(point["logratio_abs_max_lag0"] for point in recent)
+    if usual > FRESH_LOG_RATIO:
+        first = next(point["step"] for point in points if point["logratio_abs_max_lag0"] > FRESH_LOG_RATIO)
+        yield Alarm(
+            name="stale server",
+            step=first,
+            text=f"tokens that the present weights sampled differ by up to {usual:.2g} nats from the trainer's "
+            "log-probabilities: a server samples from other weights than it says",
+            cure="Keep weights.probe on, restart the servers; if it stays, compare dtype and fp32_lm_head of both ends",
+        )
+
+
+def stalled_version(history: History) -> Iterable[Alarm]:
+    """The trainer goes on and the servers keep an old version."""
+    recent = [point for point in history.finetune if _has(point, "live_version")][-WINDOW:]
+    if len(recent) < WINDOW or recent[0]["live_version"] != recent[-1]["live_version"]:
+        return
+    if recent[-1]["step"] - recent[-1]["live_version"] <= VERSIONS_BEHIND + WINDOW + history.steps_per_update:
+        return
+    version = int(recent[-1]["live_version"])
+    yield Alarm(
+        name="stalled version",
+        step=version,
+        text=f"the servers hold version {version} while the trainer is at step {recent[-1]['step']}",
+        cure="Read finetune_0/log.txt for the failed update; an evaluation that does not end holds updates back, too",
+    )
+
+
+def unreadable_output(history: History) -> Iterable[Alarm]:
+    """From the first rollout on, nothing that the model says can be read."""
+    share = history.unreadable_share
+    if share is not None and share > UNREADABLE_TEXT:
+        yield Alarm(
+            name="bad tokenizer",
+            step=None,
+            text=f"{share:.0%} of the sampled tokens are no text under the run's tokenizer",
+            cure="The tokenizer in model_path does not belong to the model: take both from one checkpoint",
+        )
+        return
+    points = [point for point in history.actor if _has(point, "no_answer") and _has(point, "success")]
+    if len(points) < 3:
+        return
+    unread = [point for point in points if point["no_answer"] >= UNREADABLE]
+    if len(unread) == len(points) and max(point["success"] for point in points) <= NO_SUCCESS:
+        yield Alarm(
+            name="bad tokenizer",
+            step=points[0]["step"],
+            text=f"no answer can be read in {unread[-1]['no_answer']:.0%} of the rollouts, from the first one on",
+            cure="Tokenizer or chat template do not fit the model, or the task does not fit it: look at rollouts, then "
+            "take model and tokenizer from one checkpoint",
+        )
+
+
+def reward_without_success(history: History) -> Iterable[Alarm]:
+    """The reward grows and success does not."""
+    points = [point for point in history.actor if _has(point, "reward") and _has(point, "success")]
+    if len(points) < FEWEST_POINTS:
+        return
+    (reward, reward_now), (success, success_now) = _ends(points, "reward"), _ends(points, "success")
+    if reward_now - reward >= REWARD_GAIN and success_now - success <= SUCCESS_GAIN and success < SOLVED:
+        yield Alarm(
+            name="reward hack",
+            step=points[0]["step"],
+            text=f"reward went from {reward:.2f} to {reward_now:.2f} and success from {success:.2f} to "
+            f"{success_now:.2f}: the policy earns reward without solving the task",
+            cure="Read the best-rewarded failures (pipelinerl rollouts RUN --best 20) and close what they exploit",
+        )
+
+
+def entropy_collapse(history: History) -> Iterable[Alarm]:
+    """The policy says one thing only, before it succeeds."""
+    points = [point for point in history.finetune if _has(point, "entropy")]
+    if len(points) < FEWEST_POINTS:
+        return
+    before, now = _ends(points, "entropy")
+    successes = [point["success"] for point in history.actor if _has(point, "success")][-WINDOW:]
+    success = statistics.fmean(successes) if successes else 0.0
+    if now < ENTROPY_LEFT * before and success < ENTROPY_SUCCESS:
+        first = next(point["step"] for point in points if point["entropy"] < ENTROPY_LEFT * before)
+        yield Alarm(
+            name="entropy collapse",
+            step=first,
+            text=f"entropy fell from {before:.2g} to {now:.2g} nats while success is {success:.2f}",
+            cure="Lower finetune.learning_rate, raise finetune.rl.epsilon_high, or set finetune.rl.entropy_bonus",
+        )
+
+
+def length_explosion(history: History) -> Iterable[Alarm]:
+    """Answers grow until they are cut."""
+    points = [point for point in history.actor if _has(point, "output_tokens")]
+    if len(points) < FEWEST_POINTS:
+        return
+    before, now = _ends(points, "output_tokens")
+    cut = statistics.fmean(point.get("cut_by_length") or 0.0 for point in points[-WINDOW:])
+    growth = now / max(before, 1.0)
+    if growth >= LENGTH_RUNAWAY or (growth >= LENGTH_GROWTH and cut >= LENGTH_CUT):
+        first = next(point["step"] for point in points if point["output_tokens"] >= LENGTH_GROWTH * before)
+        yield Alarm(
+            name="length explosion",
+            step=first,
+            text=f"rollouts grew from {before:.0f} to {now:.0f} sampled tokens, {cut:.0%} are cut",
+            cure="Set preprocess.overlong_buffer_tokens or finetune.rl.aggregation=token_mean, or lower max_tokens",
+        )
+
+
+def zero_advantages(history: History) -> Iterable[Alarm]:
+    """Nothing is learned from: all attempts at a problem earn the same."""
+    points = [point for point in history.preprocessor if _has(point, "advantage_std")]
+    recent = points[-WINDOW:]
+    if len(recent) < 3 or any(point["advantage_std"] > 1e-6 for point in recent):
+        return
+    last = max((i for i, point in enumerate(points) if point["advantage_std"] > 1e-6), default=-1)
+    successes = [point["success"] for point in history.actor if _has(point, "success")][-WINDOW:]
+    solved = bool(successes) and statistics.fmean(successes) > 0.5
+    yield Alarm(
+        name="all-zero advantages",
+        step=points[last + 1]["step"],
+        text="every group's attempts earn the same reward: nothing is learned",
+        cure="The problems are solved: stop, or take harder ones"
+        if solved
+        else "The problems are too hard for the model: take easier ones, more attempts, or partial rewards",
+    )
+
+
+def clipping(history: History) -> Iterable[Alarm]:
+    """The loss's clip acts on a large share of the tokens."""
+    points = [point for point in history.finetune if _has(point, "clip_fraction")]
+    if len(points) < WINDOW:
+        return
+    now = statistics.fmean(point["clip_fraction"] for point in points[-WINDOW:])
+    if now > CLIPPED:
+        first = next(point["step"] for point in points if point["clip_fraction"] > CLIPPED)
+        yield Alarm(
+            name="clip fraction",
+            step=first,
+            text=f"the loss clips {now:.0%} of the tokens",
+            cure="Lower finetune.learning_rate or max_lag_steps, or set finetune.rl.proximal_every",
+        )
+
+
+CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
+    expelled_servers,
+    other_weights,
+    lost_servers,
+    stalled_version,
+    unreadable_output,
+    reward_without_success,
+    entropy_collapse,
+    length_explosion,
+    zero_advantages,
+    clipping,
+)
+"""The gravest first."""
+
+
+def _has(point: Mapping[str, Any], name: str) -> bool:
+    return point.get(name) is not None
+
+
+def _ends(points: Points, name: str) -> tuple[float, float]:
+    """Mean of the first and of the last `WINDOW` points."""
+    values = [float(point[name]) for point in points]
+    return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])

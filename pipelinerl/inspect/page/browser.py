@@ -1,0 +1,171 @@
+"""Rollouts for the page: chosen evenly over the steps, flagged ones first, decoded token by token. Bounded in bytes.
+
+Consumes what `inspect.samples` reads; keeps only a few of every step in memory.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.archive import chosen
+from pipelinerl.inspect.decode import BROKEN, TokenText, problem_fields
+from pipelinerl.inspect.samples import SeenRollout
+from pipelinerl.records import ScoredSequence, TrainingSequence
+
+PER_STEP = 16
+PER_EVALUATION = 24
+MAX_TOKENS = 3000
+"""Of one sequence; the middle of a longer one is left out."""
+MILLI = 1000
+"""Log-probabilities are given in thousandths of a nat."""
+
+
+class Candidates:
+    """Takes all rollouts, keeps some of every step."""
+
+    def __init__(self, per_step: int = PER_STEP):
+        self._per_step = per_step
+        self._by_step: dict[int | None, list[SeenRollout]] = defaultdict(list)
+        self.seen = 0
+
+    def take(self, rollouts: Iterable[SeenRollout]) -> None:
+        for rollout in rollouts:
+            self.seen += 1
+            own = self._by_step[rollout.dispatched_version if rollout.is_test else rollout.step]
+            own.append(rollout)
+            if len(own) > 2 * self._per_step:
+                own[:] = best(own, self._per_step)
+
+    def in_turn(self) -> Iterator[SeenRollout]:
+        """The rollouts of the last step, of the first, of the one between them, and so on."""
+        steps = sorted(step for step in self._by_step if step is not None)
+        for step in [*spread(steps), *([None] if None in self._by_step else [])]:
+            yield from best(self._by_step[step], self._per_step)
+
+
+def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
+    """At most ``count``: flagged ones first (half of them at most), then those that the trainer scored, then others.
+
+    Attempts of one problem stay together.
+    """
+    flagged = [rollout for rollout in rollouts if rollout.flags][: count // 2]
+    left = {rollout.sample_id: rollout for rollout in rollouts if rollout not in flagged}
+    found = list(flagged)
+    for scored in (True, False):
+        own = [name for name, rollout in left.items() if bool(rollout.scores) is scored]
+        keep = chosen(own, count - len(found))
+        found += [left[name] for name in own if name in keep]
+    return found
+
+
+def spread(steps: Sequence[int]) -> list[int]:
+    """All steps, so ordered that any beginning of the list covers the run evenly."""
+    if len(steps) < 3:
+        return list(reversed(steps))
+    ordered, halves = [steps[-1], steps[0]], [(0, len(steps) - 1)]
+    for low, high in halves:
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            ordered.append(steps[middle])
+            halves += [(low, middle), (middle, high)]
+    return ordered
+
+
+def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> list[dict[str, Any]]:
+    """As many as have room, as the page takes them, by step."""
+    found, used = [], 0
+    for rollout in rollouts:
+        data = as_data(rollout, text)
+        used += len(json.dumps(data, ensure_ascii=False).encode())
+        if used > max_bytes:
+            break
+        found.append(data)
+    return sorted(found, key=lambda data: (data["step"] is None, data["step"] or 0, data["id"]))
+
+
+def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
+    """One rollout."""
+    scores = seen.scores or (None,) * len(seen.rollout.sequences)
+    advantages = seen.advantages or (None,) * len(seen.rollout.sequences)
+    return {
+        "id": seen.sample_id,
+        "group": seen.group_id,
+        "domain": seen.domain,
+        "dataset": seen.dataset,
+        "fate": seen.fate,
+        "step": seen.dispatched_version if seen.is_test else seen.step,
+        "reward": round(seen.rollout.reward, 4),
+        "success": seen.success,
+        "advantage": None if seen.advantage is None else round(seen.advantage, 4),
+        "lag": seen.lag,
+        "tokens": seen.num_sampled,
+        "finish": seen.finish_reason,
+        "versions": list(seen.versions),
+        "flags": list(seen.flags),
+        "servers": list(seen.rollout.servers),
+        "metrics": {name: round(float(value), 4) for name, value in seen.rollout.metrics.items()},
+        "problem": {name: _short(value) for name, value in problem_fields(seen.problem).items()},
+        "sequences": [
+            sequence_data(sequence, score, advantage, text)
+            for sequence, score, advantage in zip(seen.rollout.sequences, scores, advantages, strict=True)
+        ],
+    }
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 1000 else text[:1000] + " …"
+
+
+def sequence_data(
+    sequence: TrainingSequence, score: ScoredSequence | None, advantage: float | None, text: TokenText
+) -> dict[str, Any]:
+    """Tokens with what is known of each. Numbers of sampled tokens are in the order of these tokens."""
+    pieces = text.pieces(sequence.token_ids.tolist())
+    keep = kept_tokens(len(pieces))
+    lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
+    positions = np.concatenate(
+        [np.arange(start, end) for start, end, _ in sequence.spans.tolist()] or [np.empty(0, int)]
+    )
+    versions = np.repeat(sequence.spans[:, 2], lengths)
+    own = np.isin(positions, keep)
+    place = {int(token): index for index, token in enumerate(keep.tolist())}
+    data: dict[str, Any] = {
+        "pieces": [pieces[token] for token in keep.tolist()],
+        "at": [place[int(token)] for token in positions[own].tolist()],
+        "versions": versions[own].tolist(),
+        "logprobs": np.rint(sequence.logprobs[own] * MILLI).astype(int).tolist(),
+        "advantage": None if advantage is None else round(advantage, 4),
+    }
+    if len(keep) < len(pieces):
+        data["omitted"] = [int(np.argmax(np.diff(keep) > 1)) + 1, len(pieces) - len(keep)]
+    if score is not None and len(score.logprobs) == len(sequence.logprobs):
+        data["trained"] = np.rint(score.logprobs[own] * MILLI).astype(int).tolist()
+        data["entropy"] = np.rint(score.entropy[own].astype(np.float32) * MILLI).astype(int).tolist()
+        data["altered"] = np.flatnonzero(score.altered[own]).tolist()
+    return data
+
+
+def kept_tokens(count: int, limit: int = MAX_TOKENS) -> np.ndarray:
+    """Places of the tokens that are shown: the first third and the last two thirds of the limit."""
+    if count <= limit:
+        return np.arange(count)
+    return np.concatenate([np.arange(limit // 3), np.arange(count - (limit - limit // 3), count)])
+
+
+def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
+    """Share of sampled tokens that the tokenizer does not know, or that are broken characters."""
+    bad = total = 0
+    for seen in rollouts:
+        for sequence in seen.rollout.sequences:
+            for start, end, _ in sequence.spans.tolist():
+                ids = sequence.token_ids[start:end].tolist()
+                total += len(ids)
+                bad += sum(
+                    BROKEN in piece or not text.is_known(token)
+                    for token, piece in zip(ids, text.pieces(ids), strict=True)
+                )
+    return bad / total if total else None

@@ -1,0 +1,119 @@
+"""From run folders to one HTML file: data, style and program inlined, nothing loaded from anywhere.
+
+The data travels as gzip in base64, which every browser of today unpacks by itself.
+"""
+
+import base64
+import gzip
+import html
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.disk import replace_file
+from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.alarms import History, alarms
+from pipelinerl.inspect.decode import NumberText, TokenText, load_token_text
+from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
+from pipelinerl.inspect.page.data import RunSource, read_source, run_data
+from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
+
+log = logging.getLogger(__name__)
+
+REPORT_FILE = "report.html"
+MAX_PAGE_BYTES = 5 * 2**20
+MAX_ROLLOUT_BYTES = 12 * 2**20
+"""Of the rollouts' JSON over all runs, before compression."""
+CHECKED_FOR_TEXT = 200
+"""Rollouts that are decoded to see whether the tokenizer fits."""
+
+
+def write_page(run_dirs: Sequence[Path], path: Path) -> int:
+    """Writes the page; returns its size in bytes."""
+    page = build_page([collect(run_dir, MAX_ROLLOUT_BYTES // len(run_dirs)) for run_dir in run_dirs])
+    replace_file(path, page, mode=0o600)
+    return len(page)
+
+
+def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]:
+    """All of a run that the page shows."""
+    with look_into(run_dir):
+        source = read_source(run_dir)
+        text = token_text(run_dir)
+        training, tests = Candidates(), Candidates()
+        replicas = source.cfg.world.replicas
+        training.take(read_training(run_dir, replicas=replicas))
+        tests.take(read_tests(run_dir, replicas=replicas))
+    chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
+    evaluated = within(tests.in_turn(), text, max_bytes // 5)
+    return run_data(source) | {
+        "alarms": [vars(alarm) for alarm in alarms(history_of(source, unreadable(training, text)))],
+        "rollouts": chosen + evaluated,
+        "note": f"{len(chosen):,} of {training.seen:,} training rollouts and {len(evaluated):,} of {tests.seen:,} "
+        "evaluation rollouts that are on record, chosen evenly over the steps, flagged ones first.",
+    }
+
+
+def history_of(source: RunSource, unreadable_tokens: float | None = None) -> History:
+    return History(
+        finetune=source.finetune,
+        actor=source.actor,
+        preprocessor=source.preprocessor,
+        messages=source.records.trainer,
+        steps_per_update=max(source.cfg.finetune.weight_update_interval, source.cfg.steps_per_phase),
+        unreadable_share=unreadable_tokens,
+    )
+
+
+def unreadable(candidates: Candidates, text: TokenText) -> float | None:
+    def first() -> Iterator[SeenRollout]:
+        yield from (seen for seen, _ in zip(candidates.in_turn(), range(CHECKED_FOR_TEXT), strict=False))
+
+    return unreadable_share(first(), text)
+
+
+def token_text(run_dir: Path) -> TokenText:
+    """The run's tokenizer; numbers instead of text where there is none."""
+    try:
+        return load_token_text(run_dir)
+    except ConfigError as error:
+        log.warning("the report shows token ids instead of text: %s", error)
+        return NumberText()
+
+
+def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:
+    """The page; of the rollouts as many as fit into `MAX_PAGE_BYTES`."""
+    while True:
+        page = _fill(runs, live)
+        if len(page) <= MAX_PAGE_BYTES or not any(run["rollouts"] for run in runs):
+            return page
+        runs = [run | {"rollouts": run["rollouts"][::2], "note": run["note"] + " Halved to fit."} for run in runs]
+
+
+def encode(runs: Sequence[dict[str, Any]]) -> bytes:
+    """The page's data: gzip of JSON."""
+    document = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
+    return gzip.compress(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(), 6, mtime=0)
+
+
+def _fill(runs: Sequence[dict[str, Any]], live: bool) -> bytes:
+    parts = {
+        "TITLE": html.escape(", ".join(run["name"] for run in runs)),
+        "STYLE": part("page.css"),
+        "PROGRAM": part("page.js"),
+        "LIVE": "true" if live else "false",
+        "DATA": base64.b64encode(encode(runs)).decode(),
+    }
+    page = part("page.html")
+    for name, value in parts.items():
+        page = page.replace("{{" + name + "}}", value, 1)
+    return page.encode()
+
+
+def part(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

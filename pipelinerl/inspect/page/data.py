@@ -1,0 +1,298 @@
+"""A run folder as the plain data of the page: curves, evaluations, survivorship, time, configuration, alarms.
+
+Consumes metrics, topics `trainer` and `evaluation`, the configuration and the summary; the caller has opened the
+streams. A figure that nobody reported is absent.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipelinerl.config.keys import REQUIRED, declared
+from pipelinerl.config.load import load_old_run
+from pipelinerl.config.sections import Config
+from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
+from pipelinerl.observability.metrics import Points, read_metrics
+from pipelinerl.records import EvaluationDone, TrainingDone
+
+MAX_POINTS = 1200
+Z_95 = 1.959964
+"""Standard normal quantile of a two-sided 95 % interval."""
+TRAINER_PARTS = {"step_s": "training", "wait_s": "waiting for data", "push_wait_s": "waiting for a weight update"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the page: lines of metrics (role, metric, label) over optimizer steps."""
+
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str, str], ...]
+    parts: bool = False
+    """Also the same metrics of every domain or data set, where there are several."""
+
+
+CHARTS = (
+    Chart("Reward", "", (("actor", "reward", "sampled"), ("finetune", "reward", "trained")), parts=True),
+    Chart("Success", "share", (("actor", "success", "training problems"),), parts=True),
+    Chart("Lag", "steps", (("finetune", "lag_mean", "mean"), ("finetune", "lag_max", "max"))),
+    Chart("Effective sample size", "share", (("finetune", "ess", "tokens"), ("finetune", "ess_sequence", "sequences"))),
+    Chart("Entropy", "nats", (("finetune", "entropy", "entropy"),)),
+    Chart(
+        "Clipped and corrected tokens",
+        "share",
+        (("finetune", "clip_fraction", "clipped"), ("finetune", "corrected_fraction", "corrected")),
+    ),
+    Chart("KL", "nats", (("finetune", "kl_k3", "to the sampler"), ("finetune", "kl_ref", "to the reference"))),
+    Chart("Gradient norm", "", (("finetune", "grad_norm", "before clipping"),)),
+    Chart("Loss", "", (("finetune", "loss", "loss"),)),
+    Chart("Length", "tokens", (("actor", "output_tokens", "mean"), ("actor", "output_tokens_max", "max"))),
+    Chart(
+        "Cut or without an answer", "share", (("actor", "cut_by_length", "cut"), ("actor", "no_answer", "no answer"))
+    ),
+    Chart(
+        "Throughput",
+        "tokens/s",
+        (("actor", "tokens_generated_per_s", "generated"), ("finetune", "tokens_per_s", "trained, while training")),
+    ),
+    Chart("Weight update", "ms", (("finetune", "pause_ms", "pause"), ("finetune", "transfer_ms", "transfer"))),
+    Chart(
+        "Where a step's time went",
+        "s",
+        (("finetune", "step_s", "training"), ("finetune", "wait_s", "data"), ("finetune", "push_wait_s", "update")),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """What is read of a run once, for page and alarms."""
+
+    run_dir: Path
+    cfg: Config
+    records: RunRecords
+    finetune: Points
+    actor: Points
+    preprocessor: Points
+
+
+def read_source(run_dir: Path) -> RunSource:
+    cfg = load_old_run(run_dir)
+    replicas = cfg.world.replicas
+    return RunSource(
+        run_dir=run_dir,
+        cfg=cfg,
+        records=read_records(run_dir, replicas=replicas, with_rollouts=False),
+        finetune=read_metrics(run_dir, "finetune"),
+        actor=read_metrics(run_dir, "actor"),
+        preprocessor=read_metrics(run_dir, "preprocessor"),
+    )
+
+
+def run_data(source: RunSource) -> dict[str, Any]:
+    """Everything about a run but its rollouts and alarms."""
+    return {
+        "name": source.run_dir.resolve().name,
+        "path": str(source.run_dir),
+        "state": state_of(source),
+        "figures": figures(source),
+        "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]],
+        "evaluations": [evaluation(done) for done in sorted(source.records.evaluations, key=lambda e: e.version)],
+        "survivorship": survivorship(source.preprocessor),
+        "time": time_by_role(source),
+        "changed": changed_keys(source.cfg),
+        "config": flat(source.cfg.model_dump()),
+    }
+
+
+def state_of(source: RunSource) -> str:
+    """In words, with the newest step."""
+    step = source.finetune[-1]["step"] if source.finetune else 0
+    total = source.cfg.finetune.max_train_steps
+    done = any(isinstance(m, TrainingDone) and m.step >= total for m in source.records.trainer)
+    return f"finished, {step} steps" if done else f"step {step} of {total}"
+
+
+def figures(source: RunSource) -> list[tuple[str, str]]:
+    """(label, value) of the first screen."""
+    known = read_summary(source.run_dir)
+    seen = summarise(source.records, source.actor, wall_s=known["wall_s"] if known else 0.0, seed=source.cfg.seed)
+    lag, pause = seen["lag_steps"], seen["pause_ms"]
+    rows = [
+        ("success on test problems", _arrow(seen["success_before"], seen["success_after"])),
+        ("reward on test problems", _arrow(seen["reward_before"], seen["reward_after"])),
+        ("optimizer steps", _number(seen["optimizer_steps"])),
+        ("rollouts trained", _number(seen["rollouts_trained"])),
+        ("lag, mean (max)", f"{_number(lag['mean'], 2)} ({_number(lag['max'])})"),
+        ("pause per update, mean (max)", f"{_number(pause['mean'])} ({_number(pause['max'])}) ms"),
+        ("tokens trained per second", _number(seen["tokens_trained_per_s"])),
+        ("training", _duration(seen["training_s"])),
+    ]
+    return [(label, value) for label, value in rows if "–" not in value]
+
+
+def _arrow(before: float | None, after: float | None) -> str:
+    return "–" if before is None or after is None else f"{before:.3f} → {after:.3f}"
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 600
+        else f"{seconds / 60:.0f} min"
+        if seconds < 36_000
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
+    """A chart with the lines that have points; several points of a step count as the last of them."""
+    wanted = list(chart.lines)
+    if chart.parts:
+        role, metric, _ = chart.lines[0]
+        wanted += [(role, name, name.rpartition("/")[0]) for name in part_names(getattr(source, role), metric)]
+    lines = []
+    for role, metric, label in wanted:
+        xs, ys = series(getattr(source, role), metric)
+        if xs and any(ys):
+            lines.append({"label": label, "x": xs, "y": ys})
+    return {"title": chart.title, "unit": chart.unit, "lines": lines}
+
+
+def part_names(points: Points, metric: str) -> list[str]:
+    """Names like `<domain>/success`."""
+    names = {name for point in points[-1:] for name in point if name.endswith(f"/{metric}")}
+    return sorted(name for name in names if name.count("/") == 1 and not name.startswith("eval/"))
+
+
+def series(points: Points, metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values, thinned out so that no spike is lost."""
+    last = {point["step"]: point[metric] for point in points if point.get(metric) is not None}
+    xs = sorted(last)
+    kept = thinned([float(last[x]) for x in xs])
+    return [xs[i] for i in kept], [_short(last[xs[i]]) for i in kept]
+
+
+def thinned(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+    """Places of at most ``limit`` values: the smallest and the largest of every bucket."""
+    if len(values) <= limit:
+        return list(range(len(values)))
+    size = math.ceil(len(values) / (limit // 2))
+    kept: set[int] = {len(values) - 1}
+    for start in range(0, len(values), size):
+        bucket = range(start, min(start + size, len(values)))
+        kept |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def evaluation(done: EvaluationDone) -> dict[str, Any]:
+    """An evaluation with the 95 % interval of its success, rollouts counted as independent."""
+    low, high = wilson(done.success, done.num_rollouts)
+    parts = {
+        name.removesuffix("/success"): _short(value)
+        for name, value in done.metrics.items()
+        if name.endswith("/success")
+    }
+    return {
+        "version": done.version,
+        "success": _short(done.success),
+        "low": _short(low),
+        "high": _short(high),
+        "reward": _short(done.reward),
+        "rollouts": done.num_rollouts,
+        "parts": parts if len(parts) > 1 else {},
+    }
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209)."""
+    if not count:
+        return 0.0, 1.0
+    square = Z_95**2 / count
+    middle = share + square / 2
+    half = Z_95 * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+def survivorship(points: Points) -> dict[str, Any]:
+    """Fates with counts and means over the run, and the loss of every length decile at the end."""
+    totals: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0.0, "tokens": 0.0, "reward": 0.0})
+    for point in points:
+        for name, count in point.items():
+            parts = name.split("/")
+            if len(parts) == 3 and parts[0] == "survivorship" and parts[2] == "count" and count:
+                own, base = totals[parts[1]], f"survivorship/{parts[1]}"
+                own["count"] += count
+                own["tokens"] += count * (point.get(f"{base}/mean_tokens") or 0.0)
+                own["reward"] += count * (point.get(f"{base}/mean_reward") or 0.0)
+    fates = [
+        {"fate": fate, "count": int(t["count"]), "tokens": t["tokens"] / t["count"], "reward": t["reward"] / t["count"]}
+        for fate, t in sorted(totals.items(), key=lambda item: -item[1]["count"])
+    ]
+    newest = next((p for p in reversed(points) if p.get("dropped_by_length/1") is not None), {})
+    deciles = [newest[f"dropped_by_length/{i}"] for i in range(1, 11)] if newest else []
+    return {"fates": fates, "deciles": deciles}
+
+
+def time_by_role(source: RunSource) -> list[dict[str, Any]]:
+    """Seconds of every role's parts, from the first to the last metrics."""
+    roles = []
+    if len(source.finetune) > 1:
+        wall = source.finetune[-1]["time"] - source.finetune[0]["time"]
+        sums = {text: sum(p.get(name) or 0.0 for p in source.finetune[1:]) for name, text in TRAINER_PARTS.items()}
+        roles.append({"role": "trainer", "parts": _with_rest(sums, wall, "other: checkpoints, evaluation")})
+    if len(source.actor) > 1:
+        first, last = source.actor[0], source.actor[-1]
+        wall = last["time"] - first["time"]
+        busy = (last.get("generating_s") or 0.0) - (first.get("generating_s") or 0.0)
+        pauses = sum(p.get("pause_ms") or 0.0 for p in source.finetune) / 1000
+        parts = {"generating": max(0.0, busy - pauses), "paused for weight updates": pauses}
+        roles.append({"role": "servers", "parts": _with_rest(parts, wall, "evaluation, or nothing under way")})
+    return roles
+
+
+def _with_rest(parts: Mapping[str, float], wall: float, rest: str) -> list[tuple[str, float]]:
+    left = max(0.0, wall - sum(parts.values()))
+    return [(name, round(seconds, 3)) for name, seconds in [*parts.items(), (rest, left)]]
+
+
+def changed_keys(cfg: Config) -> list[tuple[str, str, str]]:
+    """(key, value, default) of the configuration's keys that differ from their defaults."""
+    values = OmegaConf.create(cfg.model_dump(mode="json"))
+    changed = []
+    for key in declared(Config):
+        value, default = OmegaConf.select(values, key.name), key.default
+        if isinstance(default, str) and default.startswith("${"):
+            default = OmegaConf.select(values, default[2:-1])
+        if value != default:
+            changed.append((key.name, shown(value), "" if default == REQUIRED else shown(default)))
+    return changed
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys and their values as text."""
+    if isinstance(value, dict) and value:
+        items: Iterable[tuple[str, str]] = (
+            item for key, inner in value.items() for item in flat(inner, f"{prefix}.{key}".lstrip(".")).items()
+        )
+        return dict(items)
+    return {prefix: shown(value)}
+
+
+def shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

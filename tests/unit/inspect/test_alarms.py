@@ -1,0 +1,136 @@
+"""Every alarm on curves made by hand: it is raised where it should be, names the step, and is silent on a good run."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, alarms
+from pipelinerl.inspect.page.build import collect
+from pipelinerl.records import ProbeMissed, WeightUpdateSuccess
+from pipelinerl.streams import set_streams_backend
+from tests.run_folder import Story, make_run
+
+N = 40
+RISING = [i / (N - 1) for i in range(N)]
+
+
+def points(**curves: list[float]) -> list[dict]:
+    return [{"step": i} | {name: values[i] for name, values in curves.items()} for i in range(N)]
+
+
+GOOD = History(
+    finetune=points(
+        entropy=[1.0 - 0.8 * x for x in RISING],
+        clip_fraction=[0.05] * N,
+        logratio_abs_max_lag0=[0.02] * N,
+        live_version=[max(0.0, i - 1.0) for i in range(N)],
+    ),
+    actor=points(
+        reward=RISING, success=RISING, no_answer=[0.2] * N, output_tokens=[100.0 + 50 * x for x in RISING],
+        cut_by_length=[0.01] * N,
+    ),
+    preprocessor=points(advantage_std=[0.5] * N),
+    messages=[WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1"))],
+    unreadable_share=0.001,
+)  # fmt: skip
+
+
+def found(**changes: object) -> list[Alarm]:
+    return alarms(History(**{**vars(GOOD), **changes}))  # type: ignore[arg-type]
+
+
+def test_alarms_good_run_and_empty_run_have_none() -> None:
+    assert found() == []
+    assert alarms(History()) == []
+    assert alarms(History(finetune=points(entropy=RISING)[:1], actor=points(success=RISING)[:1])) == []
+
+
+def test_reward_hack_reward_grows_and_success_does_not() -> None:
+    (alarm,) = found(actor=points(reward=RISING, success=[0.4 - 0.1 * x for x in RISING]))
+    assert (alarm.name, alarm.step) == ("reward hack", 0)
+    assert "success from 0.39 to 0.31" in alarm.text
+    assert found(actor=points(reward=RISING, success=[0.99] * N)) == [], "nothing was left to gain"
+    assert found(actor=points(reward=[0.5] * N, success=[0.4] * N)) == [], "neither grows"
+
+
+def test_entropy_collapse_names_its_step_and_not_a_solved_task() -> None:
+    falling = points(entropy=[1.0] * 20 + [0.01] * 20)
+    (alarm,) = found(finetune=falling, actor=points(success=[0.2] * N, reward=[0.2] * N))
+    assert (alarm.name, alarm.step) == ("entropy collapse", 20)
+    assert found(finetune=falling) == [], "it succeeds"
+
+
+def test_length_explosion_needs_cuts_or_a_runaway() -> None:
+    growing = [100.0 * (1 + 2 * x) for x in RISING]
+    uncut = {"reward": RISING, "success": RISING, "output_tokens": growing}
+    assert found(actor=points(**uncut, cut_by_length=[0.0] * N)) == []
+    (alarm,) = found(actor=points(**uncut, cut_by_length=[0.3] * N))
+    assert alarm.name == "length explosion"
+    (alarm,) = found(actor=points(**(uncut | {"output_tokens": [100.0 * (1 + 6 * x) for x in RISING]})))
+    assert "grew from" in alarm.text
+
+
+def test_zero_advantages_cure_depends_on_success() -> None:
+    zero = points(advantage_std=[0.5] * (N - WINDOW) + [0.0] * WINDOW)
+    (alarm,) = found(preprocessor=zero)
+    assert (alarm.name, alarm.step) == ("all-zero advantages", N - WINDOW)
+    assert "solved" in alarm.cure
+    (alarm,) = found(preprocessor=zero, actor=points(success=[0.0] * N, reward=[0.0] * N))
+    assert "too hard" in alarm.cure
+
+
+def test_clip_fraction_beyond_its_bound() -> None:
+    (alarm,) = found(finetune=points(clip_fraction=[0.05] * 30 + [0.6] * 10))
+    assert (alarm.name, alarm.step) == ("clip fraction", 30)
+
+
+def test_stalled_version_only_when_it_stands_still() -> None:
+    (alarm,) = found(finetune=points(live_version=[float(min(i, 12)) for i in range(N)]))
+    assert (alarm.name, alarm.step) == ("stalled version", 12)
+    assert "hold version 12 while the trainer is at step 39" in alarm.text
+    rare = points(live_version=[float(i - i % 20) for i in range(N)])
+    assert found(finetune=rare, steps_per_update=20) == []
+    assert [alarm.name for alarm in found(finetune=rare)] == ["stalled version"]
+
+
+def test_stale_server_by_its_probe_and_by_its_log_probabilities() -> None:
+    miss = ProbeMissed(server="actor_llm_1", version=7, since=6, is_final=False, reason="bytes differ")
+    (alarm,) = found(messages=[*GOOD.messages, miss, miss])
+    assert (alarm.name, alarm.step) == ("stale server", 7)
+    assert "actor_llm_1" in alarm.text
+    (alarm,) = found(finetune=points(logratio_abs_max_lag0=[0.02] * 10 + [5.0] * 30))
+    assert (alarm.name, alarm.step) == ("stale server", 10)
+
+
+def test_server_out_of_service_without_a_missed_probe() -> None:
+    (alarm,) = found(messages=[*GOOD.messages, WeightUpdateSuccess(version=9, servers=("actor_llm_0",))])
+    assert (alarm.name, alarm.step) == ("server out of service", 3)
+    assert "actor_llm_1" in alarm.text
+
+
+def test_bad_tokenizer_by_its_text_and_by_its_answers() -> None:
+    (alarm,) = found(unreadable_share=0.6)
+    assert alarm.name == "bad tokenizer"
+    (alarm,) = found(actor=points(no_answer=[0.97] * N, success=[0.0] * N, reward=[0.0] * N))
+    assert alarm.name == "bad tokenizer"
+    learned = points(no_answer=[0.97] * 20 + [0.1] * 20, success=RISING, reward=RISING)
+    assert found(actor=learned) == [], "a model that learns the format"
+
+
+def test_every_alarm_is_one_line_with_its_cure() -> None:
+    assert Alarm(name="x", step=3, text="it is so", cure="Do this").line() == "x since step 3: it is so. Do this"
+    assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("story", "name"),
+    [
+        (Story(steps=N, actor={"reward": RISING, "success": [0.4] * N}), "reward hack"),
+        (Story(steps=N, finetune={"logratio_abs_max_lag0": [3.0] * N}), "stale server"),
+        (Story(steps=N, actor={"no_answer": [1.0] * N, "success": [0.0] * N, "reward": [0.0] * N}), "bad tokenizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_report_of_a_planted_fault_names_it_first(tmp_path: Path, story: Story, name: str) -> None:
+    set_streams_backend("files")
+    assert [alarm["name"] for alarm in collect(make_run(tmp_path / "run", story))["alarms"]] == [name]

@@ -1,0 +1,199 @@
+"""The data of the report, by hand: curves, intervals, survivorship, time, and what is chosen to be shown."""
+
+import gzip
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipelinerl.config.load import load_old_run
+from pipelinerl.inspect.decode import TokenText
+from pipelinerl.inspect.page import browser, build, data
+from pipelinerl.inspect.samples import SeenRollout
+from pipelinerl.records import EvaluationDone, Rollout, ScoredSequence, TrainingSequence
+from pipelinerl.streams import set_streams_backend
+from tests.run_folder import Story, make_run, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("page") / "run", Story(steps=8))
+
+
+@pytest.fixture(autouse=True)
+def files() -> None:
+    set_streams_backend("files")
+
+
+@pytest.fixture(scope="module")
+def text() -> TokenText:
+    return TokenText(make_tokenizer())
+
+
+def seen(text: TokenText, *, step: int = 3, tokens: int = 4, group: str = "0-0", attempt: int = 0) -> SeenRollout:
+    ids = [*text.encode("ab"), *text.encode("cdefghij")[:tokens], *([97] * max(0, tokens - 8))]
+    own = len(ids) - 2
+    sequence = TrainingSequence(
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.full(own, -0.5, np.float32),
+        spans=np.array([[2, 3, 1], [3, len(ids), 2]], np.int32),
+        finish_reason="stop",
+    )
+    score = ScoredSequence(
+        sequence_id=f"{group}/{attempt}/0",
+        logprobs=np.full(own, -0.25, np.float32),
+        entropy=np.full(own, 1.5, np.float16),
+        altered=np.arange(own) == 1,
+    )
+    rollout = Rollout(
+        attempt=attempt, reward=1.0, sequences=(sequence,), metrics={"success": 1.0}, latency_s=0.0, num_llm_calls=1
+    )
+    return SeenRollout(
+        group_id=group,
+        domain="d",
+        dataset="train",
+        problem='{"q": "x"}',
+        rollout=rollout,
+        fate="trained",
+        step=step,
+        dispatched_version=1,
+        advantages=(0.5,),
+        scores=(score,),
+    )
+
+
+def test_thinned_keeps_first_last_and_every_spike() -> None:
+    values = [0.0] * 10_000
+    values[777], values[5_001] = 9.0, -9.0
+    kept = data.thinned(values, 100)
+    assert len(kept) <= 102
+    assert {0, 777, 5_001, 9_999} <= set(kept)
+    assert data.thinned([1.0, 2.0]) == [0, 1]
+
+
+def test_series_takes_the_last_point_of_a_step_and_leaves_out_what_is_unknown() -> None:
+    points = [{"step": 1, "a": 1.0}, {"step": 2, "a": None}, {"step": 1, "a": 3.0}, {"step": 4, "a": 0.123456789}]
+    assert data.series(points, "a") == ([1, 4], [3.0, 0.12346])
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"), [(0.5, 100, 0.40383, 0.59617), (0.0, 10, 0.0, 0.27753), (1.0, 10, 0.72247, 1.0)]
+)
+def test_wilson_interval_by_hand(share: float, count: int, low: float, high: float) -> None:
+    assert data.wilson(share, count) == (pytest.approx(low, abs=2e-5), pytest.approx(high, abs=2e-5))
+
+
+def test_evaluation_shows_data_sets_only_where_there_are_several() -> None:
+    metrics = {"a/success": 0.25, "b/success": 0.75, "complete": 1.0}
+    done = EvaluationDone(version=3, success=0.5, reward=0.1, num_rollouts=64, metrics=metrics)
+    assert data.evaluation(done)["parts"] == {"a": 0.25, "b": 0.75}
+    one = EvaluationDone(version=3, success=0.5, reward=0.1, num_rollouts=64, metrics={"a/success": 0.25})
+    assert data.evaluation(one)["parts"] == {}
+
+
+def test_survivorship_adds_counts_and_weighs_means() -> None:
+    base = "survivorship/lag"
+    points = [
+        {f"{base}/count": 1, f"{base}/mean_tokens": 10.0, f"{base}/mean_reward": 1.0},
+        {f"{base}/count": 3, f"{base}/mean_tokens": 2.0, f"{base}/mean_reward": 0.0, "dropped_by_length/1": 0.5}
+        | {f"dropped_by_length/{i}": 0.1 * i for i in range(2, 11)},
+    ]
+    found = data.survivorship(points)
+    assert found["fates"] == [{"fate": "lag", "count": 4, "tokens": 4.0, "reward": 0.25}]
+    assert found["deciles"][0] == 0.5
+    assert len(found["deciles"]) == 10
+
+
+def test_time_by_role_is_what_the_metrics_add_up_to(run_dir: Path) -> None:
+    trainer, servers = data.time_by_role(data.read_source(run_dir))
+    assert dict(trainer["parts"]) == {
+        "training": 7.0,
+        "waiting for data": pytest.approx(2.8),
+        "waiting for a weight update": pytest.approx(1.4),
+        "other: checkpoints, evaluation": pytest.approx(14.0 - 7.0 - 2.8 - 1.4),
+    }
+    assert sum(seconds for _, seconds in servers["parts"]) == pytest.approx(14.0)
+
+
+def test_changed_keys_are_those_that_differ_from_the_defaults(run_dir: Path) -> None:
+    changed = {key: (value, default) for key, value, default in data.changed_keys(load_old_run(run_dir))}
+    assert changed["finetune.max_train_steps"] == ("8", "1000")
+    assert changed["max_lag_steps"] == ("3", "8")
+    assert "attempts" not in changed
+    assert "finetune.rl.temperature" not in changed, "an interpolation that was not touched"
+
+
+def test_load_old_run_fills_in_keys_that_came_since_and_forgets_others(run_dir: Path, tmp_path: Path) -> None:
+    config = (run_dir / "conf" / "config.yaml").read_text()
+    old = config.replace("archive:\n  archive_mb: 256\n", "bygone:\n  key: 1\n")
+    assert old != config
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(old)
+    assert load_old_run(tmp_path) == load_old_run(run_dir)
+
+
+def test_sequence_data_has_every_number_of_a_sampled_token(text: TokenText) -> None:
+    (one,) = browser.as_data(seen(text), text)["sequences"]
+    assert "".join(one["pieces"]) == "abcdef"
+    assert one["at"] == [2, 3, 4, 5]
+    assert one["versions"] == [1, 2, 2, 2]
+    assert one["logprobs"] == [-500] * 4
+    assert one["trained"] == [-250] * 4
+    assert one["entropy"] == [1500] * 4
+    assert one["altered"] == [1]
+    assert one["advantage"] == 0.5
+
+
+def test_sequence_data_of_a_long_sequence_leaves_out_its_middle(text: TokenText) -> None:
+    rollout = seen(text, tokens=9_000)
+    total = len(rollout.rollout.sequences[0].token_ids)
+    (one,) = browser.as_data(rollout, text)["sequences"]
+    assert len(one["pieces"]) == browser.MAX_TOKENS
+    assert one["omitted"] == [browser.MAX_TOKENS // 3, total - browser.MAX_TOKENS]
+    assert len(one["at"]) == len(one["versions"]) == len(one["logprobs"]) == browser.MAX_TOKENS - 2
+
+
+def test_candidates_cover_the_run_evenly_whatever_is_cut(text: TokenText) -> None:
+    candidates = browser.Candidates(per_step=2)
+    candidates.take(seen(text, step=step, group=f"0-{step}", attempt=a) for step in range(64) for a in range(3))
+    assert candidates.seen == 192
+    steps = [rollout.step for rollout in candidates.in_turn()]
+    assert len(steps) == 128
+    assert sorted(set(steps[:18])) == [0, 7, 15, 23, 31, 39, 47, 55, 63]
+
+
+def test_within_stops_at_its_bytes(text: TokenText) -> None:
+    rollouts = [seen(text, attempt=attempt) for attempt in range(10)]
+    size = len(json.dumps(browser.as_data(rollouts[0], text), ensure_ascii=False).encode())
+    assert [one["id"] for one in browser.within(rollouts, text, 3 * size)] == [f"0-0/{a}" for a in range(3)]
+
+
+def test_build_page_stays_within_its_size(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build.collect(run_dir)
+    monkeypatch.setattr(build, "MAX_PAGE_BYTES", len(build.build_page([run | {"rollouts": run["rollouts"][:8]}])))
+    page = build.build_page([run])
+    assert len(page) <= build.MAX_PAGE_BYTES
+    document = json.loads(gzip.decompress(build.encode([run])))
+    assert document["runs"][0]["name"] == "run"
+
+
+def test_build_page_what_a_model_says_cannot_leave_the_data(run_dir: Path) -> None:
+    run = build.collect(run_dir) | {"name": "</script><b>{{DATA}}"}
+    page = build.build_page([run]).decode()
+    assert page.count("</script>") == 2
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page
+
+
+def test_unreadable_share_counts_unknown_and_broken_tokens(text: TokenText) -> None:
+    good = seen(text)
+    assert browser.unreadable_share([good], text) == 0.0
+    sequence = good.rollout.sequences[0]
+    ids = sequence.token_ids.copy()
+    ids[3] = 60_000
+    sequences = (msgspec.structs.replace(sequence, token_ids=ids),)
+    bad = SeenRollout(**{**vars(good), "rollout": msgspec.structs.replace(good.rollout, sequences=sequences)})
+    assert browser.unreadable_share([bad], text) == 0.25
+    assert browser.unreadable_share([], text) is None
