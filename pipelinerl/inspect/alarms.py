@@ -29,6 +29,12 @@ UNREADABLE, NO_SUCCESS = 0.9, 0.02
 UNREADABLE_TEXT = 0.2
 """Share of sampled tokens that are no text."""
 
+READ = (
+    *("step", "advantage_std", "clip_fraction", "cut_by_length", "entropy", "live_version", "logratio_abs_max_lag0"),
+    *("no_answer", "output_tokens", "reward", "success"),
+)
+"""The metrics that the checks read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
@@ -141,7 +147,7 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
         )
         return
     points = [point for point in history.actor if _has(point, "no_answer") and _has(point, "success")]
-    if len(points) < 3:
+    if len(points) < WINDOW:
         return
     unread = [point for point in points if point["no_answer"] >= UNREADABLE]
     if len(unread) == len(points) and max(point["success"] for point in points) <= NO_SUCCESS:

@@ -240,7 +240,7 @@ async def supervise(
     )
     os.environ.update(run_secrets)
     backend_from_config(config, path)
-    progress = ProgressLines(path, max_train_steps=config.finetune.max_train_steps, say=say if leads else log.info)
+    progress = follow_progress(config, path, say if leads else log.info)
     supervisor = Supervisor(
         plan.commands,
         run_dir=path,
@@ -305,6 +305,15 @@ async def publish(plan: RunPlan, path: Path) -> None:
             await asyncio.sleep(PUBLISH_RETRY_S)
     if plan.world.is_open or plan.config.streams.external:
         say(f"servers may join with --run {address}")
+
+
+def follow_progress(config: Config, path: Path, show: Callable[[str], Any]) -> ProgressLines:
+    return ProgressLines(
+        path,
+        max_train_steps=config.finetune.max_train_steps,
+        say=show,
+        steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
+    )
 
 
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:

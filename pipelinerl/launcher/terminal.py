@@ -1,4 +1,4 @@
-"""Lines that stay: optimizer steps, at most one every 30 s, and every evaluation; none of earlier launches.
+"""Lines that stay: optimizer steps, at most one every 30 s, every evaluation and alarm; none of earlier launches.
 
 Consumes topics `trainer` and `evaluation` and the newest actor metrics in a thread of its own; never decides anything.
 Knows whether training is done, because it reads that anyway.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.inspect.report import number, read_metrics_tail
+from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
@@ -30,13 +31,14 @@ POLL_S = 0.5
 STEP_S = 30.0
 
 
-class ProgressLines:
+class ProgressLines:  # structure: what was said last, the pace, and the thread
     """Follows a run from its topics.
 
     Args:
         say: gets every line that stays.
         note: gets the steps between them.
         every_s: seconds between two steps that are said; the first and the last always are.
+        steps_per_update: optimizer steps between two weight updates.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class ProgressLines:
         say: Callable[[str], None],
         note: Callable[[str], None] = log.info,
         every_s: float = STEP_S,
+        steps_per_update: int = 1,
     ):
         self._run_dir, self._note, self._every_s = run_dir, note, every_s
         self._said_at = -math.inf
+        self._alarms = AlarmWatch(run_dir, steps_per_update=steps_per_update)
         self._max_train_steps = max_train_steps
         self._say = say
         self._stop = threading.Event()
@@ -109,6 +113,7 @@ class ProgressLines:
                 self._stop.wait(5)
 
     def _take(self, message: TrainerMessage) -> None:
+        self._alarms.take(message)
         match message:
             case WeightUpdateSuccess():
                 self._pause_ms = message.pause_ms
@@ -121,6 +126,8 @@ class ProgressLines:
             case SamplesProcessed():
                 if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
                     self._tell(message)
+                    for alarm in self._alarms.new():
+                        self._say(f"alarm: {alarm.line()}")
                 self._last = message
 
     def _tell(self, message: SamplesProcessed) -> None:

@@ -1,0 +1,77 @@
+"""Alarms of a run that goes on: told once, from what was written since, also after a resumed trainer cut its file."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.inspect.watch import AlarmWatch, MetricsTail
+from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.records import ProbeMissed, SamplesProcessed, TrainerMessage
+from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+
+MISS = ProbeMissed(server="actor_llm_1", version=7, since=6, is_final=True, reason="bytes differ")
+
+
+def write(path: Path, clipped: list[float], *, mode: str = "a") -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(json.dumps({"step": i, "clip_fraction": c, "loss": 1.0}) + "\n" for i, c in enumerate(clipped))
+
+
+def test_tail_reads_what_is_new_keeps_what_alarms_read_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "finetune.jsonl"
+    tail = MetricsTail(path)
+    tail.read()
+    assert tail.points == []
+    write(path, [0.1])
+    with path.open("a") as file:
+        file.write('{"step": 1, "clip_fr')
+    tail.read()
+    assert tail.points == [{"step": 0, "clip_fraction": 0.1}]
+    with path.open("a") as file:
+        file.write('action": 0.2}\n')
+    tail.read()
+    assert tail.points[1:] == [{"step": 1, "clip_fraction": 0.2}]
+    write(path, [0.3], mode="w")
+    tail.read()
+    assert tail.points == [{"step": 0, "clip_fraction": 0.3}]
+
+
+def test_new_tells_every_alarm_once(tmp_path: Path) -> None:
+    watch = AlarmWatch(tmp_path, every_s=0.0)
+    assert watch.new() == []
+    write(tmp_path / "metrics" / "finetune.jsonl", [0.9] * 20)
+    watch.take(MISS)
+    assert [alarm.name for alarm in watch.new()] == ["stale server", "clip fraction"]
+    assert watch.new() == []
+    later = AlarmWatch(tmp_path, every_s=3600.0)
+    assert [alarm.name for alarm in later.new()] == ["clip fraction"]
+    later.take(MISS)
+    assert later.new() == [], "too early to look again"
+
+
+@pytest.mark.timeout(60)
+def test_progress_lines_show_an_alarm_after_its_step(tmp_path: Path) -> None:
+    set_streams_backend("files")
+    lines: list[str] = []
+    shown = threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("alarm"):
+            shown.set()
+
+    write(tmp_path / "metrics" / "finetune.jsonl", [0.9] * 20)
+    with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
+        progress = ProgressLines(tmp_path, max_train_steps=30, say=say)
+        writer.write(MISS)
+        writer.write(SamplesProcessed(samples_processed=8, step=20, timestamp=time.time() + 1))
+        progress.start()
+        assert shown.wait(30)
+        progress.stop()
+    assert lines[0].startswith("step 20/30")
+    assert lines[1].startswith("alarm: stale server since step 7: actor_llm_1 did not use the weights")
+    assert lines[2].startswith("alarm: clip fraction since step 0: the loss clips 90% of the tokens. Lower ")
