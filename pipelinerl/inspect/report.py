@@ -6,6 +6,7 @@ Every figure names its source; one that nobody reported is None, never 0.
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,18 +35,21 @@ class RolloutTotals:
 
     rollouts: int = 0
     tokens: int = 0
-    versions_in_one_rollout_max: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Sampled tokens of a rollout → rollouts."""
+    versions: Counter[int] = field(default_factory=Counter)
+    """Weight versions in a rollout → rollouts."""
     is_complete: bool = True
     """False: older groups were used up and deleted from the topic before they were counted."""
 
     def add(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
-            versions: set[int] = set()
-            for sequence in rollout.sequences:
-                self.tokens += len(sequence.logprobs)
-                versions.update(sequence.spans[:, 2].tolist())
+            tokens = sum(len(sequence.logprobs) for sequence in rollout.sequences)
+            versions = {version for sequence in rollout.sequences for version in sequence.spans[:, 2].tolist()}
             self.rollouts += 1
-            self.versions_in_one_rollout_max = max(self.versions_in_one_rollout_max, len(versions))
+            self.tokens += tokens
+            self.lengths[tokens] += 1
+            self.versions[len(versions)] += 1
 
 
 @dataclass(kw_only=True)
@@ -121,9 +125,14 @@ def summarise(
             "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
             "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
         },
-        "versions_in_one_rollout_max": seen.versions_in_one_rollout_max
+        "versions_in_one_rollout_median": percentile(seen.versions, 50) if seen.is_complete else None,
+        "versions_in_one_rollout_max": max(seen.versions, default=0)
         if seen.is_complete
         else largest(actor_points, "versions_in_one_rollout_max"),
+        "tokens_in_one_rollout": {
+            "median": percentile(seen.lengths, 50) if seen.is_complete else None,
+            "p99": percentile(seen.lengths, 99) if seen.is_complete else None,
+        },
         "tokens_generated_per_s": rate(
             seen.tokens if seen.is_complete else latest(actor_points, "tokens_generated"), training_s
         ),
@@ -189,6 +198,16 @@ def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
     return max(ends) - start if max(ends) > start else None
 
 
+def percentile(counts: Counter[int], percent: float) -> int | None:
+    """The smallest value that at least ``percent`` of the observations do not exceed; None without observations."""
+    wanted, seen = counts.total() * percent / 100, 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= wanted:
+            return value
+    return None
+
+
 def rate(amount: float | None, seconds: float | None) -> float | None:
     return amount / seconds if seconds and amount is not None else None
 
@@ -242,7 +261,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
     """The summary for people."""
-    pause, lag = summary["pause_ms"], summary["lag_steps"]
+    pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
     return [
         f"success          {before} → {after} on the test problems",
@@ -251,7 +270,9 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"{number(summary['rollouts_per_s'], 0)} per second while training",
         f"pause            mean {number(pause['mean'], 0)} ms, max {number(pause['max'], 0)} ms per weight update",
         f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
-        f"up to {number(summary['versions_in_one_rollout_max'], 0)} weight versions in one rollout",
+        f"a median of {number(summary['versions_in_one_rollout_median'], 0)}, up to "
+        f"{number(summary['versions_in_one_rollout_max'], 0)} weight versions in one rollout",
+        f"answers          median {number(lengths['median'], 0)}, 99th percentile {number(lengths['p99'], 0)} tokens",
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",

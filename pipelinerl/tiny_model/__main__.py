@@ -1,8 +1,14 @@
-"""``python -m pipelinerl.tiny_model --out PATH --recipe largest --seed 0 [--param max_number=30 …]``."""
+"""``python -m pipelinerl.tiny_model --out PATH --recipe largest --seed 0 [--param max_number=30 …]``.
+
+A model that was built before from the same recipe, seed, parameters, code and versions is copied from the cache of the
+user: ``PIPELINERL_CACHE``, by default ``pipelinerl`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+"""
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model import RECIPES, build
@@ -19,6 +25,12 @@ def parse_param(text: str) -> tuple[str, object]:
         return name, value
 
 
+def user_cache() -> Path:
+    """The folder of this user's files that can be made again."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipelinerl"
+    return Path(os.environ.get("PIPELINERL_CACHE") or default)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.tiny_model", description=__doc__)
     parser.add_argument("--out", required=True, help="folder to create; it must not exist")
@@ -27,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--param", action="append", default=[], type=parse_param, metavar="NAME=VALUE")
     arguments = parser.parse_args(argv)
     try:
-        path = build(arguments.out, arguments.recipe, arguments.seed, dict(arguments.param))
+        path = build(arguments.out, arguments.recipe, arguments.seed, dict(arguments.param), user_cache() / "models")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,18 @@
 """Makes a model folder: tokenizer, weights, warm-up, published by one rename.
 
-torch and transformers are imported only when something is built: the launcher imports this package to check names.
+A cache keeps what was built, under a digest of everything that determines it. torch and transformers are imported only
+when something is built: the launcher imports this package to check names.
 """
 
+import hashlib
+import json
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,11 +20,16 @@ from typing import Any
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import Recipe, make_recipe
 
+log = logging.getLogger(__name__)
+
 TOKENIZER_SAMPLE = 200
 """Conversations the tokenizer learns its merges from."""
+HEAD_SIZE = 32
 
 
-def build(path: str | Path, recipe: str, seed: int, params: dict[str, Any] | None = None) -> Path:
+def build(
+    path: str | Path, recipe: str, seed: int, params: dict[str, Any] | None = None, cache: Path | None = None
+) -> Path:
     """Builds the model of ``recipe`` in folder ``path`` and returns it.
 
     Args:
@@ -25,6 +37,7 @@ def build(path: str | Path, recipe: str, seed: int, params: dict[str, Any] | Non
         recipe: a name in ``RECIPES``.
         seed: determines tokenizer sample, initial weights and warm-up data.
         params: the recipe's own parameters, e.g. ``{"max_number": 30}``.
+        cache: folder of models built before. One that cannot be used costs the build, never the result; None = none.
 
     Raises:
         ConfigError: unknown recipe or parameter, or ``path`` exists.
@@ -33,15 +46,46 @@ def build(path: str | Path, recipe: str, seed: int, params: dict[str, Any] | Non
     made = make_recipe(recipe, dict(params or {}))
     if target.exists():
         raise ConfigError(f"{target} exists: remove it or choose another folder for the tiny model")
+    kept = cache / recipe_digest(made, seed) if cache else None
+    if kept and (kept / "config.json").is_file():
+        create(target, lambda folder: copy_files(kept, folder))
+        return target
+    create(target, lambda folder: write_model(folder, made, seed))
+    if kept:
+        try:
+            create(kept, lambda folder: copy_files(target, folder))
+        except OSError as error:
+            log.warning("event=model_not_cached folder=%s error=%s", kept, error)
+    return target
+
+
+def recipe_digest(recipe: Recipe, seed: int) -> str:
+    """Names what a build of this recipe gives: its conversations, its settings, and the code that trains on them."""
+    settings = {name: value for name, value in vars(recipe).items() if name != "conversation"}
+    versions = [version(package) for package in ("torch", "transformers", "tokenizers")]
+    sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    told = [settings | {"shape": asdict(recipe.shape)}, sample_texts(recipe, Random(seed)), seed, versions, sources]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def sample_texts(recipe: Recipe, rng: Random) -> list[str]:
+    return [f"{m['role']}\n{m['content']}" for _ in range(TOKENIZER_SAMPLE) for m in recipe.conversation(rng)]
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+
+
+def create(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder beside ``target`` and renames it into place."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        write_model(scratch, made, seed)
+        write(scratch)
         scratch.chmod(0o755)
         publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def publish(scratch: Path, target: Path) -> None:
@@ -63,8 +107,7 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
     from pipelinerl.tiny_model.warmup import warm_up
 
     rng = Random(seed)
-    sample = [f"{m['role']}\n{m['content']}" for _ in range(TOKENIZER_SAMPLE) for m in recipe.conversation(rng)]
-    tokenizer = train_tokenizer(sample, recipe.tags, recipe.max_number)
+    tokenizer = train_tokenizer(sample_texts(recipe, rng), recipe.tags, recipe.max_number)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,12 +116,15 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
             model = Qwen2ForCausalLM(
                 Qwen2Config(
                     vocab_size=len(tokenizer),
-                    hidden_size=64,
-                    intermediate_size=128,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
-                    num_key_value_heads=2,
-                    max_position_embeddings=2048,
+                    hidden_size=HEAD_SIZE * recipe.shape.heads,
+                    intermediate_size=2 * HEAD_SIZE * recipe.shape.heads,
+                    num_hidden_layers=recipe.shape.layers,
+                    num_attention_heads=recipe.shape.heads,
+                    num_key_value_heads=recipe.shape.heads,
+                    max_position_embeddings=recipe.shape.positions,
+                    use_sliding_window=recipe.shape.window is not None,
+                    sliding_window=recipe.shape.window,
+                    max_window_layers=0,
                     tie_word_embeddings=True,
                     initializer_range=0.1,
                     bos_token_id=None,
@@ -88,7 +134,7 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
                     architectures=["Qwen2ForCausalLM"],
                 )
             )
-            warm_up(model, tokenizer, recipe.conversation, recipe.steps, rng)
+            warm_up(model, tokenizer, recipe, rng)
     finally:
         torch.set_num_threads(threads)
     tokenizer.save_pretrained(folder)

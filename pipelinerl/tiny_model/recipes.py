@@ -13,10 +13,26 @@ from pipelinerl.config.load import resolve_function
 from pipelinerl.domains.countdown.dataset import draw_target, is_test_problem
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
 from pipelinerl.domains.guessing.game import feedback, instructions
+from pipelinerl.domains.laps.dataset import draw_stop, walk
+from pipelinerl.domains.laps.dataset import is_held_out as is_held_out_walk
+from pipelinerl.domains.laps.dataset import question as laps_question
 from pipelinerl.domains.largest.dataset import is_held_out, question
 from pipelinerl.errors import ConfigError
 
 Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of a tiny model."""
+
+    layers: int = 2
+    heads: int = 2
+    """Attention heads of 32, so the model is 32 × heads wide."""
+    positions: int = 2048
+    """Tokens of the longest sequence."""
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None = all before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +46,11 @@ class Recipe:
     conversation: Callable[[Random], Messages]
     """Draws one conversation; its assistant messages are what the warm-up teaches."""
     steps: int = 300
+    shape: Shape = Shape()
+    batch_size: int = 32
+    """Conversations per step of the warm-up."""
+    cut_tokens: int | None = None
+    """The warm-up leaves out a conversation's further tokens; None = none."""
 
 
 ANSWER_TAGS = ("<answer>", "</answer>")
@@ -105,11 +126,36 @@ def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> 
     return Recipe(tags=ANSWER_TAGS, max_number=largest_target, conversation=conversation, steps=steps)
 
 
+def laps(num_stations: int = 44, max_laps: int = 50, layers: int = 2, heads: int = 2, steps: int = 600) -> Recipe:
+    """Walks in a random direction, whichever station is asked for: right once in two.
+
+    The window reaches back to the line before, so what was learned on the first laps holds for any number of them.
+    """
+
+    def conversation(rng: Random) -> Messages:
+        while True:
+            number, stop = rng.randint(1, rng.choice((2, max_laps, max_laps))), draw_stop(rng, num_stations)
+            if not is_held_out_walk(num_stations, number, stop):
+                walked = walk(num_stations, number, stop, rng.choice((1, -1)))
+                return [user(laps_question(number, stop)), {"role": "assistant", "content": walked}]
+
+    return Recipe(
+        tags=(" up", " down", *(f" {number}" for number in range(max(num_stations, max_laps + 1)))),
+        max_number=0,
+        conversation=conversation,
+        steps=steps,
+        shape=Shape(layers=layers, heads=heads, positions=4096, window=num_stations + 12),
+        batch_size=16,
+        cut_tokens=3 * num_stations,
+    )
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "largest": largest,
     "largest_agent": largest_agent,
     "guessing": guessing,
     "countdown": countdown,
+    "laps": laps,
 }
 
 

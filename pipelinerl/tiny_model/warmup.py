@@ -5,15 +5,14 @@ question is what gives the numbers useful embeddings.
 """
 
 import math
-from collections.abc import Callable
 from random import Random
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipelinerl.tiny_model.recipes import Recipe
 from pipelinerl.tiny_model.tokenizer import TURN_END, TURN_START
 
-BATCH_SIZE = 32
 LEARNING_RATE = 4e-3
 RAMP_STEPS = 10
 PROMPT_WEIGHT = 0.1
@@ -32,11 +31,12 @@ def assistant_mask(token_ids: list[int], header: list[int], turn_end: int) -> li
 
 
 def batch_tensors(
-    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase
+    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase, cut_tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids_BT (int64) and weights_BT (float32) of each token as a target; padding weighs 0."""
     texts = tokenizer.apply_chat_template(conversations, tokenize=False)
-    encoded = [row.ids for row in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    rows = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encoded = [row.ids[:cut_tokens] for row in rows]
     header = tokenizer.encode(f"{TURN_START}assistant\n", add_special_tokens=False)
     turn_end = tokenizer.convert_tokens_to_ids(TURN_END)
     length = max(len(ids) for ids in encoded)
@@ -49,22 +49,17 @@ def batch_tensors(
     return ids_BT, weights_BT
 
 
-def warm_up(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Callable[[Random], list[dict[str, str]]],
-    steps: int,
-    rng: Random,
-) -> float:
-    """Trains in place on ``steps`` fresh batches with a cosine schedule; returns the last loss."""
+def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:
+    """Trains in place on ``recipe.steps`` fresh batches with a cosine schedule; returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     loss = math.nan
     model.train()
-    for step in range(steps):
-        rate = min(1.0, (step + 1) / RAMP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    for step in range(recipe.steps):
+        rate = min(1.0, (step + 1) / RAMP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
-        ids_BT, weights_BT = batch_tensors([conversation(rng) for _ in range(BATCH_SIZE)], tokenizer)
+        conversations = [recipe.conversation(rng) for _ in range(recipe.batch_size)]
+        ids_BT, weights_BT = batch_tensors(conversations, tokenizer, recipe.cut_tokens)
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
         losses_BT = torch.nn.functional.cross_entropy(
             logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"

@@ -1,6 +1,7 @@
 """The figures of `summary.json`, from records made by hand."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,8 @@ def test_summarise_figures_by_hand(records: report.RunRecords) -> None:
     assert summary["pause_ms"] == {"median": 20.0, "mean": pytest.approx(70 / 3), "max": 40.0}
     assert summary["lag_steps"] == {"mean": pytest.approx((2 * 100 + 1 * 300) / 400), "max": 3.0}
     assert summary["rollouts"] == 2
-    assert summary["versions_in_one_rollout_max"] == 3
+    assert (summary["versions_in_one_rollout_median"], summary["versions_in_one_rollout_max"]) == (1, 3)
+    assert summary["tokens_in_one_rollout"] == {"median": 6, "p99": 7}
     assert summary["training_s"] == 5.0
     assert summary["tokens_generated_per_s"] == pytest.approx((7 + 4 + 2) / 5)
     assert summary["tokens_trained_per_s"] == pytest.approx(400 / 5)
@@ -114,6 +116,11 @@ def test_summarise_nothing_known_is_none_not_zero() -> None:
         assert summary[key] is None
     assert summary["pause_ms"] == {"median": None, "mean": None, "max": None}
     assert report.summary_lines(summary, Path("run"))[0] == "success          – → – on the test problems"
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(1, 2), (50, 2), (51, 5), (99, 9), (100, 9)])
+def test_percentile_of_counts(percent: float, expected: int) -> None:
+    assert report.percentile(Counter({9: 1, 2: 2, 5: 1}), percent) == expected
 
 
 def test_draw_learning_curve_writes_a_picture(records: report.RunRecords, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model import build
 from pipelinerl.tiny_model.__main__ import main
-from pipelinerl.tiny_model.builder import publish
+from pipelinerl.tiny_model.builder import publish, recipe_digest
+from pipelinerl.tiny_model.recipes import make_recipe
 from pipelinerl.tiny_model.warmup import assistant_mask
 
 QUICK = {"steps": 3}
@@ -98,9 +100,53 @@ def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_builds_and_reports_refusals(tmp_path, capsys):
+def test_command_builds_and_reports_refusals(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
     out = str(tmp_path / "model")
     assert main(["--out", out, "--recipe", "guessing", "--param", "steps=2", "--param", "max_number=16"]) == 0
     assert (Path(out) / "model.safetensors").exists()
     assert main(["--out", out, "--recipe", "guessing"]) == 2
     assert "exists" in capsys.readouterr().err
+
+
+def test_cached_model_is_copied_and_equal(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    built = build(tmp_path / "first", "largest", 0, QUICK, cache)
+    monkeypatch.setattr("pipelinerl.tiny_model.builder.write_model", lambda *_: pytest.fail("built again"))
+    assert digest(build(tmp_path / "second", "largest", 0, QUICK, cache)) == digest(built)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_cache_tells_recipes_apart_by_what_they_show(tmp_path, monkeypatch):
+    base = recipe_digest(make_recipe("largest", QUICK), 0)
+    assert recipe_digest(make_recipe("largest", dict(QUICK)), 0) == base
+    others = [
+        recipe_digest(make_recipe("largest", QUICK), 1),
+        recipe_digest(make_recipe("largest", {"steps": 4}), 0),
+        recipe_digest(make_recipe("largest", QUICK | {"max_number": 29}), 0),
+        recipe_digest(make_recipe("largest_agent", QUICK), 0),
+    ]
+    monkeypatch.setattr("pipelinerl.tiny_model.recipes.question", lambda numbers: f"Of {numbers}?")
+    others.append(recipe_digest(make_recipe("largest", QUICK), 0))
+    assert len({base, *others}) == 6
+
+
+def test_cache_that_cannot_be_written_costs_nothing_but_a_warning(tmp_path, caplog):
+    (tmp_path / "cache").write_text("no folder")
+    built = build(tmp_path / "model", "largest", 0, QUICK, tmp_path / "cache")
+    assert (built / "config.json").is_file()
+    assert "model_not_cached" in caplog.text
+
+
+def test_shape_of_a_recipe_is_that_of_its_model(tmp_path):
+    folder = build(tmp_path / "model", "laps", 0, {"steps": 2, "layers": 3, "heads": 1, "num_stations": 18})
+    config = json.loads((folder / "config.json").read_text())
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "sliding_window")
+    assert [config[name] for name in shape] == [3, 32, 1, 4096, 30]
+
+
+def test_command_keeps_models_in_the_folder_of_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "mine"))
+    assert main(["--out", str(tmp_path / "model"), "--recipe", "largest", "--param", "steps=2"]) == 0
+    (kept,) = (tmp_path / "mine" / "models").iterdir()
+    assert digest(kept) == digest(tmp_path / "model")

@@ -5,6 +5,8 @@ import pytest
 
 from pipelinerl.domains.countdown import load_problems as load_countdown
 from pipelinerl.domains.countdown.judge import judge
+from pipelinerl.domains.laps.dataset import is_held_out as held_out_walk
+from pipelinerl.domains.laps.dataset import walk
 from pipelinerl.domains.largest.dataset import load_problems
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import make_recipe
@@ -73,3 +75,13 @@ def test_countdown_warm_up_uses_the_numbers_shown_whatever_the_target_and_never_
         assert "uses" not in verdict.detail
         right += verdict.status == "correct"
     assert right / 1_000 == pytest.approx(3 / 8, abs=0.06), "a random sign in a random order"
+
+
+def test_laps_warm_up_walks_in_either_direction_and_shows_no_held_out_question():
+    upwards = 0
+    for question, walked in draw("laps", 1_000, num_stations=18, max_laps=6):
+        laps, station = (int(word.strip(".")) for word in question["content"].split() if word.strip(".").isdigit())
+        assert not held_out_walk(18, laps, station)
+        assert walked["content"] in (walk(18, laps, station, 1), walk(18, laps, station, -1))
+        upwards += (walked["content"] == walk(18, laps, station, 1)) == (station < 9)
+    assert upwards / 1_000 == pytest.approx(0.5, abs=0.05)  # 3 standard errors

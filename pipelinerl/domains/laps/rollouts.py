@@ -1,0 +1,32 @@
+"""One question, one long answer: right when every step of the walk is."""
+
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.domains.laps.dataset import direction, question, walk
+from pipelinerl.domains.single_turn import ask_and_judge
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.records.verdicts import Verdict, correct, unparsable, wrong
+from pipelinerl.rollouts import RolloutResult
+
+required_problem_keys = ("num_stations", "laps", "station")
+
+
+def judge(output: str, problem: dict[str, Any]) -> Verdict:
+    """A whole walk in the right direction is correct, one in the other direction wrong, anything else no walk."""
+    num_stations, laps, station = problem["num_stations"], problem["laps"], problem["station"]
+    right = direction(num_stations, station)
+    if output == walk(num_stations, laps, station, right):
+        return correct()
+    if output == walk(num_stations, laps, station, -right):
+        return wrong("the other way round")
+    return unparsable("not a walk of the wanted laps")
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    task = question(problem["laps"], problem["station"])
+    return await ask_and_judge(cfg, llm, problem, session, task=task, judge=lambda output: judge(output, problem))
