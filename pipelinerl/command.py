@@ -26,6 +26,7 @@ COMMANDS = {
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
     "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
+    "members": Command("pipelinerl.inspect.members", "who is in a run now; ask a server to leave"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
     "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
