@@ -37,6 +37,7 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
     role_command,
 )
+from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous
 from pipelinerl.launcher.processes import STOP_SIGNALS, Reaper, RunMark
@@ -92,21 +93,39 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     if config.dry_run:
         return dry_run(make_plan(config, container, path, command_of), path, overrides, command_of, missing)
     rank = read_node_environment(os.environ).rank
-    if rank:
+    if rank and config.launcher.engine == "local":
         return follow(make_plan(config, container, path, command_of), path, overrides, started)
     claim = run_dir.claim(path, container, force_restart=config.force_restart)
     with claim.lock:
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if claim.finished:
+            write_roles_file(path, ())
             return tell_finished(claim)
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
         run_dir.write(path, container, plan.world, plan.commands)
+        if config.launcher.engine == "external":
+            return hand_over(plan, path, command_of)
         if len(plan.world.nodes) == 1:
             ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
         else:
             ending = asyncio.run(lead(plan, claim, started))
     return tell_ending(ending, path)
+
+
+def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
+    """Write what a platform needs to start every role, and build what they load."""
+    if plan.builds_model:
+        say(f"building the tiny model {plan.config.model_path}")
+        problem = asyncio.run(preflight.build_tiny_model(plan.config, os.environ))
+        if problem:
+            raise ConfigError(problem)
+    commands = [command_of(job, plan.world, path, os.environ) for job in plan.world.jobs]
+    shared = compiler_cache(os.environ)
+    run_dir.write_roles(path, [replace(command, env={**shared, **command.env}) for command in commands])
+    write_roles_file(path, plan.world.jobs)
+    say(f"{path} is ready: {len(plan.world.jobs)} roles are to be started, see {path / ROLES_FILE}")
+    return EXIT_DONE
 
 
 async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:

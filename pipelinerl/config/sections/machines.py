@@ -84,6 +84,12 @@ class StreamsSection(Section):
 class LauncherSection(Section):
     """Deadlines and restarts."""
 
+    engine: Literal["local", "external"] = key(
+        "local",
+        "who starts the roles. Local = the launcher, on its node. External = a platform, from the run folder that the "
+        "launcher has written",
+        may_change=True,
+    )
     max_restarts: NonNegativeInt = key(
         3, "restarts of roles over the whole run. After them the first failure ends it", may_change=True
     )

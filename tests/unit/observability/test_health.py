@@ -16,6 +16,7 @@ LIMITS = LauncherSection(
     save_timeout_s=60,
     hang_timeout_s=100,
     heartbeat_timeout_s=20,
+    engine="local",
     lease_ttl_s=30,
     node_timeout_s=60,
     max_log_mb=1,

@@ -1,0 +1,48 @@
+"""What a deployment is rendered from."""
+
+import re
+from dataclasses import dataclass
+
+from pipelinerl.errors import ConfigError
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The experiment's command line, and the machines that it gets."""
+
+    arguments: tuple[str, ...]
+    """Of `pipelinerl.launch`."""
+    name: str = "pipelinerl"
+    nodes: int = 1
+    gpus_per_node: int = 0
+    gpu: str = "H100"
+    """SkyPilot: name of the accelerator."""
+    cpus_per_node: int = 8
+    hours: int = 24
+    python: str = "python"
+    """Interpreter on the machines."""
+    workdir: str = "."
+    """Folder on the machines in which roles start."""
+    image: str = ""
+    """Kubernetes: the container's image."""
+    extra_servers: int = 0
+    """Kubernetes: servers beside those of the nodes, which join and leave as the platform has room."""
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
+        if self.output_dir is None:
+            raise ConfigError("output_dir=… is missing: name a folder that every node sees")
+        for name in ("nodes", "cpus_per_node", "hours"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if self.gpus_per_node < 0 or self.extra_servers < 0:
+            raise ConfigError("--gpus-per-node and --extra-servers must not be negative")
+
+    @property
+    def output_dir(self) -> str | None:
+        """The run folder that the command line names."""
+        values = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("output_dir=")]
+        return values[-1] if values else None

@@ -1,0 +1,116 @@
+"""Kubernetes: the nodes of a run as one JobSet gang, further servers as a Deployment whose pods join by lease.
+
+Every pod of the gang runs the launcher as on any machine; its rank is the pod's index and its peers have the JobSet's
+stable names. The secret comes from a Kubernetes Secret of the run's name, which is not part of the document.
+"""
+
+from typing import Any
+
+import yaml
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.render.deployment import Deployment
+from pipelinerl.streams.spec import run_key
+
+JOB = "nodes"
+REDIS_PORT = 15000
+MAX_RESTARTS = 10
+RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def render(deployment: Deployment) -> str:
+    """The documents for `kubectl apply -f -`."""
+    if not deployment.image:
+        raise ConfigError("--image is missing: name the container's image")
+    documents = [gang(deployment)]
+    if deployment.extra_servers:
+        documents.append(servers(deployment))
+    return yaml.safe_dump_all(documents, sort_keys=False, width=200)
+
+
+def hosts_of(deployment: Deployment) -> list[str]:
+    """Names of the gang's pods, which the JobSet's headless service resolves."""
+    return [f"{deployment.name}-{JOB}-0-{index}.{deployment.name}" for index in range(deployment.nodes)]
+
+
+def gang(deployment: Deployment) -> dict[str, Any]:
+    arguments = [
+        *deployment.arguments,
+        "streams=redis",
+        f"streams.port={REDIS_PORT}",
+        f"world.run_id={deployment.name}",
+    ]
+    environment: list[dict[str, Any]] = [
+        {"name": "WORLD_SIZE", "value": str(deployment.nodes)},
+        {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": RANK_FIELD}}},
+        {"name": "PIPELINERL_HOSTS", "value": ",".join(hosts_of(deployment))},
+    ]
+    if deployment.nodes == 1:  # one named node listens beyond itself, so that servers can join
+        arguments.append(f"world.hosts=[{hosts_of(deployment)[0]}]")
+    pod = pod_of(deployment, ["-m", "pipelinerl.launch", *arguments], environment)
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": deployment.name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": deployment.name},
+            "failurePolicy": {"maxRestarts": MAX_RESTARTS},
+            "replicatedJobs": [
+                {
+                    "name": JOB,
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            "completions": deployment.nodes,
+                            "parallelism": deployment.nodes,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "activeDeadlineSeconds": 3600 * deployment.hours,
+                            "template": {"spec": {**pod, "restartPolicy": "Never"}},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def servers(deployment: Deployment) -> dict[str, Any]:
+    if deployment.output_dir is None or not deployment.output_dir.startswith("/"):
+        raise ConfigError(f"output_dir={deployment.output_dir}: pods find the run by it, so it must begin with /")
+    name, labels = f"{deployment.name}-servers", {"app": f"{deployment.name}-servers"}
+    address = f"redis://{hosts_of(deployment)[0]}:{REDIS_PORT}/{run_key(deployment.output_dir, deployment.name)}"
+    command = ["-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run", "--job", "actor_llm"]
+    environment = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    pod = pod_of(deployment, [*command, "--host", "$(POD_IP)"], environment)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "replicas": deployment.extra_servers,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def pod_of(deployment: Deployment, command: list[str], environment: list[dict[str, Any]]) -> dict[str, Any]:
+    secret = {"secretKeyRef": {"name": deployment.name, "key": "secret"}}
+    limits = {"cpu": str(deployment.cpus_per_node)}
+    if deployment.gpus_per_node:
+        limits["nvidia.com/gpu"] = str(deployment.gpus_per_node)
+    container = {
+        "name": "pipelinerl",
+        "image": deployment.image,
+        "command": [deployment.python, *command],
+        "workingDir": deployment.workdir,
+        "env": [{"name": "PIPELINERL_SECRET", "valueFrom": secret}, *environment],
+        "resources": {"limits": limits},
+        "volumeMounts": [{"name": "results", "mountPath": "/results"}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    volumes = [
+        {"name": "results", "persistentVolumeClaim": {"claimName": f"{deployment.name}-results"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {"containers": [container], "volumes": volumes}

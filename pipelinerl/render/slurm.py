@@ -1,0 +1,99 @@
+"""A SLURM batch script: it writes the run folder, starts every role as a step of its own, and ends when the actors do.
+
+Each role is started again when it fails, `PRL_RESTARTS` times; the others wait for it. The trainer's ranks meet through
+torchrun's static rendezvous. The secret is made when the job starts and is in the job's environment only. SIGTERM
+(`scancel --signal=TERM`, or the time limit's warning) reaches every role: the trainer saves. A job that is queued again
+resumes.
+"""
+
+import shlex
+
+from pipelinerl.render.deployment import Deployment
+
+WARNING_S = 180
+
+_BODY = r"""
+set -euo pipefail
+umask 077
+cd "$PRL_WORKDIR"
+export PIPELINERL_SECRET="${PIPELINERL_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export PIPELINERL_HOSTS="${PIPELINERL_HOSTS:-$(IFS=,; echo "${nodes[*]}")}"
+
+stopping=
+trap 'stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+
+"$PRL_PYTHON" -m pipelinerl.launch "${PRL_ARGUMENTS[@]}" launcher.engine=external
+
+# Runs one role on its node until it has done its part: 0 it has, 3 it left as asked, 2 no restart can mend it.
+keep() {
+  local role=$1 node=${nodes[$2]} tries=0 code
+  while true; do
+    code=0
+    srun --overlap --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --nodelist="$node" --cpu-bind=none \
+      --output="$PRL_RUN/$role/log.txt" --open-mode=append --job-name="$role" "$PRL_RUN/$role/start.sh" || code=$?
+    if [[ $code == 0 || $code == 3 || -n $stopping || -e $PRL_RUN/.ending ]]; then return 0; fi
+    if [[ $code == 2 || $((++tries)) -gt $PRL_RESTARTS ]]; then
+      echo "$role failed with code $code: see $PRL_RUN/$role/log.txt"; return 1
+    fi
+    echo "$role ended with code $code: restart $tries of $PRL_RESTARTS"
+    sleep "$tries"
+  done
+}
+
+rm -f "$PRL_RUN/.ending"
+declare -A running=()
+waiting_for=0
+while read -r role rank; do
+  keep "$role" "$rank" &
+  running[$!]=$role
+  if [[ $role == actor_[0-9]* ]]; then waiting_for=$((waiting_for + 1)); fi
+done < "$PRL_RUN/conf/roles.txt"
+
+# The run is done when every actor is, and fails when a role does.
+failed=0
+while [[ $waiting_for -gt 0 && $failed == 0 && -z $stopping ]]; do
+  code=0
+  wait -n -p ended "${!running[@]}" || code=$?
+  if [[ -z ${ended:-} ]]; then continue; fi
+  role=${running[$ended]}
+  unset "running[$ended]"
+  if [[ $code != 0 && -z $stopping ]]; then failed=1; fi
+  if [[ $role == actor_[0-9]* ]]; then waiting_for=$((waiting_for - 1)); fi
+done
+touch "$PRL_RUN/.ending"
+if [[ -z $stopping ]]; then scancel --signal=TERM "$SLURM_JOB_ID"; fi
+wait || true
+rm -f "$PRL_RUN/.ending"
+if [[ $failed == 1 ]]; then exit 1; fi
+if [[ -n $stopping ]]; then echo "stopped; a job that is queued again resumes $PRL_RUN"; exit 143; fi
+"$PRL_PYTHON" -m pipelinerl.render.finish "$PRL_RUN"
+"""
+
+
+def render(deployment: Deployment) -> str:
+    """The script for `sbatch`."""
+    assert deployment.output_dir is not None
+    directives = [
+        f"--job-name={deployment.name}",
+        f"--nodes={deployment.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={deployment.cpus_per_node}",
+        f"--time={deployment.hours}:00:00",
+        f"--signal=B:TERM@{WARNING_S}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={deployment.name}-%j.txt",
+    ]
+    if deployment.gpus_per_node:
+        directives.insert(3, f"--gpus-per-node={deployment.gpus_per_node}")
+    settings = {
+        "PRL_PYTHON": deployment.python,
+        "PRL_WORKDIR": deployment.workdir,
+        "PRL_RUN": deployment.output_dir,
+        "PRL_RESTARTS": "3",
+    }
+    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives)]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    lines.append(f"PRL_ARGUMENTS=({shlex.join(deployment.arguments)})")
+    return "\n".join(lines) + _BODY
