@@ -58,6 +58,19 @@ def sequence_fits_trainer(config: Config) -> str | None:
     )
 
 
+def micro_batch_fits_record(config: Config) -> str | None:
+    """Ids, log-probabilities, advantages and reference log-probabilities take 16 bytes of a token."""
+    needed = config.finetune.seq_length * 16
+    limit = config.streams.max_record_mb << 20
+    if needed <= limit:
+        return None
+    return (
+        f"`streams.max_record_mb` is {config.streams.max_record_mb} but a micro-batch of "
+        f"`finetune.seq_length`={config.finetune.seq_length} tokens takes {needed / 2**20:.1f} MB: "
+        "raise the first or lower the second"
+    )
+
+
 def completion_fits_server(config: Config) -> str | None:
     longest = server_options(config).get("max-model-len")
     for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
@@ -235,6 +248,7 @@ def phases_are_conventional(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    micro_batch_fits_record,
     *OBJECTIVE_RULES,
     max_tokens_given,
     sequence_fits_trainer,

@@ -134,7 +134,8 @@ def to_batch(
     input_ids[flat] = record.token_ids
 
     def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(device, non_blocking=True)
+        # What comes from a stream is read-only, which torch does not know.
+        return torch.as_tensor(np.require(array, requirements="CW"), dtype=dtype).to(device, non_blocking=True)
 
     at = index.positions_K
     ref = record.ref_logprobs

@@ -13,12 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.outside import look_into
-from pipelinerl.records import ActorRecord, GroupDropped, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
+from pipelinerl.records import (
+    ActorRecord,
+    GroupDropped,
+    PreprocessorProgress,
+    RolloutGroup,
+    SamplesProcessed,
+    TrainerMessage,
+    topics,
+)
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
 
@@ -136,8 +145,10 @@ def read(run_dir: Path) -> Ledger:
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
+        found: list[tuple[int, Any]] = []
         with open_reader(spec, record_type, name=None, over_damage=True) as reader:
-            found = reader.read_all()
+            while batch := reader.poll(0):
+                found += [(offset, without_tokens(record)) for offset, record in batch]
         return (found[0][0] if found else 0), [record for _, record in found]
 
     with look_into(run_dir):
@@ -150,6 +161,14 @@ def read(run_dir: Path) -> Ledger:
             firsts = {"first_offset": first_offset, "first_progress": first_progress}
             ledgers.append(build(actor, preprocessor, steps_trained, **firsts))
     return merge(ledgers)
+
+
+def without_tokens(record: Any) -> Any:
+    """The record as far as the ledger asks for it: the tokens of a long topic do not fit into memory."""
+    if not isinstance(record, RolloutGroup):
+        return record
+    rollouts = tuple(msgspec.structs.replace(rollout, sequences=()) for rollout in record.rollouts)
+    return msgspec.structs.replace(record, rollouts=rollouts)
 
 
 def _say(entry: LedgerEntry) -> str:
