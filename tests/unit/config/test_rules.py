@@ -35,6 +35,7 @@ def test_check_base_configuration_has_no_hint(base: Config) -> None:
 
 REFUSED = {
     "sequence_fits_trainer": {"finetune__seq_length": 9999},
+    "micro_batch_fits_record": {"finetune__seq_length": 70_000, "streams__max_record_mb": 1},
     "completion_fits_server": {"llm__parameters": {"max_tokens": 10000, "temperature": 1.0}},
     "max_tokens_given": {"test_llm__parameters": {"temperature": 1.0}},
     "sampling_is_undistorted": {"llm__parameters": {"max_tokens": 10, "temperature": 1.0, "top_p": 0.9}},
