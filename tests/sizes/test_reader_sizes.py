@@ -88,7 +88,7 @@ def test_run_of_many_groups_and_two_thousand_versions_is_accounted_for(
 
     assert ledger.main([str(run_dir)]) == 0
     assert capsys.readouterr().out.split() == [str(2 * groups), "trained"]
-    summary = report.write_report(run_dir, replicas=1, wall_s=1.0, seed=0)
+    summary = report.write_report(run_dir, replicas=1, launched=0.0, started=1.0, seed=0)
     assert (summary["optimizer_steps"], summary["weight_updates"], summary["rollouts"]) == (steps, steps, 2 * groups)
     assert summary["pause_ms"]["mean"] == 5.0
     assert status.main([str(run_dir)]) == 0
