@@ -29,6 +29,7 @@ COMMANDS = {
     "members": Command("pipelinerl.inspect.members", "who is in a run now; ask a server to leave"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
+    "migrate": Command("pipelinerl.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),
     "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
 }
 

@@ -1,8 +1,8 @@
 """Writes what is said about keys elsewhere from their declarations: `python -m pipelinerl.config.docs [--check]`.
 
-Owned are the parts between the two marks in `conf/base.yaml`, `conf/finetune/base.yaml`, `conf/streams/files.yaml` and
-`docs/configuration.md`. What stands around the marks is written by hand. `--check` writes nothing and exits with 1
-where a file differs.
+Owned are the parts between the two marks in `conf/base.yaml`, `conf/finetune/base.yaml`, `conf/streams/files.yaml`,
+`docs/configuration.md` and `docs/migrating.md`. What stands around the marks is written by hand. `--check` writes
+nothing and exits with 1 where a file differs.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from pipelinerl.config.keys import REQUIRED, Key, Section, declared, optional_subsection, sections, subsection
+from pipelinerl.config.renames import GROUPS, Rename, explained
 from pipelinerl.config.sections import Config, FinetuneSection, StreamsSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ def pages() -> dict[str, str]:
         "conf/finetune/base.yaml": yaml_of(FinetuneSection),
         "conf/streams/files.yaml": yaml_of(StreamsSection),
         "docs/configuration.md": markdown(),
+        "docs/migrating.md": renamed_keys(),
     }
 
 
@@ -108,6 +110,19 @@ def table(title: str, section: type[Section], keys: Iterable[Key]) -> str:
     ]
     intro = " ".join((section.__doc__ or "").split())
     return "\n".join([f"## {title}", "", intro, "", head, *rows])
+
+
+def renamed_keys() -> str:
+    """PipelineRL's keys, one table per group."""
+    return "\n\n".join(
+        "\n".join(["### " + title, "", "| there | here | |", "|---|---|---|", *map(renamed_row, rows)])
+        for title, rows in GROUPS.items()
+    )
+
+
+def renamed_row(row: Rename) -> str:
+    here = {"moved": f"`{row.new}`", "needless": "not needed", "missing": "no equivalent"}[row.fate]
+    return f"| `{row.old}` | {here} | {explained(row)} |"
 
 
 def default_cell(default: Any) -> str:

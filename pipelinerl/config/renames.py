@@ -303,15 +303,17 @@ def rename_of(key: str) -> Rename | None:
 
 def hint(row: Rename) -> str:
     """What to say to who writes the old key."""
+    said = explained(row)
     if row.fate == "moved":
-        values = "; ".join(f"{_said(old)} → {_said(new)}" for old, new in row.values.items())
-        explained = ", ".join(
-            part for part in (row.why, values, f"write e.g. `'1024 {row.unit}'`" * bool(row.unit)) if part
-        )
-        return f"PipelineRL's key is `{row.new}` here" + (f" ({explained})" if explained else "")
-    if row.fate == "needless":
-        return f"PipelineRL's key is not needed here: {row.why}"
-    return f"PipelineRL's key has no equivalent here: {row.why}"
+        return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
+    return f"PipelineRL's key {'is not needed' if row.fate == 'needless' else 'has no equivalent'} here: {said}"
+
+
+def explained(row: Rename) -> str:
+    """Reason, values and unit of a row; may be empty."""
+    values = "; ".join(f"{_said(old)} → {_said(new)}" for old, new in row.values.items() if old != new)
+    example = f"e.g. `1024 {row.unit}`" if row.unit else ""
+    return ", ".join(part for part in (row.why, values, example) if part)
 
 
 def _said(value: Any) -> str:

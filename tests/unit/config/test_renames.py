@@ -30,7 +30,7 @@ def test_every_row_is_there_once_and_says_why_there_is_no_key() -> None:
     [
         ("finetune.attempts", "`attempts`"),
         ("finetune.max_lag", "`max_lag_steps` here (counted in samples there and in optimizer steps here"),
-        ("finetune.max_lag", "'1024 samples'"),
+        ("finetune.max_lag", "e.g. `1024 samples`"),
         ("debug.mode", "has no equivalent here"),
         ("finetune.model_class", "`finetune.rl.advantage`"),
         ("wandb.use_wandb", "`wandb.mode` here (true → online; false → disabled)"),

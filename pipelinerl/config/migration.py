@@ -1,0 +1,261 @@
+"""From an experiment of PipelineRL to one of this project: pure, and every difference is told.
+
+The table of keys is `pipelinerl.config.renames`. What a row cannot say (the files of the `defaults` list, the clamp
+that belongs to one loss) is done here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import ceil
+from typing import Any
+
+from pipelinerl.config.keys import declared
+from pipelinerl.config.load import config_keys, is_free_form, nearest_key
+from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, Rename, rename_of
+from pipelinerl.config.sections import Config
+
+VALUE_HEAD = "causal-language-modeling-with-value-head"
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "base": {},
+    "grpo": {"finetune.attempts": 8, "finetune.rl.policy_loss": "ppo"},
+    "ppo": {
+        "finetune.model_class": VALUE_HEAD,
+        "finetune.attempts": 1,
+        "finetune.rl.value_loss_coef": 0.1,
+        "finetune.rl.policy_loss": "ppo",
+    },
+    "actor_critic": {
+        "finetune.model_class": VALUE_HEAD,
+        "finetune.attempts": 1,
+        "finetune.rl.value_loss_coef": 0.1,
+    },
+}
+"""PipelineRL's files of `finetune`, beyond its base."""
+REWARDS = {"success_and_format": "success_within_limit"}
+"""PipelineRL's files of `rewards` that have another name here."""
+OWN_BASE: Mapping[str, Any] = {
+    "eval_every_n_versions": 78000,
+    "test_llm.parameters.top_p": 0.95,
+    "test_llm.parameters.top_k": 50,
+}
+"""What PipelineRL's base.yaml says beside its `finetune`, where it matters and differs."""
+BATCH = {"finetune.train_batch_size": 1, "finetune.gradient_accumulation_passes": 1024}
+MAX_TRAIN_STEPS = 100_000
+EPSILON = 0.02
+SEQ_LENGTH, MAX_MODEL_LEN = "finetune.seq_length", "vllm_config.vllm_kwargs.max_model_len"
+RATIO_CLAMP = 5.0
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.\-]*)\}")
+LOADER_PARAMETERS = "dataset_loader_params"
+NAME_LISTS = ("train_dataset_names", "test_dataset_names")
+"""One name is a list of one here."""
+OPEN = ("rewards", "vllm_config.vllm_kwargs", "llm.parameters", "test_llm.parameters")
+"""Mappings of the user's in which PipelineRL has keys of its own."""
+
+
+@dataclass
+class Migration:
+    """The new experiment, and what was done to get there."""
+
+    defaults: list[Any] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Dotted key → value."""
+    changed: list[str] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """As it is written: nested, the `defaults` first."""
+        nested: dict[str, Any] = {"defaults": self.defaults}
+        for key, value in self.values.items():
+            *sections, last = key.split(".")
+            target = nested
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[last] = value
+        return nested
+
+
+def migrate(old: Mapping[str, Any]) -> Migration:
+    """The experiment of PipelineRL's YAML file, read without resolving anything."""
+    result = Migration()
+    preset = _defaults(old.get("defaults", []), result)
+    given = dict(leaves({key: value for key, value in old.items() if key not in ("defaults", "hydra")}))
+    if preset is not None:
+        given = {**OWN_BASE, **PRESETS[preset], **given}
+        _intervals_and_lengths(given, result)
+    _objective(given, preset is not None, result)
+    for key, value in given.items():
+        _carry(key, value, result)
+    _functions(result)
+    return result
+
+
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its value; what the table or the user owns is not taken apart."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        row = rename_of(key)
+        whole = (key in _declared() and key not in OPEN) or is_free_form(key)
+        if isinstance(value, Mapping) and value and not whole and (row is None or row.old != key):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+@cache
+def _declared() -> frozenset[str]:
+    return frozenset(key.name for key in declared(Config))
+
+
+def _defaults(old: list[Any], result: Migration) -> str | None:
+    """The new list; returns PipelineRL's file of `finetune`, or None where the experiment derives from another one."""
+    preset: str | None = None
+    for entry in old:
+        if entry == "_self_":
+            continue
+        group, name = next(iter(entry.items())) if isinstance(entry, Mapping) else ("", str(entry))
+        group = str(group).removeprefix("override ").lstrip("/")
+        if not group:
+            result.defaults.append(name.lstrip("/"))
+            preset = preset or ("base" if name.lstrip("/") in ("base", "base_4gpu") else None)
+        elif group == "finetune" and name in PRESETS:
+            preset = name
+        elif group == "rewards":
+            result.defaults.append({"override rewards": REWARDS.get(name, name)})
+            if name in REWARDS:
+                result.changed.append(f"rewards={name} → rewards={REWARDS[name]}, the same table")
+        elif group == "streams":
+            result.defaults.append({"override streams": name})
+        else:
+            result.missing.append(f"defaults: {group}: {name}")
+    if preset is not None:
+        result.defaults.append({"override finetune": "pipelinerl"})
+        result.changed.append(f"finetune={preset} → finetune=pipelinerl with its values written out")
+    result.defaults.append("_self_")
+    return preset
+
+
+def _never_happens(samples: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an interval in samples is longer than the run."""
+    sizes = [given.get(key, default) for key, default in BATCH.items()]
+    steps = given.get("finetune.max_train_steps", MAX_TRAIN_STEPS)
+    if not all(isinstance(number, int) and number > 0 for number in (samples, steps, *sizes)):
+        return False
+    return ceil(samples / (sizes[0] * sizes[1])) > steps
+
+
+def _objective(given: dict[str, Any], complete: bool, result: Migration) -> None:
+    """PipelineRL's ε bounds the ratio of every loss; here `reinforce` has a clamp of its own, 1 + ε."""
+    loss = given.get("finetune.rl.policy_loss", "reinforce" if complete else None)
+    if loss == "reinforce":
+        low, high = (given.pop(f"finetune.rl.epsilon_{side}", None) for side in ("low", "high"))
+        if isinstance(high, int | float):
+            given["finetune.rl.ratio_clamp"] = 1 + high
+            result.changed.append(f"finetune.rl.epsilon_high: {high} → finetune.rl.ratio_clamp: {1 + high}")
+        if low is not None:
+            result.needless.append("finetune.rl.epsilon_low: `reinforce` has no lower bound")
+    elif loss and complete:
+        given["finetune.rl.ratio_clamp"] = RATIO_CLAMP  # the default, which this loss does not use
+        for side in ("low", "high"):
+            given.setdefault(f"finetune.rl.epsilon_{side}", EPSILON)
+    if given.get("finetune.model_class") == VALUE_HEAD:
+        given.pop("finetune.rl.divide_advantage_by_std", None)
+    with_kl = given.get("finetune.rl.kl_coef") or given.get("finetune.rl.final_kl_coef")
+    if not with_kl and given.pop("finetune.rl.clamp_log_ratio_ref_new_value", None) is not None:
+        result.needless.append("finetune.rl.clamp_log_ratio_ref_new_value: there is no KL term")
+
+
+def _intervals_and_lengths(given: dict[str, Any], result: Migration) -> None:
+    """What a whole experiment of PipelineRL says, and is refused here."""
+    interval = given["eval_every_n_versions"]
+    if _never_happens(interval, given):
+        given["eval_every_n_versions"] = 0
+        result.changed.append(f"eval_every_n_versions: {interval} → 0: the run has fewer samples")
+    trained, served = given.get(SEQ_LENGTH, 12000), given.get(MAX_MODEL_LEN, 10000)
+    if isinstance(trained, int) and isinstance(served, int) and trained < served:
+        given[MAX_MODEL_LEN] = trained
+        result.changed.append(f"{MAX_MODEL_LEN}: {served} → {trained}: {SEQ_LENGTH} must hold what a server makes")
+
+
+def _carry(key: str, value: Any, result: Migration) -> None:
+    """One key into the new experiment, or a line about why not."""
+    row = rename_of(key)
+    if row is None:
+        if key in config_keys() or is_free_form(key):
+            _put(key, value, result)
+        else:
+            near = nearest_key(key)
+            result.missing.append(f"{key}: {_short(value)}" + (f" (is it `{near}`?)" if near else ""))
+        return
+    if row.fate != "moved":
+        target = result.needless if row.fate == "needless" or value in (None, False, "", [], -1) else result.missing
+        target.append(f"{key}: {row.why}")
+        return
+    _move(key, value, row, result)
+
+
+def _move(key: str, value: Any, row: Rename, result: Migration) -> None:
+    hashable = tuple(value) if isinstance(value, list) else value
+    same = isinstance(hashable, str | int | float | bool | tuple | None) and hashable in row.values
+    new = row.values[hashable] if same else value
+    assert row.new
+    if new == LEFT_OUT:
+        result.needless.append(f"{key}: {_short(value)} is what happens here")
+    elif new == NO_EQUIVALENT:
+        result.missing.append(f"{key}: {_short(value)}" + (f": {row.why}" if row.why else ""))
+    else:
+        counted = row.unit and isinstance(new, int) and not isinstance(new, bool) and new > 0 and not same
+        new = f"{new} {row.unit}" if counted else new
+        _put(row.new, new, result)
+        if row.new != key or new != value:
+            why = f" ({row.why})" if row.why else ""
+            result.changed.append(f"{key}: {_short(value)} → {row.new}: {_short(new)}{why}")
+
+
+def _put(key: str, value: Any, result: Migration) -> None:
+    """A value, with its references to other keys under their new names."""
+    lost: list[str] = []
+
+    def renamed(match: re.Match[str]) -> str:
+        row = rename_of(match[1])
+        if row is None:
+            return match[0]
+        if row.new is None:
+            lost.append(match[1])
+        return f"${{{row.new}}}"
+
+    new = _in_texts(value, renamed)
+    if lost:
+        result.missing.append(f"{key}: it refers to `{lost[0]}`, which is not here")
+        return
+    if key in NAME_LISTS and isinstance(new, str):
+        new = [new]
+    if new != value:
+        result.changed.append(f"{key}: {_short(value)} → {_short(new)}")
+    result.values[key] = new
+
+
+def _in_texts(value: Any, renamed: Any) -> Any:
+    if isinstance(value, str):
+        return REFERENCE.sub(renamed, value)
+    if isinstance(value, Mapping):
+        return {name: _in_texts(inner, renamed) for name, inner in value.items()}
+    return [_in_texts(inner, renamed) for inner in value] if isinstance(value, list) else value
+
+
+def _functions(result: Migration) -> None:
+    """Functions of PipelineRL's own domains under their names here, whose loaders take other parameters."""
+    for key in ("actor.rollout_policy", "dataset_loader"):
+        old = result.values.get(key)
+        if old in DOTTED_NAMES:
+            result.values[key] = DOTTED_NAMES[old]
+            result.changed.append(f"{key}: {old} → {DOTTED_NAMES[old]}")
+            if key == "dataset_loader" and result.values.pop(LOADER_PARAMETERS, None):
+                result.missing.append(f"{LOADER_PARAMETERS}: this loader takes others, see its docstring")
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,146 @@
+"""Experiments of PipelineRL become experiments of this project, and nothing is lost without a word."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelinerl.config.load import compose, validate
+from pipelinerl.config.migration import Migration, migrate
+from pipelinerl.config.sections import Config
+from pipelinerl.migrate import main
+
+OWN = {"actor": {"rollout_policy": "os.getcwd"}, "dataset_loader": "os.getcwd"}
+
+
+def config_of(new: Migration, folder: Path) -> Config:
+    (folder / "new.yaml").write_text(yaml.safe_dump(new.document(), sort_keys=False))
+    return validate(compose("new", ["output_dir=x"], config_dir=folder))
+
+
+def experiment(*defaults: Any, **sections: Any) -> dict[str, Any]:
+    return {"defaults": ["base", *defaults, "_self_"], **OWN, **sections}
+
+
+def test_plain_experiment_keeps_pipelinerls_values(tmp_path: Path) -> None:
+    config = config_of(migrate(experiment()), tmp_path)
+    assert (config.batch_size, config.attempts) == (1024, 8)
+    assert config.finetune.rl.ratio_clamp == 1.02
+    assert config.eval_every_n_versions == 77  # 78,000 samples of 1,024
+    assert config.test_llm.parameters["top_p"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("preset", "loss", "advantage", "attempts"),
+    [("ppo", "ppo", "value", 1), ("actor_critic", "reinforce", "value", 1), ("grpo", "ppo", "loo", 8)],
+)
+def test_files_of_finetune_keep_what_they_mean(
+    preset: str, loss: str, advantage: str, attempts: int, tmp_path: Path
+) -> None:
+    config = config_of(migrate(experiment({"override finetune": preset})), tmp_path)
+    rl = config.finetune.rl
+    assert (rl.policy_loss, rl.advantage, config.attempts) == (loss, advantage, attempts)
+    assert (rl.epsilon_low, rl.epsilon_high) == ((0.02, 0.02) if loss == "ppo" else (0.2, 0.2))
+    assert rl.value_loss_coef == (0.1 if advantage == "value" else 0)
+
+
+def test_keys_move_with_their_units_and_values(tmp_path: Path) -> None:
+    old = experiment(
+        finetune={
+            "attempts": 16,
+            "max_lag": 3000,
+            "weight_update_interval": 2048,
+            "weight_decay": 0.1,
+            "rl": {"epsilon_high": 0.5, "divide_advantage_by_std": True},
+        },
+        eval_every_n_versions=20000,
+        wandb={"use_wandb": False},
+        rewards={"wrong_answer_finished": -0.5, "wrong_answer_not_finished": -1},
+    )
+    config = config_of(migrate(old), tmp_path)
+    assert (config.attempts, config.wandb.mode) == (16, "disabled")
+    assert (config.max_lag_steps, config.finetune.weight_update_interval, config.eval_every_n_versions) == (2, 2, 20)
+    assert (config.finetune.optimizer.weight_decay, config.finetune.rl.ratio_clamp) == (0.1, 1.5)
+    assert config.finetune.rl.advantage == "group_std"
+    assert config.rewards["wrong"] == -0.5
+    assert config.rewards["unfinished"] == {"wrong": -1}
+
+
+def test_evaluation_that_never_happened_is_off(tmp_path: Path) -> None:
+    old = experiment(finetune={"max_train_steps": 10}, eval_every_n_versions=20000)
+    new = migrate(old)
+    assert config_of(new, tmp_path).eval_every_n_versions == 0
+    assert "eval_every_n_versions: 20000 → 0: the run has fewer samples" in new.changed
+
+
+def test_lengths_that_do_not_fit_are_made_to(tmp_path: Path) -> None:
+    lengths = {"finetune": {"seq_length": 4000}, "llm": {"parameters": {"max_tokens": 500}}}
+    config = config_of(migrate(experiment(**lengths, test_llm={"parameters": {"max_tokens": 500}})), tmp_path)
+    assert config.vllm_config.vllm_kwargs["max_model_len"] == 4000
+
+
+def test_rewards_files_have_the_same_table(tmp_path: Path) -> None:
+    config = config_of(migrate(experiment({"override rewards": "success_and_format"})), tmp_path)
+    assert config.rewards == {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0, "unparsable": 0.0, "unfinished": 0.0}
+
+
+def test_every_key_is_carried_or_told() -> None:
+    keys = {
+        "sandbox_timeout": 10.0,
+        "my_own": {"key": 1},
+        "me": {"job_idx": None},
+        "preprocess": {"n_workers": 8, "ring_buffer_size": 128},
+        "debug": {"mode": "actor"},
+        "finetune": {"model_class": "vision2seq-language-modeling"},
+    }
+    new = migrate(experiment({"/domain_mix": "base"}, **keys))
+    told = "\n".join([*new.needless, *new.missing, *new.changed])
+    for name in ("sandbox_timeout", "my_own.key", "me.job_idx", "preprocess.n_workers", "debug.mode", "domain_mix"):
+        assert name in told
+    assert any(line.startswith("finetune.model_class: vision2seq") for line in new.missing)
+    assert new.values["actor.rollout_policy"] == "os.getcwd"
+
+
+def test_references_follow_their_keys() -> None:
+    new = migrate(experiment(domain={"n": "${finetune.attempts}", "m": "${debug.mode}"}))
+    assert "domain" not in new.values
+    assert any("refers to `debug.mode`" in line for line in new.missing)
+    assert migrate(experiment(domain={"n": "${finetune.attempts}"})).values["domain"] == {"n": "${attempts}"}
+
+
+def test_loaders_of_pipelinerls_domains_have_their_names_and_not_their_parameters() -> None:
+    old = experiment() | {
+        "dataset_loader": "pipelinerl.domains.math.load_datasets",
+        "dataset_loader_params": {"max_examples": 3},
+    }
+    new = migrate(old)
+    assert new.values["dataset_loader"] == "pipelinerl.domains.math.load_problems"
+    assert "dataset_loader_params" not in new.values
+    assert any(line.startswith("dataset_loader_params") for line in new.missing)
+
+
+def test_derived_experiment_is_migrated_by_itself() -> None:
+    new = migrate({"defaults": ["my_base"], "eval_every_n_versions": 500})
+    assert new.document() == {"defaults": ["my_base", "_self_"], "eval_every_n_versions": "500 samples"}
+
+
+def test_command_prints_a_file_whose_head_tells_everything(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "old.yaml").write_text(
+        "defaults: [base]\nactor: {system_prompt: 'a\n\n  b'}\nwandb: {use_wandb: false}\n"
+    )
+    assert main([str(tmp_path / "old.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# From PipelineRL's old.yaml.")
+    assert "# - wandb.use_wandb: false → wandb.mode: disabled" in printed
+    assert yaml.safe_load(printed)["actor"] == {"system_prompt": "a\nb"}
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "- 1\n- 2\n"])
+def test_command_refuses_what_is_no_experiment(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    if content is not None:
+        (tmp_path / "old.yaml").write_text(content)
+    assert main([str(tmp_path / "old.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
