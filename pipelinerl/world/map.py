@@ -1,7 +1,7 @@
 """The world map: every job of a run with its node, devices, port and URL. Written once by the launcher, then frozen.
 
-Every launcher of a run builds the same map (only cores are each node's own), and roles find each other through it and
-through nothing else.
+Every launcher of a run builds the same map (only cores are each node's own). It says where roles were placed; which of
+them live, and what has joined since, is said by their leases (`pipelinerl.membership`).
 """
 
 import hashlib
