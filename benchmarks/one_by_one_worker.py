@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 import torch
+from pipelinerl.weights.group import connect
 from vllm.config import set_current_vllm_config
 
-from pipelinerl.weights.group import connect
 from pipelinerl.weights.layout import torch_dtype
 from pipelinerl.weights.protocol import WeightUpdateRequest
 from pipelinerl.weights.twin import reload_in_place

@@ -30,9 +30,9 @@ import httpx
 import msgspec
 import torch
 from omegaconf import OmegaConf
+from pipelinerl.weights.group import host_store, join
 
 from pipelinerl.config.load import compose
-from pipelinerl.weights.group import host_store, join
 from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import GroupSpec, WeightUpdateRequest
 from pipelinerl.weights.sender import WeightSender

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipelinerl.config.sections import Config
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.weights.attestor import Miss
+from pipelinerl.records import WeightUpdateSuccess
+from pipelinerl.weights.news import PushStats
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.world import Job
 
@@ -21,74 +22,62 @@ SERVER = "actor_llm_0"
 
 
 class FakeSender:
-    """`finetune.publish.Sender` with one server that takes every update once the test lets it."""
-
-    is_exhausted = False
+    """`finetune.updates.Sender` with one server that takes every update, once the test lets it. Makes itself."""
 
     def __init__(self, *, keeps_weights: bool = True, wants_scores: bool = True) -> None:
         """``keeps_weights``: remember the tensors of every version, else only read them."""
         self.keeps_weights, self.wants_scores = keeps_weights, wants_scores
-        self.let = threading.Event()
-        """A push ends while this is set, as it is at first."""
-        self.let.set()
         self.received: list[tuple[int, dict[str, Tensor]]] = []
         self.scores: list[Future[np.ndarray] | None] = []
         self.text: ProbeText | None = None
-        self.returning: tuple[str, ...] = (SERVER,)
-        self.readmitted = 0
-        self.misses: list[Miss] = []
-        self._pushed: int | None = None
+        self.error: Exception | None = None
+        self.stats = PushStats()
+        self.is_busy = False
+        """The test sets it; updates are announced when it is not."""
+        self._announce: Callable[[Any], object] = lambda message: None
 
-    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText:
+    def __call__(self, ctx: Any, announce: Callable[[Any], object]) -> "FakeSender":
+        self._announce = announce
+        return self
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText:
         tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
         return ProbeText(token_ids=tokens.astype(np.int32))
 
     def attest_with(self, text: ProbeText) -> None:
         self.text = text
 
-    def take_misses(self) -> list[Miss]:
-        misses, self.misses = self.misses, []
-        return misses
+    def wait_for_servers(self, count: int, timeout_s: float) -> int:
+        return 1
 
-    def send_async(
+    def send(
         self,
         version: int,
         params: Iterable[tuple[str, Tensor]],
-        metadata: Sequence[Any],
+        specs: Sequence[Any],
         scores: "Future[np.ndarray] | None" = None,
     ) -> None:
-        specs, taken = iter(metadata), {}
+        assert not self.is_busy
+        told, taken = iter(specs), {}
         for name, tensor in params:
-            spec = next(specs)
+            spec = next(told)
             expected = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             assert (spec.name, spec.dtype, spec.shape) == expected
             if self.keeps_weights:
                 taken[name] = tensor.clone()
-        assert next(specs, None) is None, "more parameters were announced than sent"
+        assert next(told, None) is None, "more parameters were announced than sent"
         self.received.append((version, taken))
         self.scores.append(scores)
-        self.returning = ()
-        self._pushed = version
+        self.stats = PushStats(version=version, servers=(SERVER,), pause_ms=5.0, transfer_ms=9.0)
+        self._announce(WeightUpdateSuccess(version=version, servers=(SERVER,), pause_ms=(5.0,), transfer_ms=9.0))
 
-    def readmit_async(self) -> bool:
-        if not self.returning or not self.received:
-            return False
-        self.readmitted += 1
-        self.returning = ()
-        self._pushed = self.received[-1][0]
-        return True
-
-    @property
-    def is_pushing(self) -> bool:
-        return self._pushed is not None
-
-    @property
-    def is_done(self) -> bool:
-        return self.let.is_set()
-
-    def wait(self) -> Any:
-        version, self._pushed = self._pushed, None
-        return SimpleNamespace(version=version, servers=(SERVER,), pause_ms=(4.0, 6.0), transfer_ms=9.0, errors={})
+    def wait_live(self, version: int, timeout_s: float) -> bool:
+        self.check()
+        return self.stats.version >= version
 
     def close(self) -> None: ...
 

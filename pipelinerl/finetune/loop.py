@@ -30,11 +30,10 @@ from pipelinerl.finetune.model import DTYPES
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.outputs import Outputs
 from pipelinerl.finetune.proximal import ProximalPolicy
-from pipelinerl.finetune.publish import Sender
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
-from pipelinerl.finetune.updates import WeightUpdates, last_needed
+from pipelinerl.finetune.updates import Announce, Sender, WeightUpdates, last_needed
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
@@ -43,14 +42,15 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+DEFERRED_POLL_S = 0.02
 STOP, WAIT, TRAIN = 0, 1, 2
 
 
 class Trainer:
     """One rank of the trainer: it only connects the feed, the engine, the weight updates, the saves and the outputs."""
 
-    def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext], Sender]):
-        """``make_sender`` makes the way to the servers; it is called on rank 0 only."""
+    def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender]):
+        """``make_sender`` makes the way to the servers; called on rank 0 only, with what announces their versions."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
@@ -64,10 +64,9 @@ class Trainer:
         self.rules = make_rules(self.engine.policy, self.cfg)
         self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
         self.scores = open_scores(ctx, rank, world_size)
-        self.outputs = Outputs(ctx, make_sender(ctx), self.counters) if rank == 0 else None
-        publisher = self.outputs.publisher if self.outputs else None
-        dtype = DTYPES[self.cfg.finetune.dtype]
-        self.updates = WeightUpdates(self.engine, self.cfg, dtype, publisher, ctx.status, ctx.stop.is_set, ctx.run_dir)
+        self.outputs = Outputs(ctx, make_sender, self.counters) if rank == 0 else None
+        sender, lease = (self.outputs.sender, self.outputs.lease) if self.outputs else (None, None)
+        self.updates = WeightUpdates(self.engine, self.cfg, sender, lease, ctx.status, ctx.stop.is_set, ctx.run_dir)
 
     def run(self, *, stay: bool = False) -> None:
         """Train until done or stopped.
@@ -134,7 +133,7 @@ class Trainer:
         """
         while True:
             last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
-            records = self.feed.next_step(step, POLL_S, last)
+            records = self.feed.next_step(step, DEFERRED_POLL_S if self.updates.deferred else POLL_S, last)
             agreed = self.engine.lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
             if agreed == TRAIN:
                 return records
@@ -168,23 +167,24 @@ def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchRe
     return BatchReader(readers)
 
 
-def make_weight_sender(ctx: RoleContext) -> Sender:
+def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
     """The sender of this run to the policy's servers."""
-    from pipelinerl.weights.sender import WeightSender
+    from pipelinerl.weights.sender import SenderSettings, WeightSender
 
     weights = ctx.cfg.weights
-    return WeightSender(
-        ctx.world.get("actor_llm"),
-        backend=ctx.world.transfer_backend(weights.backend),
-        bucket_mb=weights.bucket_mb,
-        timeout_s=weights.timeout_s,
+    settings = SenderSettings(
         secret=os.environ[SECRET_VARIABLE],
+        carriage=ctx.world.transfer_backend(weights.backend),
+        bucket_bytes=int(weights.bucket_mb * 2**20),
+        timeout_s=weights.timeout_s,
+        stall_s=weights.stall_s,
         host=ctx.world.master_addr,
-        port_base=ctx.world.weight_port,
+        port=ctx.world.weight_port,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
         probe_tolerance=weights.probe_tolerance if weights.probe else None,
     )
+    return WeightSender(lambda: ctx.world.get("actor_llm"), settings, announce)
 
 
 def run(ctx: RoleContext) -> None:

@@ -3,12 +3,14 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.publish import EvaluationLease, Publisher, Sender
+from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.rl.diagnostics import clip_warning
+from pipelinerl.finetune.updates import Announce, Sender
 from pipelinerl.observability.metrics import MetricsLogger, drop_points_after
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone, TrainingResumed
@@ -43,19 +45,19 @@ class TrainerTopic:
 class Outputs:
     """Open from the step that training starts or resumes from."""
 
-    def __init__(self, ctx: RoleContext, sender: Sender, counters: Counters):
+    def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender], counters: Counters):
         self._topic = TrainerTopic(ctx.run_dir)
         self._tell_resumed(ctx.run_dir, counters)
         spec = SingleStreamSpec(ctx.run_dir, EVALUATION)
         self._evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
-        lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
+        self.lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
         self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, "finetune")
         self._warned = False
-        self.publisher = Publisher(sender, self._topic.write, lease)
+        self.sender = make_sender(ctx, self._topic.write)
 
     def report(self, counters: Counters, metrics: dict[str, float]) -> None:
         """A step and its metrics."""
-        stats = self.publisher.stats
+        stats = self.sender.stats
         metrics |= {"pause_ms": stats.pause_ms, "transfer_ms": stats.transfer_ms, "live_version": float(stats.version)}
         samples, step = counters.samples_processed, counters.step
         self._topic.write(
@@ -71,7 +73,7 @@ class Outputs:
         log.info("training done step=%d samples=%d", counters.step, counters.samples_processed)
 
     def close(self) -> None:
-        self.publisher.close()
+        self.sender.close()
         self._evaluations.close()
         self._metrics.close()
         self._topic.close()

@@ -1,30 +1,64 @@
 """When weights go out: initially, after every due step, at the end, never during an evaluation.
 
 Gathering sharded parameters is collective, so every rank calls every method; what goes out is decided on rank 0, which
-alone has a ``Publisher``. A version that an evaluation holds back is deferred; at the lease's end the newest goes out.
+alone has a sender. A version that must wait, for an evaluation or for the servers that still pull the one before, is
+deferred: training goes on, and the newest version goes out at the first opportunity. Those in between are skipped.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import DeadlineError
 from pipelinerl.finetune.engines import Engine
+from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.export import exported_parameters, exported_specs
-from pipelinerl.finetune.model import Tokens
-from pipelinerl.finetune.publish import Publisher
+from pipelinerl.finetune.model import DTYPES, Tokens
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.weights.news import Announcement, PushStats
 from pipelinerl.weights.probe import MAX_LENGTH, ProbeText, text_shape
+from pipelinerl.weights.protocol import ParamSpec
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+BUSY_POLL_S = 0.005
+
+
+Announce = Callable[[Announcement], object]
+"""Writes a message to topic `trainer`."""
+
+
+class Sender(Protocol):
+    """The part of `pipelinerl.weights.sender.WeightSender` that is used here. Every method may raise its error."""
+
+    @property
+    def stats(self) -> PushStats: ...
+    @property
+    def is_busy(self) -> bool: ...
+    @property
+    def wants_scores(self) -> bool: ...
+    def check(self) -> None: ...
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
+    def attest_with(self, text: ProbeText) -> None: ...
+    def wait_for_servers(self, count: int, timeout_s: float) -> int: ...
+    def send(
+        self,
+        version: int,
+        params: Iterable[tuple[str, Tensor]],
+        specs: Sequence[ParamSpec],
+        scores: "Future[np.ndarray] | None" = None,
+    ) -> None: ...
+    def wait_live(self, version: int, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 def is_push_due(step: int, interval: int, max_train_steps: int) -> bool:
@@ -66,18 +100,18 @@ class WeightUpdates:
         self,
         engine: Engine,
         cfg: Config,
-        dtype: torch.dtype,
-        publisher: Publisher | None,
+        sender: Sender | None,
+        lease: EvaluationLease | None,
         status: RoleStatus,
         stop: Callable[[], bool],
         run_dir: Path,
     ):
-        """``publisher``: on rank 0 only."""
-        self._engine, self._cfg, self._dtype = engine, cfg, dtype
-        self._publisher, self._status, self._stop = publisher, status, stop
+        """``sender`` and ``lease``: on rank 0 only."""
+        self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
+        self._sender, self._lease, self._status, self._stop = sender, lease, status, stop
         self._run_dir, self._text = run_dir, None
         self.deferred = False
-        """An update is due that an evaluation held back; equal on all ranks."""
+        """An update is due that could not go out; equal on all ranks."""
 
     def start(self, version: int, num_servers: int, resumed: bool) -> None:
         """Give the servers the weights that training starts from, and wait until they are live.
@@ -89,9 +123,9 @@ class WeightUpdates:
         with self._status.waiting("inference servers to start", on="actor_llm"):
             if self._cfg.weights.probe:
                 self._prepare_probe(version, deadline)
-            if self._publisher is not None:
+            if self._sender is not None:
                 up = 0
-                while not self._stop() and (up := self._publisher.wait_for_servers(needed, POLL_S)) < needed:
+                while not self._stop() and (up := self._sender.wait_for_servers(needed, POLL_S)) < needed:
                     self._check_start(deadline, needed, up)
         self._send_when_allowed(version)
 
@@ -106,38 +140,41 @@ class WeightUpdates:
     def _prepare_probe(self, version: int, deadline: float) -> None:
         """The run's text for the probe with the trainer's scores of version 0: from the run folder, or made now."""
         text, is_new = None, False
-        if self._publisher is not None:
+        if self._sender is not None:
             text = ProbeText.load(self._run_dir)
             is_new = text is None
             vocab_size = self._engine.policy.lm.config.get_text_config().vocab_size
             shape = text_shape(max_model_len(self._cfg))
             while text is None and not self._stop():
-                text = self._publisher.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
+                text = self._sender.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
                 self._check_start(deadline, 1, 0)
         self._text, is_new = self._engine.broadcast_object((text, is_new))
         if self._text is None:
             return
         if is_new and version == 0:
             self._text = self._text.with_scores(score_text(self._engine, self._text))
-        if self._publisher is not None:
+        if self._sender is not None:
             if is_new:
                 self._text.save(self._run_dir)
-            self._publisher.attest_with(self._text)
+            self._sender.attest_with(self._text)
 
     def after_step(self, step: int) -> float:
-        """Send the new version if it is due; returns the seconds that the previous update made rank 0 wait."""
-        if not is_push_due(step, push_interval(self._cfg), self._cfg.finetune.max_train_steps):
+        """Send the new version if one is due and can go out; returns the seconds that this took rank 0."""
+        due = is_push_due(step, push_interval(self._cfg), self._cfg.finetune.max_train_steps)
+        if not due and not self.deferred:
             return 0.0
-        return self._send_or_defer(step)
+        started = time.perf_counter()
+        self._send_or_defer(step)
+        return time.perf_counter() - started
 
     def retry(self, step: int) -> None:
-        """Send the version that was held back, if the evaluation has ended.
+        """Send the version that was deferred, if it can go out now.
 
         Raises:
             ServersExpelledError: no server is left.
         """
-        if self._publisher is not None:
-            self._publisher.check()
+        if self._sender is not None:
+            self._sender.check()
         if self.deferred:
             self._send_or_defer(step)
 
@@ -145,43 +182,43 @@ class WeightUpdates:
         """Wait until the last weights are live; False when asked to stop before."""
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
-    def _send_or_defer(self, version: int) -> float:
-        held = self._publisher is not None and self._publisher.held(version)
-        scored = self._text is not None and self._publisher is not None and self._publisher.wants_scores
+    def _send_or_defer(self, version: int) -> None:
+        held = scored = False
+        if self._sender is not None and self._lease is not None:
+            held = self._sender.is_busy or self._lease.held(version)
+            scored = self._text is not None and self._sender.wants_scores
         self.deferred, scored = self._engine.broadcast_object((held, scored))
-        return 0.0 if self.deferred else self._send(version, scored)
+        if not self.deferred:
+            self._send(version, scored)
 
-    def _send(self, version: int, scored: bool) -> float:
+    def _send(self, version: int, scored: bool) -> None:
         """The push first, the trainer's scores after it: servers are asked when they hold the version anyway."""
         parameters = exported_parameters(self._engine, self._dtype)
         scores: Future[np.ndarray] = Future()
-        waited = 0.0
-        if self._publisher is not None:
+        if self._sender is not None:
             specs = exported_specs(self._engine, self._dtype)
-            with self._status.waiting("the previous weight update", on="actor_llm"):
-                waited = self._publisher.begin(version, parameters, specs, scores if scored else None)
+            self._sender.send(version, parameters, specs, scores if scored else None)
         else:
             for _ in parameters:
                 pass
         if scored:
             assert self._text is not None
             scores.set_result(score_text(self._engine, self._text))
-        return waited
 
     def _send_when_allowed(self, version: int) -> bool:
         self._send_or_defer(version)
-        with self._status.waiting("the evaluation to end", on="actor"):
+        with self._status.waiting("the evaluation or the update before to end", on="actor"):
             while self.deferred:
                 if self._engine.broadcast_object(self._stop()):
                     return False
-                time.sleep(POLL_S)
+                time.sleep(BUSY_POLL_S)
                 self._send_or_defer(version)
         return self._wait_live(version)
 
     def _wait_live(self, version: int) -> bool:
         live = True
-        if self._publisher is not None:
+        if self._sender is not None:
             with self._status.waiting(f"version {version} to be live", on="actor_llm"):
-                while not (live := self._publisher.wait_live(version, POLL_S)) and not self._stop():
+                while not (live := self._sender.wait_live(version, POLL_S)) and not self._stop():
                     pass
         return bool(self._engine.broadcast_object(live))

@@ -11,7 +11,7 @@ from typing import Any
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, server_options
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.engines import BACKENDS, CHILD_VARIABLE
+from pipelinerl.weights.engines import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.memory import kv_cache_bytes
 from pipelinerl.world.model_shape import find_model_shape
@@ -109,7 +109,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "disable-fastapi-docs": True,
     }
     if job.kind == "actor_llm":
-        settings["weight-transfer-config"] = {"backend": BACKENDS[world.transfer_backend(cfg.weights.backend)]}
+        settings["weight-transfer-config"] = {"backend": ENGINE}
         settings["worker-extension-cls"] = WEIGHT_EXTENSION
     else:
         settings["worker-extension-cls"] = SCORE_EXTENSION

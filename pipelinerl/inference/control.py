@@ -11,28 +11,32 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.handover import Handover
 from pipelinerl.weights.protocol import (
     CHECK_PATH,
     INFO_PATH,
     PATH,
+    STALE,
+    Address,
+    Staged,
     WeightCheck,
     WeightCheckRequest,
     WeightInfo,
     WeightUpdateAnswer,
     WeightUpdateRequest,
 )
-from pipelinerl.weights.receiver import RECEIVING, STAGED
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.002
-MAX_POLL_S = 0.05
+POLL_S = 0.05
+CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
 """Beyond the request's time-out: the workers' own deadline fires first and says why."""
 
@@ -56,13 +60,21 @@ class UpdateFailed(WeightUpdateError):
 
 
 class UpdateControl:
-    """Takes one update at a time; a newer request supersedes one that is still receiving."""
+    """Takes one update at a time; a newer request supersedes one that is still receiving.
 
-    def __init__(self, engine: ServedEngine, *, num_workers: int, on_fatal: Callable[[], None]):
+    Args:
+        engine: pauses, swaps, labels, resumes.
+        workers: where its workers listen.
+        secret: the run's.
+        on_fatal: ends this server.
+    """
+
+    def __init__(self, engine: ServedEngine, *, workers: Sequence[Address], secret: str, on_fatal: Callable[[], None]):
         self._engine, self._on_fatal = engine, on_fatal
-        self.num_workers = num_workers
+        self._workers, self._secret = tuple(workers), secret
         self._turn = asyncio.Lock()
         self._newest = 0
+        self._pool = ThreadPoolExecutor(len(workers), thread_name_prefix="weight-handover")
 
     async def update(
         self, request: WeightUpdateRequest, is_abandoned: Callable[[], Awaitable[bool]]
@@ -72,63 +84,53 @@ class UpdateControl:
         Raises:
             UpdateFailed: the old weights are live and exact.
         """
-        if request.group.world_size != 1 + self.num_workers:
+        if len(request.workers) != len(self._workers):
             raise UpdateFailed(
-                f"group.world_size is {request.group.world_size}, this server has {self.num_workers} workers: "
-                f"it must be {1 + self.num_workers}",
-                422,
+                f"workers has {len(request.workers)} entries, this server has {len(self._workers)} workers", 422
             )
         self._newest += 1
         turn = self._newest
         async with self._turn:
-            transfer_ms, prepare_ms = await self._receive(request, turn, is_abandoned)
+            staged = await self._receive(request, turn, is_abandoned)
             pause_ms, swap_ms = await self._swap(request.version)
+        answer = WeightUpdateAnswer(
+            version=request.version,
+            pause_ms=pause_ms,
+            swap_ms=swap_ms,
+            transfer_ms=max(worker.transfer_ms for worker in staged),
+            prepare_ms=max(worker.prepare_ms for worker in staged),
+        )
         log.info(
             "event=weights_live version=%d pause_ms=%.1f swap_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f",
-            request.version,
-            pause_ms,
-            swap_ms,
-            transfer_ms,
-            prepare_ms,
+            *(answer.version, pause_ms, swap_ms, answer.transfer_ms, answer.prepare_ms),
         )
-        return WeightUpdateAnswer(
-            version=request.version, pause_ms=pause_ms, swap_ms=swap_ms, transfer_ms=transfer_ms, prepare_ms=prepare_ms
-        )
+        return answer
 
     async def _receive(
         self, request: WeightUpdateRequest, turn: int, is_abandoned: Callable[[], Awaitable[bool]]
-    ) -> tuple[float, float]:
+    ) -> list[Staged]:
         """Waits for all workers to stage; ended by them, the deadline, a newer request or the sender's hang-up."""
         deadline = time.monotonic() + request.timeout_s + GRACE_S
-        await self._begin(request)
-        poll_s = POLL_S
-        while True:
-            states = await self._engine.call_workers("weight_transfer_state")
-            if all(state == STAGED for state, *_ in states):
-                return max(state[2] for state in states), max(state[3] for state in states)
-            errors = [error for state, error, *_ in states if state not in (STAGED, RECEIVING)]
-            if errors:
-                await self._abandon(f"transfer failed: {errors[0]}", 424)
-            if turn != self._newest:
-                await self._abandon("superseded by a newer update", 409)
-            if await is_abandoned():
-                await self._abandon("the sender hung up", 499)
-            if time.monotonic() > deadline:
-                await self._abandon(f"not all bytes came within {request.timeout_s:g} s", 408)
-            await asyncio.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, MAX_POLL_S)
-
-    async def _begin(self, request: WeightUpdateRequest) -> None:
-        encoded = msgspec.json.encode(request).decode()
+        loop, handovers = asyncio.get_running_loop(), [Handover(address, self._secret) for address in self._workers]
+        waits = [loop.run_in_executor(self._pool, handover.run, request) for handover in handovers]
         try:
-            await self._engine.call_workers("begin_weight_transfer", encoded)
-        except Exception as error:  # vLLM reports a worker's exception as a bare Exception with its text
-            await self._abandon(f"the update cannot begin: {error}", 409)
-
-    async def _abandon(self, reason: str, status: int) -> None:
-        await self._engine.call_workers("abandon_weight_transfer")
-        log.warning("event=weight_update_failed status=%d reason=%s", status, reason)
-        raise UpdateFailed(reason, status)
+            pending = set(waits)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                errors = [error for wait in done if (error := wait.exception()) is not None]
+                if errors:
+                    raise _failed(f"transfer failed: {errors[0]}", 409 if STALE in str(errors[0]) else 424)
+                if turn != self._newest:
+                    raise _failed("superseded by a newer update", 409)
+                if await is_abandoned():
+                    raise _failed("the sender hung up", 499)
+                if time.monotonic() > deadline:
+                    raise _failed(f"not all bytes came within {request.timeout_s:g} s", 408)
+            return [wait.result() for wait in waits]
+        finally:
+            for handover in handovers:
+                handover.give_up()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _swap(self, version: int) -> tuple[float, float]:
         """Pause, swap, label, resume; returns the stall and the swap's part of it in milliseconds."""
@@ -154,14 +156,19 @@ class UpdateControl:
     async def check(self, version: int) -> WeightCheck:
         """Whether the live tensors are the bytes of ``version``, on all workers."""
         await self._engine.call_workers("begin_weight_check", version)
-        poll_s = POLL_S
+        poll_s = CHECK_POLL_S
         while None in (results := await self._engine.call_workers("weight_check_result")):
             await asyncio.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, MAX_POLL_S)
+            poll_s = min(1.5 * poll_s, MAX_CHECK_POLL_S)
         return combined(msgspec.convert(results, list[WeightCheck]))
 
     async def info(self) -> WeightInfo:
-        return WeightInfo(weight_version=await self._engine.version(), transfer_workers=self.num_workers)
+        return WeightInfo(weight_version=await self._engine.version(), workers=self._workers)
+
+
+def _failed(reason: str, status: int) -> UpdateFailed:
+    log.warning("event=weight_update_failed status=%d reason=%s", status, reason)
+    return UpdateFailed(reason, status)
 
 
 def combined(checks: Sequence[WeightCheck]) -> WeightCheck:

@@ -26,6 +26,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, control
 from pipelinerl.inference.answers import Answers
@@ -33,6 +34,7 @@ from pipelinerl.inference.control import UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.process import die_with_parent
+from pipelinerl.weights.protocol import Address
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +167,9 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     if service.score_temperature is not None:
         await client.collective_rpc("score_at_temperature", args=(service.score_temperature,))
     else:
-        num_workers = client.vllm_config.parallel_config.world_size_across_dp
-        updates = UpdateControl(VllmEngine(client), num_workers=num_workers, on_fatal=_end_broken)
+        workers = [Address(*address) for address in await client.collective_rpc("weight_address")]
+        secret = os.environ.get(SECRET_VARIABLE, "")
+        updates = UpdateControl(VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken)
     _replace_routes(app, control.build_router(updates))
     lean = Answers(
         client,

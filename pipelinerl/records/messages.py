@@ -4,16 +4,18 @@ import msgspec
 
 
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
-    """The named servers hold this version; a server that is not named must not be used."""
+    """Who serves which version, as a whole; a server that is not named must not be used."""
 
     version: int
-    """Optimizer steps behind these weights."""
+    """Newest version that a server serves: optimizer steps behind these weights."""
     servers: tuple[str, ...]
-    """Job names of the admitted servers, e.g. `actor_llm_0`."""
+    """Job names of the servers that serve it, e.g. `actor_llm_0`."""
+    older: dict[str, int] = {}
+    """Other servers in service and the version that each still serves."""
     pause_ms: tuple[float, ...] = ()
-    """Stall of decoding on each server, measured there."""
+    """Stall of decoding on each of ``servers`` when they took it, measured there."""
     transfer_ms: float = 0.0
-    """Sender's wall time for the whole update."""
+    """From the update's start until the slowest of ``servers`` served it."""
     timestamp: float = 0.0
 
 

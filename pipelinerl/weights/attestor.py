@@ -12,7 +12,7 @@ Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its ow
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -90,7 +90,6 @@ class Attestor:
     """One per sender. Methods return at once, except for ``sample`` and ``close``.
 
     Args:
-        servers: those that take weights.
         secret: the run's bearer secret.
         tolerance: `weights.probe_tolerance`.
         timeout_s: a server that has not answered within this missed its probe.
@@ -99,7 +98,6 @@ class Attestor:
 
     def __init__(
         self,
-        servers: Sequence[Job],
         *,
         secret: str,
         tolerance: float,
@@ -107,17 +105,25 @@ class Attestor:
         report: Callable[[Miss], None],
     ):
         self._tolerance, self._timeout_s, self._report = tolerance, timeout_s, report
-        headers = {"Authorization": f"Bearer {secret}"}
-        self._witnesses = {
-            job.name: Witness(job, httpx.Client(base_url=job.url, headers=headers, timeout=timeout_s))
-            for job in servers
-        }
-        self._pool = ThreadPoolExecutor(min(max(len(servers), 1), MAX_THREADS), thread_name_prefix="attest")
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._witnesses: dict[str, Witness] = {}
+        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="attest")
         self._text: ProbeText | None = None
         self._answering: set[str] = set()
         self._expected: dict[int, Expected] = {}
         self._scored_at, self._score_s = 0.0, 0.0
         self._closed = threading.Event()
+
+    def meet(self, job: Job) -> None:
+        """A server that takes weights."""
+        client = httpx.Client(base_url=job.url, headers=self._headers, timeout=self._timeout_s)
+        self._witnesses[job.name] = Witness(job, client)
+
+    def forget(self, name: str) -> None:
+        """The server is not one of the run any more."""
+        self.left(name)
+        self._answering.discard(name)
+        self._witnesses.pop(name).client.close()
 
     def sample(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
         """A text from the first server that answers; None while none does."""
@@ -175,7 +181,9 @@ class Attestor:
 
     def left(self, name: str) -> None:
         """A server left service: nothing is asked until it takes an update."""
-        witness = self._witnesses[name]
+        witness = self._witnesses.get(name)
+        if witness is None:
+            return
         with witness.lock:
             witness.took, witness.is_scored, witness.is_serving = None, False, False
 
@@ -184,7 +192,7 @@ class Attestor:
         """Whether the trainer should score the next version: a server has to prove itself, or it is time again."""
         if self._text is None:
             return False
-        unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in self._witnesses.values())
+        unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
         return unproved or time.monotonic() - self._scored_at >= DUTY * self._score_s
 
     def close(self) -> None:

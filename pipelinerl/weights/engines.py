@@ -10,9 +10,8 @@ import signal
 
 CHILD_VARIABLE = "PIPELINERL_END_WITH_PARENT"
 """Set by `pipelinerl.inference`; other users of vLLM in the same environment are left alone."""
-ENGINE = "pipelinerl.weights.worker"
-BACKENDS = {"gloo": "gloo", "nccl": "staged_nccl", "ipc": "staged_ipc"}
-"""Our backend → name in vLLM's registry (`nccl` and `ipc` are taken by vLLM's own engines, which do not stage)."""
+ENGINE = "staged"
+"""Its name in vLLM's registry. How bytes travel is said by every update."""
 
 
 def register() -> None:
@@ -23,6 +22,5 @@ def register() -> None:
 
     if os.environ.get(CHILD_VARIABLE) and multiprocessing.parent_process() is not None:
         die_with_parent(signal.SIGKILL)
-    for name in BACKENDS.values():
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, ENGINE, "StagedWeightTransferEngine")
+    if ENGINE not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(ENGINE, "pipelinerl.weights.worker", "StagedWeightTransferEngine")

@@ -1,501 +1,315 @@
-"""The trainer's end: snapshot the weights, push them to every server in parallel, report who holds them.
+"""The trainer's end: snapshot the weights, have every server pull them, say which server serves which version.
 
-`WeightSender` decides which servers are in service: exactly those that took the newest version. A server that fails,
-hangs beyond the time-out or restarts leaves service and delays nobody again; a watcher thread notices when it answers
-again, and the trainer then re-admits it with the current weights.
+Consumes: versions from the training loop, the provider's servers, their answers, missed probes.
+Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever somebody serves another version.
+Waits for: servers, each in a coroutine of its own with a deadline. Ends: at ``close`` or with the first error, which
+the training loop sees at its next call.
 
-The trainer goes on while a push runs: `send_async` returns when the snapshot is taken, `wait` collects the report.
+All servers that are ready when a version comes form one chain (`chain`). A server that comes, comes back, or was slow
+follows by itself, fed by those that have the version. Nobody waits for the slowest: each is announced when it serves.
 """
 
-import contextlib
-import logging
-import queue
+import asyncio
+import statistics
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import httpx
-import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.attestor import FROM_FILE, Attestor, Expected, Miss
+from pipelinerl.weights import chain
+from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.digest import checksum
-from pipelinerl.weights.group import TransferGroup, first_line, host_store, join
-from pipelinerl.weights.layout import Layout, buckets
+from pipelinerl.weights.giver import Giver
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.member import Member, Outcome
+from pipelinerl.weights.news import Announcement, News, PushStats
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.protocol import (
-    INFO_PATH,
-    PATH,
-    STALE,
-    GroupSpec,
-    ParamSpec,
-    WeightInfo,
-    WeightUpdateAnswer,
-    WeightUpdateRequest,
-)
+from pipelinerl.weights.protocol import Carriage, ParamSpec, WeightUpdateRequest
+from pipelinerl.weights.roster import Roster
+from pipelinerl.weights.shelf import Shelf
+from pipelinerl.weights.snapshot import Snapshot, Snapshots
+from pipelinerl.weights.supervision import Supervision
 from pipelinerl.world import Job
-from pipelinerl.world.map import WEIGHT_PORTS_PER_SERVER
 
-log = logging.getLogger(__name__)
-
-WATCH_S = 1.0
-WATCH_TIMEOUT_S = 5.0
 RECEIVE_SHARE = 0.9
 """Share of the time-out in which all bytes must arrive, so that the server's own error comes before ours."""
-GONE = "gone"
-"""Instead of a version: nobody listens at the server's address."""
+SAMPLE_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateReport:
-    """Who holds the version now, and what it cost."""
+class SenderSettings:
+    """How weights travel."""
 
-    version: int
-    servers: tuple[str, ...]
-    """All servers in service: each holds `version`."""
-    pause_ms: tuple[float, ...]
-    """Stall of decoding on each server of this push that took it."""
-    swap_ms: tuple[float, ...]
-    """The part of it in which the weights changed."""
-    transfer_ms: float
-    """The sender's wall time from the snapshot's end to the last answer."""
-    errors: dict[str, str]
-    """Servers that left service in this push, with the reason."""
-    num_bytes: int = 0
-    """Bytes sent per server (the largest, where some got a delta and some a dense update)."""
-
-
-@dataclass
-class Snapshot:
-    """One version's bytes, unchanged until every push of it has ended."""
-
-    version: int
-    layout: Layout
-    buffer: torch.Tensor
-    base: torch.Tensor | None = None
-    """Delta mode: the previous version's bytes, until the delta is encoded."""
-    base_version: int | None = None
-    delta: torch.Tensor | None = None
-    checksum: "Future[str] | None" = None
-
-
-@dataclass
-class Link:
-    """The connection to one server."""
-
-    server: Job
-    port: int
-    client: httpx.Client
-    watch_client: httpx.Client
-    store: dist.TCPStore | None = None
-    group: TransferGroup | None = None
-    spec: GroupSpec | None = None
-    held: int | None = None
-    """Version whose bytes the server's staging holds."""
-    in_service: bool = False
-    is_up: bool = True
-    """Worth a push: it answers, or nobody has asked yet."""
-    is_expelled: bool = False
-    """It missed its probe twice: never used again in this run."""
-    pushes: int = 0
-    """Counts ended pushes, so that the watcher can tell an answer that is older than one."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held for assignments only."""
-
-    def drop(self) -> None:
-        """Out of service, and out of mind until the watcher hears from it."""
-        self.group = self.spec = self.held = None
-        self.in_service = self.is_up = False
-
-    def close(self) -> None:
-        self.drop()
-        self.store = None
-        self.client.close()
-        self.watch_client.close()
+    secret: str
+    """The run's."""
+    carriage: Carriage = "tcp"
+    bucket_bytes: int = 8 << 20
+    timeout_s: float = 120.0
+    """A server that has not taken an update within this leaves service."""
+    stall_s: float = 5.0
+    """A worker leaves a source that has not sent a byte for so long."""
+    host: str = "127.0.0.1"
+    """The name under which servers reach this process."""
+    port: int = 0
+    """0 = a free one."""
+    device: torch.device | str = "cpu"
+    """Where buckets must lie for NCCL and IPC; snapshots lie in host memory."""
+    delta: bool = False
+    """Send only what changed where a server holds the version before and that is smaller."""
+    probe_tolerance: float | None = None
+    """Servers are asked whether they use what they are sent (`attestor`); None = they are not."""
 
 
 class WeightSender:
-    """Pushes versions to the policy's servers. Used by the trainer's rank 0 alone.
+    """Used by the trainer's rank 0 alone.
 
     Args:
-        servers: the world's `actor_llm` jobs.
-        backend: gloo, nccl or ipc.
-        bucket_mb: size of one broadcast.
-        timeout_s: a server that has not taken an update within this leaves service.
-        secret: the run's bearer secret.
-        host: address on which this trainer's stores listen; the servers must reach it.
-        port_base: first of two ports per server; 0 = free ones.
-        device: where buckets must lie for the backend (the trainer's GPU); the snapshot itself is in host memory.
-        delta: send only what changed where the server holds the previous version and that is smaller.
-        probe_tolerance: servers are asked whether they use what they are sent (`attestor`); None = they are not.
+        servers: called often; the policy's servers at this moment.
+        settings: how weights travel.
+        announce: writes a message to topic `trainer`; called from one thread.
 
-    >>> sender = WeightSender(world.get("actor_llm"), backend="gloo", ...)
-    >>> sender.send_async(version, named_tensors, specs)   # returns after the snapshot
-    >>> report = sender.wait()
-    >>> if sender.readmit_async(): report = sender.wait()   # between steps: a server came back or left
+    >>> sender = WeightSender(lambda: world.get("actor_llm"), settings, announce)
+    >>> if not sender.is_busy:
+    ...     sender.send(version, named_tensors, specs)     # returns after the snapshot
+    >>> sender.wait_live(version, timeout_s=60)
     """
 
     def __init__(
         self,
-        servers: Sequence[Job],
-        *,
-        backend: str,
-        bucket_mb: int,
-        timeout_s: float,
-        secret: str,
-        host: str = "127.0.0.1",
-        port_base: int = 0,
-        device: torch.device | str = "cpu",
-        delta: bool = False,
-        probe_tolerance: float | None = None,
+        servers: Callable[[], Sequence[Job]],
+        settings: SenderSettings,
+        announce: Callable[[Announcement], object],
     ):
-        self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_mb << 20, timeout_s
-        self._host, self._device, self._delta = host, _indexed(torch.device(device)), delta
-        headers = {"Authorization": f"Bearer {secret}"}
-        self._links = {
-            server.name: Link(
-                server=server,
-                port=port_base + WEIGHT_PORTS_PER_SERVER * index if port_base else 0,
-                client=httpx.Client(base_url=server.url, headers=headers, timeout=WATCH_TIMEOUT_S),
-                watch_client=httpx.Client(base_url=server.url, timeout=WATCH_TIMEOUT_S),
-                is_up=probe_tolerance is None,
-            )
-            for index, server in enumerate(servers)
-        }
+        self._settings = settings
+        device = _indexed(torch.device(settings.device))
+        shelf = Shelf()
+        self.giver = Giver(shelf, secret=settings.secret, host=settings.host, port=settings.port, device=device)
+        self._snapshots = Snapshots(uuid.uuid4().hex, shelf, device, delta=settings.delta)
+        self._taking = threading.Lock()
+        """Held while a snapshot is taken, or servers are told of it."""
+        self._news = News(announce)
+        self._misses: deque[Miss] = deque()
         self._attestor = None
-        if probe_tolerance is not None:
+        if settings.probe_tolerance is not None:
             self._attestor = Attestor(
-                servers, secret=secret, tolerance=probe_tolerance, timeout_s=timeout_s, report=self._take_miss
+                secret=settings.secret,
+                tolerance=settings.probe_tolerance,
+                timeout_s=settings.timeout_s,
+                report=lambda miss: self._loop.call(lambda: self._take_miss(miss)),
             )
-        self._misses: queue.SimpleQueue[Miss] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(max(len(servers), 1), thread_name_prefix="weight-push")
-        self._snapshot: Snapshot | None = None
-        self._spare: torch.Tensor | None = None
-        self._spare_read: Future[str] | None = None
-        """The checksum that may still read the spare buffer."""
-        self._digests = ThreadPoolExecutor(1, thread_name_prefix="weight-digest")
-        self._push: Future[UpdateReport] | None = None
-        self._announced: tuple[str, ...] = ()
-        self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="weight-watcher", daemon=True)
-        self._watcher.start()
+        self._roster = Roster(servers, secret=settings.secret, attestor=self._attestor, changed=self._wake)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
+        self._loop = Supervision(self._bring_up_to_date, self._roster.close)
+        self._loop.start()
+
+    # The training thread
+
+    def check(self) -> None:
+        """Raise the error that ended the updates, if one did.
+
+        Raises:
+            ServersExpelledError: no server is left.
+        """
+        self._loop.check()
 
     @property
-    def in_service(self) -> tuple[str, ...]:
-        """Servers that hold the newest version that was pushed."""
-        return tuple(name for name, link in self._links.items() if link.in_service)
+    def stats(self) -> PushStats:
+        """What is live."""
+        return self._news.stats
 
     @property
-    def returning(self) -> tuple[str, ...]:
-        """Servers out of service that answer."""
-        return tuple(name for name, link in self._links.items() if link.is_up and not link.in_service)
+    def is_busy(self) -> bool:
+        """Whether the newest version is still on its way to servers that keep up; ``send`` would cut them off."""
+        newest = self._snapshots.newest
+        return newest is not None and newest.offer.is_open(self._settings.stall_s)
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether every server has missed its probe for good."""
-        return bool(self._links) and all(link.is_expelled for link in self._links.values())
+    def outcomes(self) -> dict[str, Outcome]:
+        """How the last update of each server ended."""
+        return {member.name: member.last for member in self._roster if member.last is not None}
 
     @property
     def wants_scores(self) -> bool:
         """Whether the next version's log-probabilities should be compared."""
         return self._attestor is not None and self._attestor.wants_scores
 
-    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
-        """A text for the probe, from the first server that answers; None while none does."""
-        return None if self._attestor is None else self._attestor.sample(shape, vocab_size, seed)
+    def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
+        """A text for the probe, from the first server that answers within ``timeout_s``, else None."""
+        assert self._attestor is not None, "servers are not asked for proof"
+        deadline = time.monotonic() + timeout_s
+        while (text := self._attestor.sample(shape, vocab_size, seed)) is None and time.monotonic() < deadline:
+            time.sleep(SAMPLE_POLL_S)
+        return text
 
     def attest_with(self, text: ProbeText) -> None:
         """From now on servers that answer are calibrated on this text, and then count as up."""
         if self._attestor is not None:
             self._attestor.begin(text)
 
-    def take_misses(self) -> list[Miss]:
-        """Missed probes since the last call."""
-        misses = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                misses.append(self._misses.get_nowait())
-        return misses
+    def wait_for_servers(self, count: int, timeout_s: float) -> int:
+        """Servers that may be sent weights: as soon as there are ``count``, or after ``timeout_s``."""
+        return self._loop.wait(lambda: sum(member.is_up for member in self._roster), count, timeout_s)
 
     def send(
         self,
         version: int,
         params: Iterable[tuple[str, torch.Tensor]],
-        metadata: Sequence[ParamSpec],
-        scores: "Future[np.ndarray] | None" = None,
-    ) -> UpdateReport:
-        """`send_async` and `wait`."""
-        self.send_async(version, params, metadata, scores)
-        return self.wait()
-
-    def send_async(
-        self,
-        version: int,
-        params: Iterable[tuple[str, torch.Tensor]],
-        metadata: Sequence[ParamSpec],
+        specs: Sequence[ParamSpec],
         scores: "Future[np.ndarray] | None" = None,
     ) -> None:
-        """Take a snapshot and push it in the background to all servers that answer.
+        """Take a snapshot; servers pull it in the background. Who is still busy with the oldest one is cut off from it.
 
         Args:
             version: optimizer steps behind these weights.
-            params: full tensors under the checkpoint's names, in the order of ``metadata``; consumed one by one, so
-                a sharded trainer may gather each when it is asked for.
-            metadata: every parameter's name, dtype and full shape.
+            params: full tensors under the checkpoint's names, in the order of ``specs``; consumed one by one, so a
+                sharded trainer may gather each when it is asked for.
+            specs: every parameter's name, dtype and full shape.
             scores: the trainer's log-probabilities of the probe's text with these weights, when it has them; None =
                 they are not compared for this version.
         """
-        assert self._push is None, "wait() for the previous update first"
-        snapshot = self._take_snapshot(version, params, Layout(tuple(metadata)))
-        if self._attestor is not None:
-            snapshot.checksum = self._digests.submit(checksum, snapshot.buffer)
-            self._attestor.expect(version, Expected(snapshot.checksum, scores))
-        targets = [link for link in self._links.values() if link.in_service or link.is_up]
-        self._start_push(snapshot, targets)
+        self.check()
+        with self._taking:
+            snapshot = self._snapshots.take(version, params, Layout(tuple(specs)))
+            if self._attestor is not None:
+                snapshot.checksum = self._pool.submit(checksum, snapshot.buffer)
+                self._attestor.expect(version, Expected(snapshot.checksum, scores))
+        self._wake()
 
-    def readmit_async(self) -> bool:
-        """Push the newest snapshot to servers that came back; False if the servers in service stay the same.
-
-        True also when one lost its weights: the report then names those that are left.
-        """
-        assert self._push is None, "wait() for the update under way first"
-        if self._snapshot is None or (not self.returning and self.in_service == self._announced):
-            return False
-        self._start_push(self._snapshot, [self._links[name] for name in self.returning])
-        return True
-
-    @property
-    def is_pushing(self) -> bool:
-        """Whether an update is under way (its report has not been collected)."""
-        return self._push is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._push is None or self._push.done()
-
-    def wait(self) -> UpdateReport:
-        """The report of the update under way. Ends within the time-out: every push has its own deadline."""
-        assert self._push is not None, "no update is under way"
-        try:
-            report = self._push.result()
-        finally:
-            self._push = None
-        self._announced = report.servers
-        return report
+    def wait_live(self, version: int, timeout_s: float, count: int = 1) -> bool:
+        """Whether ``count`` servers serve ``version`` or a newer one within ``timeout_s``."""
+        return self._loop.wait(lambda: self._count_live(version), count, timeout_s) >= count
 
     def close(self) -> None:
-        """Stop watching and let go of all connections."""
-        self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._digests.shutdown(wait=False, cancel_futures=True)
-        self._watcher.join(WATCH_TIMEOUT_S)
+        """Let go of all servers."""
+        self._loop.close()
         if self._attestor is not None:
             self._attestor.close()
-        for link in self._links.values():
-            link.close()
+        self.giver.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _take_snapshot(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
-        """Copy into host memory that is allocated once (twice with delta: the previous version is the base)."""
-        previous = self._snapshot
-        if self._spare_read is not None:
-            self._spare_read.result()
-        if self._spare is None or self._spare.numel() != layout.num_bytes:
-            self._spare = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        buffer, self._spare = self._spare, None
-        layout.fill(buffer, params)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        snapshot = Snapshot(version, layout, buffer)
-        if self._delta and previous is not None and previous.layout == layout:
-            snapshot.base, snapshot.base_version = previous.buffer, previous.version
-        if previous is not None:
-            self._spare, self._spare_read = previous.buffer, previous.checksum
-        self._snapshot = snapshot
-        return snapshot
+    def _count_live(self, version: int) -> int:
+        return sum(served >= version for served in tuple(self._news.serving.values()))
 
-    def _start_push(self, snapshot: Snapshot, targets: Sequence[Link]) -> None:
-        self._push = Future()
-        arguments = (self._push, snapshot, targets)
-        threading.Thread(target=self._run_push, args=arguments, name="weight-update", daemon=True).start()
+    # The supervising loop
 
-    def _run_push(self, result: "Future[UpdateReport]", snapshot: Snapshot, targets: Sequence[Link]) -> None:
-        """Pushes to all targets at once; ends when each has answered or run into its time-out."""
-        started = time.monotonic()
-        if snapshot.base is not None:
-            snapshot.delta, snapshot.base = encode_delta(snapshot.base, snapshot.buffer), None
-        pushes = {link.server.name: self._pool.submit(self._push_to, link, snapshot) for link in targets}
-        answers, errors, sent = [], {}, 0
-        for name, push in pushes.items():
+    def _wake(self) -> None:
+        self._loop.wake()
+
+    async def _bring_up_to_date(self) -> None:
+        """Members, offers and announcements, after whatever happened."""
+        await self._roster.follow()
+        if self._taking.acquire(blocking=False):  # else ``send`` wakes the loop when it has the snapshot
             try:
-                answer, num_bytes = push.result()
-                answers.append(answer)
-                sent = max(sent, num_bytes)
-            except Exception as error:  # one server's failure, whatever it is, takes that server out of service
-                reason = first_line(error)
-                errors[name] = reason
-                log.error("event=server_out_of_service server=%s version=%d error=%s", name, snapshot.version, reason)
-        report = UpdateReport(
-            version=snapshot.version,
-            servers=self.in_service,
-            pause_ms=tuple(answer.pause_ms for answer in answers),
-            swap_ms=tuple(answer.swap_ms for answer in answers),
-            transfer_ms=1e3 * (time.monotonic() - started),
-            errors=errors,
-            num_bytes=sent,
-        )
-        result.set_result(report)
+                await self._offer_newest()
+            finally:
+                self._taking.release()
+        await asyncio.to_thread(self._tell)
 
-    def _push_to(self, link: Link, snapshot: Snapshot) -> tuple[WeightUpdateAnswer, int]:
-        """One server's update, dense if it refuses the delta; afterwards the server is in service or out of it."""
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            answer, num_bytes = self._update(link, snapshot, deadline)
-        except BaseException:
-            with link.lock:
-                link.pushes += 1
-                link.drop()
-            raise
-        with link.lock:
-            link.pushes += 1
-            link.held, link.in_service, link.is_up = snapshot.version, not link.is_expelled, False
-        if self._attestor is not None:
-            self._attestor.took(link.server.name, snapshot.version)
-        return answer, num_bytes
-
-    def _update(self, link: Link, snapshot: Snapshot, deadline: float) -> tuple[WeightUpdateAnswer, int]:
-        """Build on what the server has from earlier updates; where it lost that, send everything anew."""
-        has_base = snapshot.delta is not None and link.held == snapshot.base_version
-        try:
-            return self._transfer(link, snapshot, snapshot.delta if has_base else None, deadline)
-        except WeightUpdateError as error:
-            if STALE not in str(error):
-                raise
-        return self._transfer(link, snapshot, None, deadline)
-
-    def _transfer(
-        self, link: Link, snapshot: Snapshot, delta: torch.Tensor | None, deadline: float
-    ) -> tuple[WeightUpdateAnswer, int]:
-        """Bytes in one thread, request and answer in this one; whichever fails ends the other."""
-        payload = snapshot.buffer if delta is None else delta
-        if link.group is None or link.spec is None:
-            link.spec = spec = self._new_group(link)
+    async def _offer_newest(self) -> None:
+        """Start the updates of all servers that are ready and lack the newest version."""
+        snapshot = self._snapshots.newest
+        if snapshot is None:
+            return
+        if snapshot.base is not None:
+            self._snapshots.offer_delta(snapshot, await asyncio.to_thread(encode_delta, snapshot.base, snapshot.buffer))
+        ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != snapshot.version]
+        if snapshot.offer.is_new:
+            snapshot.offer.start(member.name for member in ready)
+            self._start_chains(snapshot, ready)
         else:
-            link.spec = spec = msgspec.structs.replace(link.spec, is_new=False)
+            for member in ready:
+                self._start_late(snapshot, member)
+
+    def _start_chains(self, snapshot: Snapshot, ready: list[Member]) -> None:
+        """One chain of those that hold the delta's base, one of all others."""
+        ready.sort(key=lambda member: (member.is_suspect, member.job.node_rank, member.job.replica_idx))
+        with_base = [m for m in ready if snapshot.delta is not None and m.held == snapshot.base_version]
+        without = [m for m in ready if m not in with_base]
+        for members, base_version in ((with_base, snapshot.base_version), (without, None)):
+            if members:
+                origins = self._origins(snapshot, base_version)
+                num_workers = sum(len(member.workers) for member in members)
+                bucket = chain.bucket_bytes(self._settings.bucket_bytes, origins[-1][0][1], num_workers)
+                routes = chain.chain([member.workers for member in members], origins)
+                for member, route in zip(members, routes, strict=True):
+                    self._start(snapshot, member, route, bucket, base_version)
+
+    def _start_late(self, snapshot: Snapshot, member: Member) -> None:
+        """A server by itself, from servers that have the version."""
+        holders = [m for m in self._roster if m.serves == snapshot.version and not m.is_suspect]
+        near = [holder.workers for holder in holders[-chain.BACKUPS :]]
+        route = chain.join(member.workers, near, self._origins(snapshot, None))
+        self._start(snapshot, member, route, self._settings.bucket_bytes, None)
+
+    def _origins(self, snapshot: Snapshot, base_version: int | None) -> list[chain.Origin]:
+        payload = snapshot.buffer if base_version is None else snapshot.delta
+        assert payload is not None
+        return [((0, payload.numel()), self.giver.address)]
+
+    def _start(
+        self, snapshot: Snapshot, member: Member, route: chain.Route, bucket_bytes: int, base_version: int | None
+    ) -> None:
+        num_bytes = route[0][-1].end
         request = WeightUpdateRequest(
+            sender=self._snapshots.sender,
             version=snapshot.version,
             params=snapshot.layout.specs,
-            group=spec,
-            bucket_bytes=self._bucket_bytes,
-            timeout_s=RECEIVE_SHARE * (deadline - time.monotonic()),
-            base_version=None if delta is None else snapshot.base_version,
-            payload_bytes=None if delta is None else delta.numel(),
+            workers=route,
+            carriage=self._settings.carriage,
+            bucket_bytes=bucket_bytes,
+            timeout_s=RECEIVE_SHARE * self._settings.timeout_s,
+            stall_s=self._settings.stall_s,
+            expected_s=expected_s(num_bytes, self.outcomes.values()),
+            base_version=base_version,
         )
-        ended = threading.Event()
-        transfer = threading.Thread(
-            target=self._broadcast, args=(link, payload, deadline, ended), name="weight-bytes", daemon=True
-        )
-        transfer.start()
+        member.held = None
+        snapshot.users.add(member.name)
+        member.update = asyncio.create_task(self._update(member, snapshot, request, num_bytes))
+
+    async def _update(self, member: Member, snapshot: Snapshot, request: WeightUpdateRequest, num_bytes: int) -> None:
+        """One server's update; afterwards the server serves the version or is out of service."""
+        started, answer, reason = time.monotonic(), None, ""
         try:
-            answer = self._post(link, request, deadline)
-            transfer.join()
-            return answer, payload.numel()
-        except BaseException:
-            link.group = None
-            raise
-        finally:
-            ended.set()
-
-    def _post(self, link: Link, request: WeightUpdateRequest, deadline: float) -> WeightUpdateAnswer:
-        timeout = httpx.Timeout(max(deadline - time.monotonic(), 0.1), connect=WATCH_TIMEOUT_S)
-        body = msgspec.json.encode(request)
-        headers = {"Content-Type": "application/json"}
-        try:
-            response = link.client.post(PATH, content=body, headers=headers, timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise WeightUpdateError(
-                f"{link.server.name} has not version {request.version} within weights.timeout_s={self._timeout_s:g}"
-            ) from error
-        except httpx.HTTPError as error:
-            raise WeightUpdateError(f"{link.server.name} at {link.server.url}: {first_line(error)}") from error
-        if response.status_code != 200:
-            raise WeightUpdateError(f"{link.server.name} answered {response.status_code}: {response.text[:500]}")
-        return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
-
-    def _broadcast(self, link: Link, payload: torch.Tensor, deadline: float, ended: threading.Event) -> None:
-        """Sends all buckets; ends at the last, at the deadline, or when the server has answered already."""
-
-        def check() -> None:
-            if ended.is_set():
-                raise WeightUpdateError("the server ended the transfer")
-
-        group, spec, store = link.group, link.spec, link.store
-        assert spec is not None
-        assert store is not None
-        try:
-            if group is None:
-                group = join(store, spec, 0, self._device, deadline, check)
-                link.group = group
-            for bucket in buckets(payload, self._bucket_bytes):
-                group.broadcast(bucket, deadline, check)
-        except (WeightUpdateError, RuntimeError) as error:
-            if link.spec is spec:
-                link.group = None
-            log.warning("event=transfer_ended server=%s error=%s", link.server.name, first_line(error))
-
-    def _new_group(self, link: Link) -> GroupSpec:
-        """A fresh name in this server's store, for as many workers as the server says it has."""
-        info = _weight_info(link.client)
-        if link.store is None:
-            link.store = host_store(self._host, link.port, self._timeout_s)
-        return GroupSpec(
-            backend=self._backend,  # type: ignore[arg-type]
-            host=self._host,
-            port=link.store.port,
-            name=uuid.uuid4().hex,
-            world_size=1 + info.transfer_workers,
-            is_new=True,
-        )
-
-    def _watch(self) -> None:
-        """Asks every server for its version once a second; ends when the sender is closed."""
-        with ThreadPoolExecutor(max(len(self._links), 1), thread_name_prefix="weight-watch") as pool:
-            while not self._closed.is_set():
-                list(pool.map(self._watch_one, self._links.values()))
-                self._closed.wait(WATCH_S)
-
-    def _watch_one(self, link: Link) -> None:
-        """A server that died or lost its weights (restarted) leaves service; one that answers may be re-admitted."""
-        pushes = link.pushes
-        version = _version_of(link)
-        with link.lock:
-            if link.pushes != pushes:
-                return
-            if link.in_service and version in (FROM_FILE, GONE):
-                log.warning("event=server_lost_weights server=%s version=%s", link.server.name, version)
-                link.drop()
-                if self._attestor is not None:
-                    self._attestor.left(link.server.name)
-            if not link.in_service:
-                link.is_up = version is not None and version != GONE and self._admits(link, version)
-
-    def _admits(self, link: Link, version: str) -> bool:
-        return not link.is_expelled and (self._attestor is None or self._attestor.admits(link.server.name, version))
+            answer = await member.post(request)
+        except WeightUpdateError as error:
+            reason = str(error)
+        seconds = time.monotonic() - started
+        outcome = Outcome(version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason)
+        member.take(outcome, is_late=snapshot.offer.is_late(self._settings.stall_s))
+        snapshot.users.discard(member.name)
+        snapshot.offer.end(member.name, is_served=answer is not None)
+        if answer is not None and self._attestor is not None:
+            self._attestor.took(member.name, request.version)
+        self._wake()
 
     def _take_miss(self, miss: Miss) -> None:
         """Out of service; back with a whole push unless it was the second miss."""
-        link = self._links[miss.server]
-        with link.lock:
-            link.held, link.in_service = None, False
-            link.is_up, link.is_expelled = not miss.is_final, miss.is_final
-        self._misses.put(miss)
+        member = self._roster.get(miss.server)
+        if member is not None:
+            member.miss(is_final=miss.is_final)
+        self._misses.append(miss)
+        self._wake()
+
+    def _tell(self) -> None:
+        """Say who missed a probe, then who serves what."""
+        members = list(self._roster)
+        while self._misses:
+            self._news.missed(self._misses.popleft(), members)
+        self._news.tell(members)
+
+
+def expected_s(num_bytes: int, outcomes: Iterable[Outcome]) -> float:
+    """About how long a transfer takes, from the last update of each server; 0 if none is known."""
+    rates = [outcome.num_bytes / outcome.seconds for outcome in outcomes if outcome.answer is not None]
+    return num_bytes / statistics.median(rates) if rates else 0.0
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -503,24 +317,3 @@ def _indexed(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _version_of(link: Link) -> str | None:
-    """What the server says it holds; None if it does not answer, ``GONE`` if no process is there to answer."""
-    with contextlib.suppress(httpx.HTTPError, WeightUpdateError):
-        try:
-            return _weight_info(link.watch_client).weight_version
-        except httpx.ConnectError:
-            return GONE
-    return None
-
-
-def _weight_info(client: httpx.Client) -> WeightInfo:
-    """Ask through the engine loop, so that a frozen engine behind a live HTTP server does not count as up."""
-    response = client.get(INFO_PATH)
-    if response.status_code != 200:
-        raise WeightUpdateError(f"{client.base_url}{INFO_PATH} answered {response.status_code}")
-    try:
-        return msgspec.json.decode(response.content, type=WeightInfo)
-    except msgspec.DecodeError as error:
-        raise WeightUpdateError(f"{client.base_url}{INFO_PATH} is not a PipelineRL server: {error}") from error

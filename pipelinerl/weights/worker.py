@@ -6,6 +6,7 @@ the swap. Until `finish_weight_update` nothing touches the model, so a sender ma
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,16 +24,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import WeightCheck, WeightUpdateRequest
-from pipelinerl.weights.receiver import FAILED, RECEIVING, STAGED, Receiver
+from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
+from pipelinerl.weights.receiver import Receiver
 from pipelinerl.weights.twin import Twin, bare_model, comparable, reload_in_place
+from pipelinerl.weights.wire import LOOPBACK
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 0.005
 DEVICE_RESERVE_BYTES = 1 << 30
 """Free device memory that staging leaves alone; a model that does not fit beside it is staged in pinned memory."""
 
@@ -64,14 +66,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self._plan: tuple[Layout, LoadPlan] | None = None
         self.check = LiveCheck()
         self.receiver = Receiver(
-            rank=1 + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            index=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            host=os.environ.get("VLLM_HOST_IP") or LOOPBACK,
+            secret=os.environ.get(SECRET_VARIABLE, ""),
             device=device,
             allocate=self._allocate,
             prepare=self._prepare,
         )
-
-    def begin(self, request: WeightUpdateRequest) -> None:
-        self.receiver.begin(request)
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Groups are joined by the first update that names them."""
@@ -80,16 +81,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         """Nothing to prepare: the model stays untouched until the swap."""
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        self.begin(msgspec.json.decode(update_info.request, type=WeightUpdateRequest))
-        while self.receiver.transfer.state == RECEIVING:
-            time.sleep(WAIT_S)
-        if self.receiver.transfer.state == FAILED:
-            raise WeightUpdateError(self.receiver.transfer.error)
+        transfer = self.receiver.begin(msgspec.json.decode(update_info.request, type=WeightUpdateRequest))
+        transfer.ended.wait()
+        if isinstance(transfer.end, Failed):
+            raise WeightUpdateError(transfer.end.error)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Swap. Runs in the engine's loop while generation is paused."""
-        layout, buffer = self.receiver.staged()
+        layout, buffer = self.receiver.staged(self.receiver.transfer.request.version)
         if self._twin is not None:
             self._twin.swap()
         else:
@@ -181,18 +181,10 @@ class WeightUpdateExtension:
     vllm_config: VllmConfig
     model_runner: Any
 
-    def begin_weight_transfer(self, request: str) -> None:
-        """Start receiving in the background; returns at once."""
-        self.weight_transfer_engine.begin(msgspec.json.decode(request, type=WeightUpdateRequest))
-
-    def weight_transfer_state(self) -> tuple[str, str, float, float]:
-        """(state, error, transfer_ms, prepare_ms) of the current transfer."""
-        transfer = self.weight_transfer_engine.receiver.transfer
-        return transfer.state, transfer.error, transfer.transfer_ms, transfer.prepare_ms
-
-    def abandon_weight_transfer(self) -> None:
-        """Nobody waits for the current transfer any more."""
-        self.weight_transfer_engine.receiver.abandon()
+    def weight_address(self) -> tuple[str, int]:
+        """Where this worker gives and takes weights."""
+        address = self.weight_transfer_engine.receiver.address
+        return address.host, address.port
 
     def begin_weight_check(self, version: int) -> None:
         """Compare the live model with the bytes of ``version`` in the background; returns at once."""
@@ -206,9 +198,7 @@ class WeightUpdateExtension:
 
     def swap_weights(self, version: int) -> None:
         """Make the staged version the live one. Generation must be paused."""
-        transfer = self.weight_transfer_engine.receiver.transfer
-        assert transfer.state == STAGED, f"the transfer is {transfer.state}"
-        assert transfer.request.version == version, "another transfer came between"
+        self.weight_transfer_engine.receiver.staged(version)
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.finish_weight_update()
         self.model_runner.reset_lora_state()

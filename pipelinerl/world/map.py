@@ -102,25 +102,25 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return ANY_ADDRESS if self.is_open else LOOPBACK
 
     @property
-    def weight_backend(self) -> Literal["nccl", "ipc", "gloo"]:
+    def weight_backend(self) -> Literal["nccl", "ipc", "tcp"]:
         """What ``weights.backend=auto`` means: NCCL takes no GPU twice, and IPC reaches that of trainer rank 0 only."""
         if self.accelerator == "cpu":
-            return "gloo"
+            return "tcp"
         if not self.share_devices:
             return "nccl"
-        return "ipc" if self._device_count == 1 else "gloo"
+        return "ipc" if self._device_count == 1 else "tcp"
 
-    def transfer_backend(self, wanted: str) -> str:
-        """How weights travel where ``weights.backend`` is ``wanted``; Gloo goes through host memory and always can.
+    def transfer_backend(self, wanted: str) -> Literal["nccl", "ipc", "tcp"]:
+        """How weights travel where ``weights.backend`` is ``wanted``; TCP goes through host memory and always can.
 
         Raises:
             WorldError: the devices cannot.
         """
-        if wanted not in ("auto", "gloo", self.weight_backend):
+        if wanted not in ("auto", "tcp", self.weight_backend):
             kind = "a CPU world" if self.accelerator == "cpu" else f"a world of {self._device_count} GPU(s)"
             shared = f", world.share_devices={str(self.share_devices).lower()}"
-            raise WorldError(f"weights.backend={wanted} cannot work in {kind}{shared}: use auto or gloo")
-        return self.weight_backend if wanted == "auto" else wanted
+            raise WorldError(f"weights.backend={wanted} cannot work in {kind}{shared}: use auto or tcp")
+        return self.weight_backend if wanted == "auto" else wanted  # type: ignore[return-value]  # checked above
 
     @property
     def _device_count(self) -> int:

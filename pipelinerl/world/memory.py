@@ -134,7 +134,7 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryIte
         MemoryItem(label="optimizer states", num_bytes=states),
         MemoryItem(label=f"activations ({tokens} tokens)", num_bytes=activations),
         MemoryItem(label=f"logits ({head_tokens} tokens)", num_bytes=2 * 4 * head_tokens * shape.vocab),
-        MemoryItem(label="transfer buckets", num_bytes=2 * cfg.weights.bucket_mb * 2**20),
+        MemoryItem(label="transfer buckets", num_bytes=int(2 * cfg.weights.bucket_mb * 2**20)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-
 from pipelinerl.weights.group import host_store, join
+
 from pipelinerl.weights.layout import buckets
 from pipelinerl.weights.protocol import GroupSpec
 

@@ -29,7 +29,6 @@ from pipelinerl.config.load import compose
 from pipelinerl.inference.control import UpdateControl, build_router
 from pipelinerl.inference.guard import Guard
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
 
@@ -210,7 +209,7 @@ SECRET = "unit-test-secret"
 
 
 class ModelServer:
-    """A server without vLLM: real HTTP, Gloo and receiver; records pauses, resumes and what is live."""
+    """A server without vLLM: real HTTP, connections and receiver; records pauses, resumes and what is live."""
 
     def __init__(self, name: str = "actor_llm_0", refuse: Callable[[Layout], None] | None = None):
         self.live: dict[str, torch.Tensor] = {}
@@ -220,10 +219,16 @@ class ModelServer:
         self.fatal = 0
         self._refuse = refuse or (lambda layout: None)
         self.receiver = Receiver(
-            rank=1, device=torch.device("cpu"), allocate=self._allocate, prepare=lambda layout, _: self._refuse(layout)
+            index=0,
+            host="127.0.0.1",
+            secret=SECRET,
+            device=torch.device("cpu"),
+            allocate=self._allocate,
+            prepare=lambda layout, _: self._refuse(layout),
         )
         app = FastAPI()
-        app.include_router(build_router(UpdateControl(self, num_workers=1, on_fatal=self._on_fatal)))
+        updates = UpdateControl(self, workers=[self.receiver.address], secret=SECRET, on_fatal=self._on_fatal)
+        app.include_router(build_router(updates))
         app.add_middleware(Guard)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)
@@ -243,19 +248,9 @@ class ModelServer:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self, method)(*args)]
 
-    def begin_weight_transfer(self, request: str) -> None:
-        self.receiver.begin(msgspec.json.decode(request, type=WeightUpdateRequest))
-
-    def weight_transfer_state(self) -> tuple[str, str, float, float]:
-        transfer = self.receiver.transfer
-        return transfer.state, transfer.error, transfer.transfer_ms, transfer.prepare_ms
-
-    def abandon_weight_transfer(self) -> None:
-        self.receiver.abandon()
-
     def swap_weights(self, version: int) -> None:
         assert self.paused
-        layout, buffer = self.receiver.staged()
+        layout, buffer = self.receiver.staged(version)
         self.live = {name: tensor.clone() for name, tensor in layout.views(buffer)}
         self.swaps += 1
 

@@ -72,7 +72,7 @@ def make_context(run_dir: Path, *overrides: str) -> RoleContext:
 def train(run_dir: Path, *overrides: str) -> FakeSender:
     sender = FakeSender()
     ctx = make_context(run_dir, *overrides)
-    Trainer(ctx, lambda _: sender).run()
+    Trainer(ctx, sender).run()
     return sender
 
 
@@ -140,7 +140,7 @@ def test_trainer_resumed_from_checkpoint_ends_bit_equal(
     (other / "model").symlink_to(run_dir / "model")
     record_steps(other, range(STEPS))
     ctx = make_context(other)
-    trainer = Trainer(ctx, lambda _: FakeSender())
+    trainer = Trainer(ctx, FakeSender())
     for _ in range(3):
         trainer.advance()
     trainer.close()  # as if killed after step 3: the newest checkpoint is that of step 2
@@ -158,7 +158,7 @@ def test_trainer_resumed_from_checkpoint_ends_bit_equal(
 def test_trainer_stopped_saves_its_last_step_and_repeats_none(run_dir: Path) -> None:
     ctx = make_context(run_dir, "finetune.save_checkpoint_steps=100")
     stop_after(ctx, step=3)
-    Trainer(ctx, lambda _: FakeSender()).run()
+    Trainer(ctx, FakeSender()).run()
 
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_3"]
     assert not (run_dir / "exports").exists()
@@ -171,7 +171,7 @@ def test_trainer_stopped_saves_its_last_step_and_repeats_none(run_dir: Path) -> 
 
 
 def test_trainer_resumed_says_what_it_repeats_and_holds_each_step_once(run_dir: Path) -> None:
-    trainer = Trainer(make_context(run_dir), lambda _: FakeSender())
+    trainer = Trainer(make_context(run_dir), FakeSender())
     for _ in range(3):
         trainer.advance()
     trainer.close()
@@ -185,7 +185,7 @@ def test_trainer_resumed_says_what_it_repeats_and_holds_each_step_once(run_dir: 
 
 def test_trainer_saves_in_between_when_the_newest_checkpoint_is_old(run_dir: Path) -> None:
     overrides = ["finetune.save_checkpoint_steps=100", "finetune.save_checkpoint_minutes=1e-9"]
-    trainer = Trainer(make_context(run_dir, *overrides), lambda _: FakeSender())
+    trainer = Trainer(make_context(run_dir, *overrides), FakeSender())
     trainer.advance()
     trainer.close()
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_1"]
@@ -195,7 +195,7 @@ def test_trainer_saves_in_between_when_the_newest_checkpoint_is_old(run_dir: Pat
 
 
 def test_trainer_exports_the_model_it_resumes_from_when_that_was_lost(run_dir: Path) -> None:
-    trainer = Trainer(make_context(run_dir), lambda _: FakeSender())
+    trainer = Trainer(make_context(run_dir), FakeSender())
     for _ in range(2):
         trainer.advance()
     trainer.close()

@@ -18,7 +18,7 @@ def main(run_dir: Path, overrides: list[str]) -> None:
     set_streams_backend("files")
     cfg = parse(compose("base", overrides))
     ctx = trainer_context(run_dir, cfg, num_ranks=int(os.environ["WORLD_SIZE"]))
-    Trainer(ctx, lambda _: FakeSender(keeps_weights=False, wants_scores=False)).run()
+    Trainer(ctx, FakeSender(keeps_weights=False, wants_scores=False)).run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 from pipelinerl.config.keys import Section, key
 
@@ -38,14 +38,16 @@ class VLLMSection(Section):
 class WeightsSection(Section):
     """Weight updates from the trainer to the servers."""
 
-    backend: Literal["auto", "nccl", "ipc", "gloo"] = key(
+    backend: Literal["auto", "nccl", "ipc", "tcp"] = key(
         "auto",
-        "transport of the weights. `nccl` between GPUs, `ipc` in a world of one shared GPU, `gloo` (through host "
-        "memory) on CPU and on several shared GPUs",
+        "how weights travel from one process to the next. `nccl` between GPUs, `ipc` in a world of one shared GPU, "
+        "`tcp` (through host memory) on CPU and on several shared GPUs",
         may_change=True,
     )
-    bucket_mb: PositiveInt = key(
-        256, "size of the buffers in which parameters travel, and are gathered where sharded", may_change=True
+    bucket_mb: PositiveFloat = key(
+        8,
+        "a server passes the weights on in pieces of this size, in a long chain of servers in smaller ones",
+        may_change=True,
     )
     delta: bool = key(
         False, "bf16: send only the elements that changed, bit-identical. Dense where that is smaller", may_change=True
@@ -53,6 +55,12 @@ class WeightsSection(Section):
     timeout_s: PositiveFloat = key(
         120,
         "a server that takes longer for an update leaves service. It returns when it answers and is updated",
+        may_change=True,
+    )
+    stall_s: PositiveFloat = key(
+        5,
+        "a server that has not got a byte for so long, or is so far behind, pulls the rest of an update from another "
+        "one. A server that is slower than the first by this time does not hold up the next update",
         may_change=True,
     )
     probe: bool = key(

@@ -74,7 +74,8 @@ class Harness:
         self.server = Server()
         self.misses: list[Miss] = []
         job = Job(name="s0", kind="actor_llm", url=f"http://127.0.0.1:{self.server.http.server_port}")
-        self.attestor = Attestor([job], secret="x", tolerance=tolerance, timeout_s=timeout_s, report=self.misses.append)
+        self.attestor = Attestor(secret="x", tolerance=tolerance, timeout_s=timeout_s, report=self.misses.append)
+        self.attestor.meet(job)
 
     def calibrate(self) -> None:
         self.attestor.begin(TEXT.with_scores(TRAINER))

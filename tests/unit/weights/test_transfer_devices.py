@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from pipelinerl.weights.group import NcclGroup, connect, host_store, join
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.group import NcclGroup, connect, host_store, join
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import GroupSpec, ParamSpec, WeightUpdateRequest
 from pipelinerl.weights.receiver import STAGED, Receiver

@@ -1,0 +1,30 @@
+"""While an evaluation runs, no server's weights change."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from pipelinerl.records import EvaluationDone, EvaluationStarted
+
+log = logging.getLogger(__name__)
+
+
+class EvaluationLease:
+    """Whether an evaluation forbids changing the servers' weights, from the messages of topic `evaluation`."""
+
+    def __init__(self, poll: Callable[[], Sequence[object]], clock: Callable[[], float] = time.time):
+        """``poll`` returns the messages that arrived since its last call."""
+        self._poll, self._clock = poll, clock
+        self._open: EvaluationStarted | None = None
+
+    def held(self, version: int) -> bool:
+        """True while an evaluation has neither ended nor expired, unless it is one of ``version`` itself."""
+        for message in self._poll():
+            if isinstance(message, EvaluationStarted):
+                self._open = message
+            elif isinstance(message, EvaluationDone) and self._open and message.version == self._open.version:
+                self._open = None
+        if self._open and self._clock() >= self._open.deadline:
+            log.warning("evaluation lease expired version=%d", self._open.version)
+            self._open = None
+        return self._open is not None and self._open.version != version

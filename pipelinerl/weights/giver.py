@@ -1,0 +1,177 @@
+"""Serves a process's shelf to those who pull from it. The trainer's ranks and the servers' workers have one each.
+
+Consumes: connections, their questions (`Get`, `Have`; at a worker `Take`, from its own server).
+Produces: bytes as far as they are there, and a sign of life where they are not.
+Waits for: bytes on the shelf, takers; each taker has a thread of its own, so a frozen one holds up nobody else.
+Ends: at ``close``.
+"""
+
+import contextlib
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
+from pipelinerl.weights.protocol import Address, Carriage, Failed, Get, Had, Have, Question, Staged, Take
+from pipelinerl.weights.protocol import WeightUpdateRequest as Request
+from pipelinerl.weights.shelf import Item, Shelf, WithdrawnError
+from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connection, WireError, listen
+
+log = logging.getLogger(__name__)
+
+TAKER_PATIENCE_S = 30.0
+"""A taker that accepts no byte for so long is let go; it can come back at the offset that it has."""
+BEAT_S = 0.25
+
+
+class Pull(Protocol):
+    """An update that a worker is pulling."""
+
+    def reply(self, timeout_s: float) -> Staged | Failed | None:
+        """How it ended; None if it is still going on after ``timeout_s``."""
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Giver:
+    """Listens on a port of its own.
+
+    Args:
+        shelf: the bytes.
+        secret: the run's; without it nobody is served.
+        host: the name under which others reach this process.
+        port: 0 = a free one.
+        on_take: begins an update (workers only).
+        pace: called with the number of bytes before they are sent (benchmarks limit links with it).
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        secret: str,
+        host: str,
+        port: int = 0,
+        device: torch.device = CPU,
+        on_take: Callable[[Request], Pull] | None = None,
+        pace: Callable[[int], None] | None = None,
+    ):
+        self._shelf, self._secret, self._device = shelf, secret, device
+        self._on_take, self._pace = on_take, pace or (lambda num_bytes: None)
+        self._listener = listen(host, port)
+        self.address = Address(host, self._listener.getsockname()[1])
+        self.num_bytes = 0
+        """Payload bytes given so far."""
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, name="weight-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                connection.interrupt()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if not self._is_closed:
+                    log.exception("event=weight_listener_ended")
+                return
+            threading.Thread(target=self._serve, args=(sock,), name="weight-giver", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection, from its handshake to its end."""
+        try:
+            connection = Connection.accept(sock, self._secret)
+        except WireError as error:
+            log.warning("event=weight_taker_refused error=%s", error)
+            return
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            self._answer_all(connection)
+        except WireError as error:
+            log.debug("event=weight_taker_left error=%s", error)
+        except Exception:  # the thread's boundary: the taker goes on with another source
+            log.exception("event=weight_giver_failed")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer_all(self, connection: Connection) -> None:
+        carriers: dict[Carriage, Carrier] = {}
+        while not self._is_closed:
+            connection.set_patience(math.inf)
+            kind, length = connection.receive()
+            if kind != MESSAGE:
+                raise WireError(f"a frame of kind {kind} came instead of a question")
+            question: Get | Have | Take = connection.read_message(length, Question)  # type: ignore[arg-type]
+            connection.set_patience(TAKER_PATIENCE_S)
+            match question:
+                case Get():
+                    if question.carriage not in carriers:
+                        carrier = make_carrier(question.carriage, connection, self._device, gives=True)
+                        carriers[question.carriage] = carrier
+                    self._give(connection, question, carriers[question.carriage])
+                case Have():
+                    item = self._shelf.find(question.key)
+                    connection.send_message(Had(end=item.filled(question.start) if item else question.start))
+                case Take():
+                    self._take(connection, question.request)
+
+    def _give(self, connection: Connection, get: Get, carrier: Carrier) -> None:
+        """All bytes that were asked for, as they come."""
+        start = get.start
+        while start < get.end:
+            end = min(start + get.bucket_bytes, get.end)
+            try:
+                item = self._shelf.wait_for(get.key, start, end, get.beat_s)
+                if item is None:
+                    connection.send(ALIVE if self._shelf.find(get.key) else UNKNOWN)
+                    continue
+                with self._shelf.reading(item, connection):
+                    self._give_bucket(connection, item, start, end, carrier)
+            except WithdrawnError:
+                connection.send(GONE)
+                return
+            start = end
+
+    def _give_bucket(self, connection: Connection, item: Item, start: int, end: int, carrier: Carrier) -> None:
+        self._pace(end - start)
+        connection.send_header(DATA, end - start)
+        carrier.give(connection, item.slice(start, end))
+        self.num_bytes += end - start
+
+    def _take(self, connection: Connection, request: Request) -> None:
+        """An update of this worker; hanging up abandons it."""
+        if self._on_take is None:
+            connection.send_message(Failed(error="weights go to servers only"))
+            return
+        try:
+            pull = self._on_take(request)
+        except Exception as error:  # whatever is wrong with the request is the answer
+            connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
+            return
+        while (reply := pull.reply(BEAT_S)) is None:
+            if connection.is_hung_up:
+                pull.abandon()
+                return
+            connection.send(ALIVE)
+        connection.send_message(reply)

@@ -1,0 +1,49 @@
+"""A server's process tells its workers to pull an update, past the engine: decoding is not asked for anything.
+
+One connection to each worker for as long as the update takes. Hanging up abandons it.
+"""
+
+from pipelinerl.weights.protocol import Address, Failed, Staged, Take, WeightUpdateRequest
+from pipelinerl.weights.wire import ALIVE, MESSAGE, Connection, WireError
+
+PATIENCE_S = 30.0
+"""A worker says several times a second that it is alive, unless it is frozen."""
+
+
+class Handover:
+    """One update of one worker."""
+
+    def __init__(self, address: Address, secret: str):
+        self._address, self._secret = address, secret
+        self._connection: Connection | None = None
+        self._is_given_up = False
+
+    def run(self, request: WeightUpdateRequest) -> Staged:
+        """Blocks until the update is staged.
+
+        Raises:
+            WireError: the worker is gone or frozen, the transfer failed, or ``give_up`` was called.
+        """
+        self._connection = connection = Connection.dial(self._address, self._secret, PATIENCE_S)
+        try:
+            if self._is_given_up:
+                raise WireError("given up")
+            connection.send_message(Take(request=request))
+            while True:
+                kind, length = connection.receive()
+                if kind == MESSAGE:
+                    break
+                if kind != ALIVE:
+                    raise WireError(f"the worker sent a frame of kind {kind}")
+            reply: Staged | Failed = connection.read_message(length, Staged | Failed)  # type: ignore[arg-type]
+        finally:
+            connection.close()
+        if isinstance(reply, Failed):
+            raise WireError(reply.error)
+        return reply
+
+    def give_up(self) -> None:
+        """The update is not wanted any more. From any thread."""
+        self._is_given_up = True
+        if self._connection is not None:
+            self._connection.interrupt()

@@ -1,0 +1,139 @@
+"""One server as the trainer's sender sees it: whether it answers, what it holds, whether it serves.
+
+Talks HTTP to it. Decides nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import (
+    INFO_PATH,
+    PATH,
+    STALE,
+    Address,
+    WeightInfo,
+    WeightUpdateAnswer,
+    WeightUpdateRequest,
+)
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 5.0
+GRACE_S = 1.0
+"""Beyond an update's time-out: the server's own deadline fires first and says why."""
+GONE = "gone"
+"""Instead of a version: nobody listens at the server's address."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server."""
+
+    job: Job
+    client: httpx.AsyncClient
+    workers: tuple[Address, ...] = ()
+    is_up: bool = False
+    """It answers, and may be sent weights."""
+    is_suspect: bool = False
+    """It did not answer, failed or was slow: others should not depend on it."""
+    is_expelled: bool = False
+    """It missed its probe twice: never used again in this run."""
+    serves: int | None = None
+    """Version that it serves; None = it is out of service."""
+    held: int | None = None
+    """Version of this sender whose bytes its workers hold."""
+    update: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
+    ended: int = 0
+    """Updates that have ended: a probe that began before one tells nothing about what follows it."""
+    last: "Outcome | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+    def take(self, outcome: "Outcome", *, is_late: bool) -> None:
+        """An update has ended: the server serves the version or is out of service."""
+        self.last, self.update = outcome, None
+        self.ended += 1
+        if outcome.answer is not None:
+            self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
+            self.is_suspect = is_late
+        elif STALE not in outcome.error:  # who has lost a delta's base is sent the whole version at once
+            log.error(
+                "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error
+            )
+            self.drop()
+
+    def miss(self, *, is_final: bool) -> None:
+        """It does not use what it was sent: out of service, and for good at the second time."""
+        self.held = self.serves = None
+        self.is_up, self.is_expelled = not is_final, is_final
+
+    def drop(self) -> None:
+        """Out of service, until it answers again."""
+        self.serves = self.held = None
+        self.is_up, self.is_suspect = False, True
+
+    async def info(self) -> WeightInfo | str | None:
+        """What it says of itself; ``GONE`` if no process is there to answer, None if it does not answer.
+
+        Asked through the engine's loop, so that a frozen engine behind a live HTTP server does not count as up.
+        """
+        with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
+            try:
+                response = await self.client.get(INFO_PATH, timeout=PROBE_TIMEOUT_S)
+            except httpx.ConnectError:
+                return GONE
+            if response.status_code == 200:
+                return msgspec.json.decode(response.content, type=WeightInfo)
+        return None
+
+    async def post(self, request: WeightUpdateRequest) -> WeightUpdateAnswer:
+        """Returns when the version is live.
+
+        Raises:
+            WeightUpdateError: it is not.
+        """
+        timeout = httpx.Timeout(request.timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
+        headers = {"Content-Type": "application/json"}
+        try:
+            response = await self.client.post(
+                PATH, content=msgspec.json.encode(request), headers=headers, timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise WeightUpdateError(
+                f"{self.name} has not version {request.version} within weights.timeout_s={request.timeout_s:g}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise WeightUpdateError(f"{self.name} at {self.job.url}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise WeightUpdateError(f"{self.name} answered {response.status_code}: {response.text[:500]}")
+        return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
+
+    async def close(self) -> None:
+        for task in (self.update, self.watch):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, WeightUpdateError):
+                    await task
+        await self.client.aclose()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an update of one server ended."""
+
+    version: int
+    num_bytes: int
+    """Length of the payload."""
+    seconds: float
+    answer: WeightUpdateAnswer | None = None
+    error: str = ""

@@ -1,0 +1,90 @@
+"""What the trainer tells about its servers: who serves which version, who missed a weight probe.
+
+A message states the whole of who serves what, so the newest one is all that a listener needs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipelinerl.errors import ServersExpelledError
+from pipelinerl.records import ProbeMissed, WeightUpdateSuccess
+from pipelinerl.weights.attestor import Miss
+from pipelinerl.weights.member import Member
+
+Announcement = WeightUpdateSuccess | ProbeMissed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushStats:
+    """What is live, and what the last update cost."""
+
+    version: int = -1
+    """Newest version that a server serves."""
+    servers: tuple[str, ...] = ()
+    """Servers that serve it."""
+    pause_ms: float = 0.0
+    """Mean over these servers."""
+    transfer_ms: float = 0.0
+    """From the update's start until the slowest of them served it."""
+
+
+class News:
+    """Writes messages when something has changed. ``write`` may block."""
+
+    def __init__(self, write: Callable[[Announcement], object]):
+        self._write = write
+        self.serving: dict[str, int] = {}
+        """Server → version, as it was told last."""
+        self.stats = PushStats()
+
+    def missed(self, miss: Miss, members: Sequence[Member]) -> None:
+        """Tell at once who failed; who serves follows.
+
+        Raises:
+            ServersExpelledError: no server is left.
+        """
+        self._write(
+            ProbeMissed(
+                server=miss.server,
+                version=miss.version,
+                since=miss.since,
+                is_final=miss.is_final,
+                reason=miss.reason,
+                timestamp=time.time(),
+            )
+        )
+        self.serving.pop(miss.server, None)
+        if miss.is_final and all(member.is_expelled for member in members):
+            raise ServersExpelledError(
+                f"no inference server is left: each missed its weight probe twice. The last one was {miss.server}: "
+                f"version {miss.version} {miss.reason}. The figures of the others are in this log. If the servers are "
+                "healthy, raise weights.probe_tolerance"
+            )
+
+    def tell(self, members: Sequence[Member]) -> bool:
+        """Whether there was something to tell about who serves what."""
+        serving = {member.name: member.serves for member in members if member.serves is not None}
+        if serving == self.serving:
+            return False
+        version = max(serving.values(), default=self.stats.version)
+        newest = [member for member in members if member.serves == version]
+        outcomes = [member.last for member in newest if member.last is not None]
+        pauses = tuple(outcome.answer.pause_ms for outcome in outcomes if outcome.answer is not None)
+        message = WeightUpdateSuccess(
+            version=version,
+            servers=tuple(member.name for member in newest),
+            older={name: served for name, served in serving.items() if served != version},
+            pause_ms=pauses,
+            transfer_ms=1e3 * max((outcome.seconds for outcome in outcomes), default=0.0),
+            timestamp=time.time(),
+        )
+        self._write(message)
+        self.serving = serving
+        self.stats = PushStats(
+            version=version,
+            servers=message.servers,
+            pause_ms=sum(pauses) / len(pauses) if pauses else 0.0,
+            transfer_ms=message.transfer_ms,
+        )
+        return True

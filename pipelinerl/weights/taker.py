@@ -1,0 +1,197 @@
+"""Pulls one part of a payload from the nearest source that delivers.
+
+Consumes: the part's sources, in order. Produces: bytes in an item of the shelf, as far as they have come.
+Waits for: bytes. A source that is dead, silent for ``stall_s``, or ``stall_s`` behind the source after it is left for
+the next one, at the offset that was reached. Ends: at the last byte, or when its caller's check says so.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.carriage import Carrier, make_carrier
+from pipelinerl.weights.protocol import Address, Get, Had, Have
+from pipelinerl.weights.protocol import WeightUpdateRequest as Request
+from pipelinerl.weights.shelf import Item, Shelf
+from pipelinerl.weights.wire import ALIVE, DATA, GONE, UNKNOWN, Connection, WireError
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+"""Between two rounds over sources that all failed."""
+BEATS = 4
+"""A source says so often within ``stall_s`` that it is alive."""
+
+
+class SourceError(WeightUpdateError):
+    """This source does not deliver; another one may."""
+
+
+class Taker:
+    """Pulls the parts with one number, update after update; keeps its connection while the source stays the same."""
+
+    def __init__(self, shelf: Shelf, *, secret: str, device: torch.device):
+        self._shelf, self._secret, self._device = shelf, secret, device
+        self._connection: tuple[Address, Connection] | None = None
+        self._carriers: dict[str, Carrier] = {}
+
+    def pull(
+        self, request: Request, item: Item, number: int, sources: Sequence[Address], check: Callable[[str], None]
+    ) -> None:
+        """Fill range ``number`` of ``item``.
+
+        Args:
+            check: called with what was seen last, often; raises when the pull must end.
+        Raises:
+            WeightUpdateError: what ``check`` raised.
+        """
+        part, turn, reason = item.ranges[number], 0, ""
+        watch = Watch(self._secret, request, sources)
+        try:
+            while part.upto < part.end:
+                check(reason)
+                if turn and turn % len(sources) == 0:
+                    time.sleep(PAUSE_S)
+                source = sources[turn % len(sources)]
+                following = sources[(turn + 1) % len(sources)]
+                try:
+                    self._pull_from(source, request, item, number, check, watch.of(source, following))
+                except WireError as error:
+                    reason = f"{source}: {error}"
+                except SourceError as error:
+                    reason = f"{source} {error}"
+                if part.upto < part.end:
+                    log.info("event=weight_source_left version=%d at=%d reason=%s", request.version, part.upto, reason)
+                    self._hang_up()
+                    turn += 1
+        finally:
+            watch.close()
+
+    def interrupt(self) -> None:
+        """Have the pull under way call its ``check`` now. From any thread."""
+        held = self._connection
+        if held is not None:
+            held[1].interrupt()
+
+    def close(self) -> None:
+        self._hang_up()
+
+    def _pull_from(
+        self,
+        source: Address,
+        request: Request,
+        item: Item,
+        number: int,
+        check: Callable[[str], None],
+        watch: "Watch",
+    ) -> None:
+        part = item.ranges[number]
+        connection = self._connected(source, request)
+        get = Get(
+            key=item.key,
+            start=part.upto,
+            end=part.end,
+            bucket_bytes=request.bucket_bytes,
+            carriage=request.carriage,
+            beat_s=request.stall_s / BEATS,
+        )
+        connection.send_message(get)
+        if request.carriage not in self._carriers:
+            carrier = make_carrier(request.carriage, connection, self._device, gives=False)
+            self._carriers[request.carriage] = carrier
+        carrier, known_at = self._carriers[request.carriage], time.monotonic()
+        while part.upto < part.end:
+            kind, length = connection.receive()
+            if kind == DATA:
+                end = part.upto + length
+                if end > part.end:
+                    raise SourceError(f"sent {end - part.end} bytes too many")
+                carrier.take(connection, item.slice(part.upto, end))
+                self._shelf.advance(item, number, end)
+            elif kind == GONE:
+                raise SourceError("has these bytes no more")
+            elif kind == UNKNOWN and time.monotonic() - known_at >= request.stall_s:
+                raise SourceError(f"was not sent this version within {request.stall_s:g} s")
+            elif kind not in (ALIVE, UNKNOWN):
+                raise SourceError(f"sent a frame of kind {kind}")
+            if kind != UNKNOWN:
+                known_at = time.monotonic()
+            check(f"{source} was sending")
+            watch.look(part.upto)
+
+    def _connected(self, source: Address, request: Request) -> Connection:
+        if self._connection is not None and self._connection[0] == source:
+            self._connection[1].set_patience(request.stall_s)
+            return self._connection[1]
+        self._hang_up()
+        connection = Connection.dial(source, self._secret, request.stall_s)
+        self._connection = (source, connection)
+        return connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection[1].close()
+        self._connection, self._carriers = None, {}
+
+
+class Watch:
+    """Finds out that a source holds this taker up, by the source after it.
+
+    Another receiver had more bytes half of ``stall_s`` ago than we have now: our source is slow, and not the chain
+    before it. The trainer always has all bytes: for who comes second in the chain the usual duration is the measure.
+    It speaks up once per pull: a taker whose own link is slow would otherwise go from source to source.
+    """
+
+    def __init__(self, secret: str, request: Request, sources: Sequence[Address]):
+        self._secret, self._request, self._origin = secret, request, sources[-1]
+        self._following: Address | None = None
+        self._connection: Connection | None = None
+        self._started = self._asked_at = time.monotonic()
+        self._had: int | None = None
+        self._is_used_up = False
+
+    def of(self, source: Address, following: Address) -> "Watch":
+        """From now on compare with ``following``."""
+        self.close()
+        self._following = following if source != self._origin else None
+        self._asked_at, self._had = time.monotonic(), None
+        return self
+
+    def look(self, upto: int) -> None:
+        """Told after every frame.
+
+        Raises:
+            SourceError: the source in use is slow.
+        """
+        now, half_s = time.monotonic(), self._request.stall_s / 2
+        if self._is_used_up or self._following is None or now - self._asked_at < half_s:
+            return
+        if self._following == self._origin:
+            expected_s = self._request.expected_s
+            is_slow = expected_s > 0 and now - self._started > self._request.stall_s + 2 * expected_s
+        else:
+            is_slow = self._had is not None and self._had > upto
+        if is_slow:
+            self._is_used_up = True
+            raise SourceError(f"is {half_s:g} s or more behind {self._following}")
+        self._asked_at = now
+        if self._following != self._origin:
+            self._had = self._ask(self._following, upto)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _ask(self, source: Address, start: int) -> int | None:
+        """How far the source has the payload; None if it does not say."""
+        try:
+            if self._connection is None:
+                self._connection = Connection.dial(source, self._secret, self._request.stall_s / BEATS)
+            return self._connection.ask(Have(key=self._request.payload_key, start=start), Had).end
+        except WireError:
+            self.close()
+            return None

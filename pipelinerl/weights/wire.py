@@ -1,0 +1,232 @@
+"""Framed connections between processes that hold weights: TCP, authenticated both ways by the run's secret.
+
+Plain sockets carry the frames. A Gloo group fails as a whole when one member dies, and cannot go on at a byte offset
+with another member. A chain that heals itself needs both.
+
+    frame = kind (1 byte) | length (8 bytes) | body
+
+Every wait has a patience: seconds without a single byte in either direction. ``close`` from any thread ends a wait.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import Address
+
+DATA, ALIVE, UNKNOWN, GONE, MESSAGE = range(5)
+"""Bytes; nothing yet; never heard of it; never again; a struct of `protocol`."""
+
+LOOPBACK = "127.0.0.1"
+HANDSHAKE_S = 5.0
+TICKS = 4
+"""A blocked socket call returns so often within its patience."""
+MAX_MESSAGE_BYTES = 64 << 20
+_HEADER = struct.Struct("!BQ")
+_MAGIC = b"PRLW1"
+_NONCE_BYTES = 32
+
+T = TypeVar("T")
+
+
+class WireError(WeightUpdateError):
+    """The other end is gone, silent, or does not speak our protocol."""
+
+
+class Connection:
+    """One connection whose ends have proved that they know the secret. One thread uses it at a time."""
+
+    def __init__(self, sock: socket.socket, patience_s: float):
+        self._socket = sock
+        self._is_closed = False
+        sock.settimeout(None)  # the kernel's time-outs let a whole bucket be one call
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_patience(patience_s)
+
+    @classmethod
+    def dial(cls, address: Address, secret: str, patience_s: float) -> "Connection":
+        """Connect to a listener.
+
+        Raises:
+            WireError: nobody answers, or who answers does not know the secret.
+        """
+        try:
+            sock = socket.create_connection((address.host, address.port), min(patience_s, HANDSHAKE_S))
+        except OSError as error:
+            raise WireError(f"{address}: {error}") from error
+        connection = cls(sock, min(patience_s, HANDSHAKE_S))
+        try:
+            _prove(connection, secret, b"dialler", b"listener")
+        except WireError:
+            connection.close()
+            raise
+        connection.set_patience(patience_s)
+        return connection
+
+    @classmethod
+    def accept(cls, sock: socket.socket, secret: str) -> "Connection":
+        """The listener's end of a new connection.
+
+        Raises:
+            WireError: who dialled does not know the secret. The socket is closed.
+        """
+        connection = cls(sock, HANDSHAKE_S)
+        try:
+            _prove(connection, secret, b"listener", b"dialler")
+        except WireError:
+            connection.close()
+            raise
+        return connection
+
+    @property
+    def local_host(self) -> str:
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the other end has closed the connection (or says something that nobody asked for)."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) is not None
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def set_patience(self, patience_s: float) -> None:
+        """From now on give up after so many seconds without a byte; infinity = never."""
+        self._patience_s = patience_s
+        tick = max(min(patience_s / TICKS, 1e6), 0.01)
+        timeval = struct.pack("@ll", int(tick), int(tick % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+    def send(self, kind: int, body: bytes = b"") -> None:
+        self.send_bytes(memoryview(_HEADER.pack(kind, len(body)) + body))
+
+    def send_message(self, message: msgspec.Struct) -> None:
+        self.send(MESSAGE, msgspec.json.encode(message))
+
+    def send_header(self, kind: int, length: int) -> None:
+        """The body follows through ``send_bytes`` or beside the connection."""
+        self.send_bytes(memoryview(_HEADER.pack(kind, length)))
+
+    def send_bytes(self, view: memoryview) -> None:
+        """All of ``view``, as fast as the other end takes it."""
+        sent, moved = 0, time.monotonic()
+        while sent < len(view):
+            try:
+                sent += self._socket.send(view[sent:])
+                moved = time.monotonic()
+            except BlockingIOError:
+                self.check_patience(moved)
+            except OSError as error:
+                raise WireError(f"the connection broke: {error}") from error
+
+    def receive(self) -> tuple[int, int]:
+        """(kind, length) of the next frame; its body is to be read next."""
+        kind, length = _HEADER.unpack(self.read(_HEADER.size))
+        return kind, length
+
+    def read(self, length: int) -> bytes:
+        body = bytearray(length)
+        self.read_into(memoryview(body))
+        return bytes(body)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view``."""
+        got, moved = 0, time.monotonic()
+        while got < len(view):
+            try:
+                count = self._socket.recv_into(view[got:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                self.check_patience(moved)
+                continue
+            except OSError as error:
+                raise WireError(f"the connection broke: {error}") from error
+            if count == 0:
+                raise WireError("the connection was closed")
+            got, moved = got + count, time.monotonic()
+
+    def read_message(self, length: int, kind: type[T]) -> T:
+        """The body of a `MESSAGE` frame."""
+        if length > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {length} bytes is over {MAX_MESSAGE_BYTES}")
+        try:
+            return msgspec.json.decode(self.read(length), type=kind)
+        except msgspec.DecodeError as error:
+            raise WireError(f"not a message: {error}") from error
+
+    def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
+        """Send a question; the answer is the next frame."""
+        self.send_message(question)
+        kind, length = self.receive()
+        if kind != MESSAGE:
+            raise WireError(f"a frame of kind {kind} came instead of an answer")
+        return self.read_message(length, answer)
+
+    def close(self) -> None:
+        """End the connection and every wait on it. From any thread."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """End every wait on the connection; its own thread closes it."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def check_patience(self, moved: float) -> None:
+        """Raise if the connection was interrupted, or if nothing has moved since ``moved`` for its patience."""
+        if self._is_closed:
+            raise WireError("the connection was closed")
+        if time.monotonic() - moved >= self._patience_s:
+            raise WireError(f"not a byte for {self._patience_s:g} s")
+
+
+def _prove(connection: Connection, secret: str, mine: bytes, theirs: bytes) -> None:
+    """Both ends show that they know the secret; neither can repeat the other's proof."""
+    if not secret:
+        raise WireError("there is no secret: nobody is let in")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.send_bytes(memoryview(_MAGIC + nonce))
+    hello = connection.read(len(_MAGIC) + _NONCE_BYTES)
+    if not hello.startswith(_MAGIC):
+        raise WireError("the other end does not speak this protocol")
+    other = hello[len(_MAGIC) :]
+    connection.send_bytes(memoryview(_proof(secret, mine, nonce, other)))
+    expected = _proof(secret, theirs, other, nonce)
+    if not hmac.compare_digest(connection.read(len(expected)), expected):
+        raise WireError("the other end does not know the run's secret")
+
+
+def _proof(secret: str, role: bytes, own: bytes, other: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + own + other, "sha256")
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listener that can be reached under ``host``: on loopback for that address, else on every interface.
+
+    A node's own name may mean 127.0.1.1 to itself, so the name is never bound.
+    """
+    if host == LOOPBACK:
+        return socket.create_server((LOOPBACK, port))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous uint8 tensor in host memory as bytes."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an array is a buffer

@@ -1,0 +1,46 @@
+"""A weight sender in a test, one version at a time."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pipelinerl.weights.layout import spec_of
+from pipelinerl.weights.member import Outcome
+from pipelinerl.weights.sender import SenderSettings, WeightSender
+
+
+class Senders:
+    """A sender with what it announced.
+
+    Args:
+        servers: objects with a `job`.
+        settings: of the sender.
+    """
+
+    def __init__(self, *servers: Any, **settings: Any):
+        self.servers, self.announced = list(servers), list[Any]()
+        self.sender = WeightSender(
+            lambda: [server.job for server in self.servers],
+            SenderSettings(**({"bucket_bytes": 1 << 20} | settings)),
+            self.announced.append,
+        )
+
+    def send(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, up: int | None = None, scores: Any = None
+    ) -> dict[str, Outcome]:
+        """Send a version when ``up`` (all) servers are up; returns how it ended on each."""
+        wait_for(lambda: not self.sender.is_busy)
+        wanted = len(self.servers) if up is None else up
+        assert self.sender.wait_for_servers(wanted, 60) >= wanted
+        self.sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()], scores)
+        wait_for(lambda: not self.sender.is_busy)
+        return {name: outcome for name, outcome in self.sender.outcomes.items() if outcome.version == version}
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
