@@ -1,35 +1,42 @@
 """Baseline of ``weight_update.py``: the worker's side of an update that moves one tensor at a time."""
 
-import time
+import os
 from typing import Any
 
 import msgspec
 import torch
-from pipelinerl.weights.group import connect
 from vllm.config import set_current_vllm_config
 
-from pipelinerl.weights.layout import torch_dtype
-from pipelinerl.weights.protocol import WeightUpdateRequest
+from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.weights.layout import torch_dtype, view_as_bytes
+from pipelinerl.weights.protocol import Address, Get, ParamSpec
 from pipelinerl.weights.twin import reload_in_place
+from pipelinerl.weights.wire import Connection, view_of
 from pipelinerl.weights.worker import WeightUpdateExtension
+
+PATIENCE_S = 300.0
 
 
 class OneByOneExtension(WeightUpdateExtension):
-    """Receives and loads tensor after tensor while generation is paused."""
+    """Pulls and loads tensor after tensor while generation is paused."""
 
     @torch.no_grad()
-    def load_one_by_one(self, encoded: str) -> None:
-        request = msgspec.json.decode(encoded, type=WeightUpdateRequest)
-        deadline = time.monotonic() + request.timeout_s
-        group = self.__dict__.get("_baseline_group")
-        if group is None:
-            group = connect(request.group, 1, torch.device("cpu"), deadline, lambda: None)
-            self.__dict__["_baseline_group"] = group
+    def load_one_by_one(self, port: int, specs: list[Any]) -> None:
+        connection = self.__dict__.get("_baseline_connection")
+        if connection is None:
+            connection = Connection.dial(Address("127.0.0.1", port), os.environ[SECRET_VARIABLE], PATIENCE_S)
+            self.__dict__["_baseline_connection"] = connection
 
         def receive() -> Any:
-            for spec in request.params:
+            for spec in msgspec.convert(specs, list[ParamSpec]):
                 tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-                group.broadcast(tensor, deadline, lambda: None)
+                view = view_as_bytes(tensor)
+                get = Get(
+                    key=spec.name, start=0, end=len(view), bucket_bytes=len(view), carriage="tcp", beat_s=PATIENCE_S
+                )
+                connection.send_message(get)
+                connection.receive()
+                connection.read_into(view_of(view))
                 yield spec.name, tensor
 
         with set_current_vllm_config(self.vllm_config):

@@ -4,7 +4,7 @@
 
 For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
 arrive in the background; the pause waits for the decoding step under way and covers the swap. *One by one* pauses,
-broadcasts and loads every tensor by itself, then resumes, on the same server, over the same kind of Gloo group.
+pulls and loads every tensor by itself, then resumes, on the same server, over the same kind of connection.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ import httpx
 import msgspec
 import torch
 from omegaconf import OmegaConf
-from pipelinerl.weights.group import host_store, join
 
 from pipelinerl.config.load import compose
-from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.protocol import GroupSpec, WeightUpdateRequest
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.giver import Giver
+from pipelinerl.weights.layout import spec_of, view_as_bytes
+from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.shelf import Shelf
 from pipelinerl.world import Job, WorldMap
 
 SIZES = {"1M": (128, 4, 256), "20M": (512, 5, 2048), "100M": (768, 11, 4096)}
@@ -161,53 +160,46 @@ def decode_step_ms(job: Job, tokens: int = 100) -> float:
 
 def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
-    sender = WeightSender([job], backend="gloo", bucket_mb=256, timeout_s=TIMEOUT_S, secret=secret)
-    reports = []
+    settings = SenderSettings(timeout_s=TIMEOUT_S, secret=secret)
+    sender = WeightSender(lambda: [job], settings, lambda message: None)
+    outcomes = []
     try:
+        sender.wait_for_servers(1, TIMEOUT_S)
         for version in range(updates + 1):
-            reports.append(sender.send(version, model.named_parameters(), specs))
-            assert not reports[-1].errors, reports[-1].errors
+            sender.send(version, model.named_parameters(), specs)
+            assert sender.wait_live(version, TIMEOUT_S), sender.outcomes
+            outcomes.append(sender.outcomes[job.name])
             time.sleep(0.2)
     finally:
         sender.close()
-    reports = reports[1:]  # the first connects and allocates
+    outcomes = outcomes[1:]  # the first connects and allocates
+    answers = [outcome.answer for outcome in outcomes if outcome.answer is not None]
     return {
-        "pause_ms": summary([report.pause_ms[0] for report in reports]),
-        "swap_ms": summary([report.swap_ms[0] for report in reports]),
-        "update_ms": summary([report.transfer_ms for report in reports]),
-        "num_bytes": reports[0].num_bytes,
+        "pause_ms": summary([answer.pause_ms for answer in answers]),
+        "swap_ms": summary([answer.swap_ms for answer in answers]),
+        "update_ms": summary([1e3 * outcome.seconds for outcome in outcomes]),
+        "num_bytes": outcomes[0].num_bytes,
     }
 
 
 def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
-    specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
-    layout = Layout(specs)
-    store = host_store("127.0.0.1", 0, TIMEOUT_S)
-    spec = GroupSpec(
-        backend="gloo", host="127.0.0.1", port=store.port, name=uuid.uuid4().hex, world_size=2, is_new=True
-    )
-    request = WeightUpdateRequest(version=0, params=layout.specs, group=spec, bucket_bytes=1 << 20, timeout_s=TIMEOUT_S)
+    shelf = Shelf()
+    for name, param in model.named_parameters():
+        shelf.put(name, view_as_bytes(param.detach()))
+    giver = Giver(shelf, secret=secret, host="127.0.0.1")
+    specs = [msgspec.to_builtins(spec_of(name, param)) for name, param in model.named_parameters()]
+    body = {"method": "load_one_by_one", "args": [giver.address.port, specs]}
     headers = {"Authorization": f"Bearer {secret}"}
-    encoded = msgspec.json.encode(request).decode()
-    tensors = [param.detach() for _, param in model.named_parameters()]
-    group = None
     pauses = []
     with httpx.Client(base_url=job.url, headers=headers, timeout=TIMEOUT_S) as client:
         for _ in range(updates + 1):
             started = time.monotonic()
             client.post("/pause", params={"mode": "keep", "clear_cache": False}).raise_for_status()
-            body = {"method": "load_one_by_one", "args": [encoded]}
-            receive = threading.Thread(target=lambda b=body: client.post("/collective_rpc", json=b).raise_for_status())
-            receive.start()
-            deadline = time.monotonic() + TIMEOUT_S
-            if group is None:
-                group = join(store, spec, 0, torch.device("cpu"), deadline, lambda: None)
-            for tensor in tensors:
-                group.broadcast(tensor, deadline, lambda: None)
-            receive.join()
+            client.post("/collective_rpc", json=body).raise_for_status()
             client.post("/resume").raise_for_status()
             pauses.append(1e3 * (time.monotonic() - started))
             time.sleep(0.2)
+    giver.close()
     return {"pause_ms": summary(pauses[1:])}
 
 

@@ -46,7 +46,7 @@ class TrainerState:
         self._last_step = last_step
         self._changed = threading.Condition()
         self._version: int | None = None
-        self._servers: tuple[str, ...] = ()
+        self._serving: dict[str, int] = {}
         self._misses: list[ProbeMissed] = []
         self._samples: int | None = None
         self._done = False
@@ -56,18 +56,18 @@ class TrainerState:
 
     @property
     def propagated_weight_version(self) -> int | None:
-        """Newest version that servers hold; None before the first update."""
+        """Newest version that a server serves; None before the first update."""
         return self._read(lambda: self._version)
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Job names of the servers that hold ``propagated_weight_version``: exactly those may be used."""
-        return self._read(lambda: self._servers)
+        """Job names of the servers in service: exactly those may be used."""
+        return self._read(lambda: tuple(self._serving))
 
     @property
-    def weights(self) -> tuple[int | None, tuple[str, ...]]:
-        """``propagated_weight_version`` and ``servers`` of one and the same message."""
-        return self._read(lambda: (self._version, self._servers))
+    def weights(self) -> tuple[int | None, dict[str, int]]:
+        """``propagated_weight_version``, and the servers in service with the version that each serves."""
+        return self._read(lambda: (self._version, dict(self._serving)))
 
     def take_misses(self) -> list[ProbeMissed]:
         """Weight probes that servers have missed since the last call, in order."""
@@ -157,10 +157,11 @@ class TrainerState:
         with self._changed:
             match message:
                 case WeightUpdateSuccess():
-                    self._version, self._servers = message.version, message.servers
+                    self._version = message.version
+                    self._serving = dict.fromkeys(message.servers, message.version) | message.older
                 case ProbeMissed():
                     self._misses.append(message)
-                    self._servers = tuple(name for name in self._servers if name != message.server)
+                    self._serving.pop(message.server, None)
                 case TrainingResumed() if message.step:
                     self._samples = max(message.samples_processed, self._samples or 0)
                 case SamplesProcessed():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.member import Outcome
+from pipelinerl.weights.member import UpdateOutcome
 from pipelinerl.weights.sender import SenderSettings, WeightSender
 
 
@@ -29,7 +29,7 @@ class Senders:
 
     def send(
         self, version: int, weights: Mapping[str, torch.Tensor], *, up: int | None = None, scores: Any = None
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, UpdateOutcome]:
         """Send a version when ``up`` (all) servers are up; returns how it ended on each."""
         wait_for(lambda: not self.sender.is_busy)
         wanted = len(self.servers) if up is None else up

@@ -84,7 +84,7 @@ class Executor:
 
         An attempt lasts until its report is taken: who reads slowly slows down the rollouts and fills no memory.
         """
-        route = GroupRoute(self.servers, self._client, len(start.attempts))
+        route = GroupRoute(self.servers, self._client, len(start.attempts), start.version)
         join_limit = min(len(start.attempts), self._client.limits.max_completions)
         temperature = None if start.evaluation else self._train_llm.parameters.get("temperature", 1.0)
         transport = GroupTransport(route, self._policy, join_limit, temperature)

@@ -10,7 +10,7 @@ Ends: when training is done and the last evaluation is published, when asked to 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -34,7 +34,7 @@ class TrainerNews(Protocol):
     """What the loop reads of ``state.TrainerState``."""
 
     @property
-    def weights(self) -> tuple[int | None, tuple[str, ...]]: ...
+    def weights(self) -> tuple[int | None, Mapping[str, int]]: ...
     @property
     def training_done(self) -> bool: ...
     def take_misses(self) -> Sequence[ProbeMissed]: ...
@@ -63,7 +63,7 @@ class ActorLoop:
         self._training, self._evaluator = training, evaluator
         self._domain_errors, self._metrics, self._reporter = domain_errors, metrics, reporter
         self._version: int | None = None
-        self._servers = Servers(version=0, urls={})
+        self._servers = Servers(version=0, urls={}, serving={})
         self._last_event = time.monotonic()
         self._finishing = False
 
@@ -101,10 +101,10 @@ class ActorLoop:
     def _refresh(self) -> None:
         """Takes the trainer's newest version and servers."""
         self._withdraw_missed()
-        version, names = self._trainer.weights
+        version, serving = self._trainer.weights
         if version is None:
             return
-        servers = self._usable(version, names)
+        servers = self._usable(version, serving)
         if self._version is not None and servers == self._servers:
             return
         self._version, self._servers = version, servers
@@ -119,14 +119,20 @@ class ActorLoop:
         missed = {miss.server: miss.since for miss in self._trainer.take_misses()}
         if not missed:
             return
-        self._servers = self._usable(self._version or 0, [name for name in self._servers.urls if name not in missed])
+        serving = {name: served for name, served in self._servers.serving.items() if name not in missed}
+        self._servers = self._usable(self._version or 0, serving)
         self._table.set_servers(msgspec.structs.replace(self._servers, missed=missed))
 
-    def _usable(self, version: int, names: Iterable[str]) -> Servers:
-        """The trainer says which servers hold the version, their leases say which of them live, and where."""
+    def _usable(self, version: int, serving: Mapping[str, int]) -> Servers:
+        """The trainer says which server serves which version, their leases say which of them live, and where."""
         live = self._live()
-        urls = {name: live[name].job.url for name in names if name in live}
-        return Servers(version=version, urls=urls, draining=tuple(name for name in urls if live[name].is_draining))
+        urls = {name: live[name].job.url for name in serving if name in live}
+        return Servers(
+            version=version,
+            urls=urls,
+            serving={name: serving[name] for name in urls},
+            draining=tuple(name for name in urls if live[name].is_draining),
+        )
 
     # Dispatch
 

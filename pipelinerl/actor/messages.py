@@ -12,11 +12,14 @@ from pipelinerl.records import Rollout
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
-    """The servers in service and the version that they hold. Requests on any other server are moved at once."""
+    """The servers in service. Requests on any other server are moved at once."""
 
     version: int
+    """Newest that one of them serves."""
     urls: dict[str, str]
     """Job name → URL."""
+    serving: dict[str, int]
+    """Job name → the version that it serves."""
     draining: tuple[str, ...] = ()
     """Those of them that take no new request."""
     missed: dict[str, int] = {}

@@ -24,6 +24,8 @@ class InferenceServer:
     """Its requests under way end, and no new one is sent."""
     missed_since: int | None = None
     """First version that it may not have used, once it missed a weight probe. One that comes back is another object."""
+    version: int = 0
+    """That it serves, as far as is known."""
     requests: set[asyncio.Task] = field(default_factory=set)
 
     @property
@@ -45,11 +47,16 @@ class ServerPool:
         self._changed = asyncio.Event()
 
     def update(
-        self, urls: Mapping[str, str], missed: Mapping[str, int] | None = None, draining: Collection[str] = ()
+        self,
+        urls: Mapping[str, str],
+        serving: Mapping[str, int],
+        missed: Mapping[str, int] | None = None,
+        draining: Collection[str] = (),
     ) -> None:
         """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere.
 
         Args:
+            serving: server → the version that it serves.
             draining: names of servers in service that take no new request.
             missed: servers that left because of their weight probe → the first version that they may not have used.
         """
@@ -66,11 +73,12 @@ class ServerPool:
             if name not in self._servers:
                 self._servers[name] = InferenceServer(name, url)
             self._servers[name].is_draining = name in draining
+            self._servers[name].version = serving[name]
         self._changed.set()
 
-    async def choose(self) -> InferenceServer:
-        """The least loaded server that did not fail just now; waits while none is in service."""
-        while not (candidates := [server for server in self._servers.values() if server.takes_requests]):
+    async def choose(self, oldest: int) -> InferenceServer:
+        """The least loaded server that did not fail just now; waits while none serves version ``oldest`` or a newer."""
+        while not (candidates := [s for s in self._servers.values() if s.takes_requests and s.version >= oldest]):
             self._changed.clear()
             await self._changed.wait()
         now = time.monotonic()

@@ -94,8 +94,9 @@ def is_cancelled() -> bool:
 class GroupRoute:
     """The server of one group; another one when that fails or leaves service."""
 
-    def __init__(self, pool: ServerPool, client: Client, attempts: int):
-        self._pool, self._client, self._attempts = pool, client, attempts
+    def __init__(self, pool: ServerPool, client: Client, attempts: int, oldest: int):
+        """``oldest``: a server that serves an older version is not chosen."""
+        self._pool, self._client, self._attempts, self._oldest = pool, client, attempts, oldest
         self.server: InferenceServer | None = None
         self.aborted_requests = 0
         """Requests that ended without a completion, repeated or not."""
@@ -120,7 +121,7 @@ class GroupRoute:
         """The group's server; a new one when there is none or it takes no more requests."""
         if self.server is None or not self.server.takes_requests:
             self.leave()
-            server = await self._pool.choose()
+            server = await self._pool.choose(self._oldest)
             if self.server is None:  # nobody else of the group chose in the meantime
                 self.server = server
                 server.load += self._attempts

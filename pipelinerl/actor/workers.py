@@ -114,7 +114,7 @@ class RolloutWorkers:
         self._context = multiprocessing.get_context("spawn")
         self._run_dir, self._job_name, self._silence_s = run_dir, job_name, silence_s
         self._polled = self._resumed = time.monotonic()
-        self._servers = Servers(version=0, urls={})
+        self._servers = Servers(version=0, urls={}, serving={})
         self._selector = selectors.DefaultSelector()
         self._workers = [self._spawn(index) for index in range(num_workers)]
 

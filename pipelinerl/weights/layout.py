@@ -1,12 +1,11 @@
-"""One flat buffer for a whole model: where each parameter lies, and the buckets the buffer is cut into.
+"""One flat buffer for a whole model: where each parameter lies.
 
-Both ends compute the same `Layout` from the same parameter list, so only bytes travel. Buckets are plain slices of
-the buffer: a parameter may cross a bucket's edge, and a model takes ``ceil(bytes / bucket)`` broadcasts whatever its
-parameters look like.
+Both ends compute the same `Layout` from the same parameter list, so only bytes travel, whatever the parameters look
+like.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,6 +86,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def buckets(buffer: torch.Tensor, bucket_bytes: int) -> Sequence[torch.Tensor]:
-    """The buffer as consecutive slices of at most ``bucket_bytes``."""
-    return buffer.split(bucket_bytes)
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as flat uint8."""
+    return tensor.view(-1).view(torch.uint8)

@@ -53,13 +53,13 @@ class Member:
     watch: asyncio.Task[None] | None = None
     ended: int = 0
     """Updates that have ended: a probe that began before one tells nothing about what follows it."""
-    last: "Outcome | None" = None
+    last: "UpdateOutcome | None" = None
 
     @property
     def name(self) -> str:
         return self.job.name
 
-    def take(self, outcome: "Outcome", *, is_late: bool) -> None:
+    def take(self, outcome: "UpdateOutcome", *, is_late: bool) -> None:
         """An update has ended: the server serves the version or is out of service."""
         self.last, self.update = outcome, None
         self.ended += 1
@@ -128,7 +128,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class UpdateOutcome:
     """How an update of one server ended."""
 
     version: int

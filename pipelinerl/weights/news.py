@@ -38,6 +38,10 @@ class News:
         """Server → version, as it was told last."""
         self.stats = PushStats()
 
+    def count_live(self, version: int) -> int:
+        """Servers of which it was told that they serve this version or a newer one."""
+        return sum(served >= version for served in tuple(self.serving.values()))
+
     def missed(self, miss: Miss, members: Sequence[Member]) -> None:
         """Tell at once who failed; who serves follows.
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -72,6 +73,47 @@ class Transfer:
             raise WeightUpdateError(f"not all bytes came within {self.request.timeout_s:g} s ({doing})")
 
 
+class Staging:
+    """The bytes of the newest whole version, and who reads them."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]):
+        self._allocate = allocate
+        self._buffer: torch.Tensor | None = None
+        self._held: tuple[Layout, str] | None = None
+        """Layout and key of the bytes; None while they are being replaced."""
+        self._reading = threading.Lock()
+
+    @property
+    def key(self) -> str | None:
+        return self._held[1] if self._held is not None else None
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[tuple[Layout, torch.Tensor] | None]:
+        """The bytes of ``version``, which stay as they are meanwhile; None if they are not there."""
+        with self._reading:
+            held = self._held
+            if held is None or self._buffer is None or held[1].rpartition("/")[2] != str(version):
+                yield None
+            else:
+                yield held[0], self._buffer
+
+    def replace(self, num_bytes: int) -> torch.Tensor:
+        """A buffer of this size, the kept one if it fits: nobody reads it any more."""
+        with self._reading:
+            self._held = None
+        if self._buffer is None or self._buffer.numel() != num_bytes:
+            self._buffer = None
+            self._buffer = self._allocate(num_bytes)
+        return self._buffer
+
+    def holds(self, layout: Layout, key: str) -> bool:
+        return self._held == (layout, key)
+
+    def keep(self, layout: Layout, key: str) -> None:
+        """The buffer now holds these bytes."""
+        self._held = (layout, key)
+
+
 class Receiver:
     """Receives updates for one worker, and gives them to others.
 
@@ -95,18 +137,15 @@ class Receiver:
         prepare: Callable[[Layout, torch.Tensor], None],
         pace: Callable[[int], None] | None = None,
     ):
-        self._index, self._secret, self._device = index, secret, device
-        self._allocate, self._prepare = allocate, prepare
+        self._index, self._device = index, device
+        self._prepare = prepare
         self._shelf = Shelf()
         self.giver = Giver(self._shelf, secret=secret, host=host, device=device, on_take=self.begin, pace=pace)
+        self._make_taker = partial(Taker, self._shelf, secret=secret, device=device)
         self._takers: list[Taker] = []
-        self._staged: tuple[Layout, torch.Tensor, str] | None = None
-        """Layout, bytes and key of the newest whole version; None while they are being replaced."""
-        self._buffer: torch.Tensor | None = None
+        self.staging = Staging(allocate)
         self._transfer: Transfer | None = None
         self._lock = threading.Lock()
-        self._reading = threading.Lock()
-        """Held while somebody reads the staged bytes of the live version."""
 
     @property
     def address(self) -> Address:
@@ -121,16 +160,9 @@ class Receiver:
         """The bytes of a completed transfer."""
         assert isinstance(self.transfer.end, Staged), "nothing is staged"
         assert self.transfer.request.version == version, "another transfer came between"
-        assert self._staged is not None
-        return self._staged[:2]
-
-    @contextmanager
-    def reading(self, version: int) -> Iterator[tuple[Layout, torch.Tensor] | None]:
-        """The staged bytes of ``version``, which stay as they are meanwhile; None if a newer transfer has begun."""
-        with self._reading:
-            staged = self._staged
-            is_there = staged is not None and staged[2].rpartition("/")[2] == str(version)
-            yield staged[:2] if staged is not None and is_there else None
+        with self.staging.reading(version) as staged:
+            assert staged is not None
+            return staged
 
     def begin(self, request: WeightUpdateRequest) -> Transfer:
         """Start receiving; returns at once.
@@ -148,7 +180,7 @@ class Receiver:
             self._check_base(request, layout)
             previous = self._transfer.thread if self._transfer is not None else None
             while len(self._takers) < len(parts):
-                self._takers.append(Taker(self._shelf, secret=self._secret, device=self._device))
+                self._takers.append(self._make_taker())
             transfer = Transfer(request, layout, parts, self._takers[: len(parts)], previous)
             transfer.thread = threading.Thread(target=self._run, args=(transfer,), name="weight-receiver", daemon=True)
             self._transfer = transfer
@@ -168,9 +200,10 @@ class Receiver:
     def _check_base(self, request: WeightUpdateRequest, layout: Layout) -> None:
         if request.base_version is None:
             return
-        held = None if self._staged is None or self._staged[0] != layout else self._staged[2]
-        if held != f"{request.sender}/{request.base_version}":
-            raise WeightUpdateError(f"{STALE} base: the delta is against {request.base_version}, held is {held}")
+        if not self.staging.holds(layout, f"{request.sender}/{request.base_version}"):
+            raise WeightUpdateError(
+                f"{STALE} base: the delta is against {request.base_version}, held is {self.staging.key}"
+            )
 
     def _run(self, transfer: Transfer) -> None:
         """Consumes the sources' bytes, produces a staged buffer. Ends at the last byte, an error, the deadline or when
@@ -201,21 +234,18 @@ class Receiver:
         request, layout = transfer.request, transfer.layout
         transfer.check()
         if request.base_version is None:
-            buffer = self._replace()
-            if buffer is None or buffer.numel() != layout.num_bytes:
-                self._buffer = buffer = None
-                self._buffer = buffer = self._allocate(layout.num_bytes)
+            self._shelf.keep_only()
+            buffer = self.staging.replace(layout.num_bytes)
             self._pull(transfer, buffer)
         else:
             self._shelf.keep_only(f"{request.sender}/{request.base_version}")
             payload = torch.empty(max(part.end for part in transfer.parts), dtype=torch.uint8, device=CPU)
             self._pull(transfer, payload)
-            base = self._replace(request.payload_key)
-            assert base is not None, "checked when the update began"
-            buffer = base
+            self._shelf.keep_only(request.payload_key)
+            buffer = self.staging.replace(layout.num_bytes)
             apply_delta(buffer, payload)
             self._shelf.put(request.whole_key, buffer)
-        self._staged = (layout, buffer, request.whole_key)
+        self.staging.keep(layout, request.whole_key)
         return buffer
 
     def _pull(self, transfer: Transfer, buffer: torch.Tensor) -> None:
@@ -240,10 +270,3 @@ class Receiver:
             raise WeightUpdateError(transfer.stopped)
         if item.filled(0) != buffer.numel():
             raise WeightUpdateError(f"the parts cover {item.filled(0)} of {buffer.numel()} bytes")
-
-    def _replace(self, *kept: str) -> torch.Tensor | None:
-        """The staging buffer, which nobody reads any more: its bytes are about to change."""
-        self._shelf.keep_only(*kept)
-        with self._reading:
-            self._staged = None
-        return self._buffer

@@ -10,7 +10,6 @@ follows by itself, fed by those that have the version. Nobody waits for the slow
 """
 
 import asyncio
-import statistics
 import threading
 import time
 import uuid
@@ -23,13 +22,13 @@ import numpy as np
 import torch
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights import chain
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.digest import checksum
+from pipelinerl.weights.dispatch import Dispatch, chained, expected_s, joining
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.member import Member, Outcome
+from pipelinerl.weights.member import Member, UpdateOutcome
 from pipelinerl.weights.news import Announcement, News, PushStats
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.protocol import Carriage, ParamSpec, WeightUpdateRequest
@@ -105,7 +104,9 @@ class WeightSender:
                 timeout_s=settings.timeout_s,
                 report=lambda miss: self._loop.call(lambda: self._take_miss(miss)),
             )
-        self._roster = Roster(servers, secret=settings.secret, attestor=self._attestor, changed=self._wake)
+        self._roster = Roster(
+            servers, secret=settings.secret, attestor=self._attestor, changed=lambda: self._loop.wake()
+        )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
         self._loop = Supervision(self._bring_up_to_date, self._roster.close)
         self._loop.start()
@@ -132,7 +133,7 @@ class WeightSender:
         return newest is not None and newest.offer.is_open(self._settings.stall_s)
 
     @property
-    def outcomes(self) -> dict[str, Outcome]:
+    def outcomes(self) -> dict[str, UpdateOutcome]:
         """How the last update of each server ended."""
         return {member.name: member.last for member in self._roster if member.last is not None}
 
@@ -181,11 +182,11 @@ class WeightSender:
             if self._attestor is not None:
                 snapshot.checksum = self._pool.submit(checksum, snapshot.buffer)
                 self._attestor.expect(version, Expected(snapshot.checksum, scores))
-        self._wake()
+        self._loop.wake()
 
     def wait_live(self, version: int, timeout_s: float, count: int = 1) -> bool:
         """Whether ``count`` servers serve ``version`` or a newer one within ``timeout_s``."""
-        return self._loop.wait(lambda: self._count_live(version), count, timeout_s) >= count
+        return self._loop.wait(lambda: self._news.count_live(version), count, timeout_s) >= count
 
     def close(self) -> None:
         """Let go of all servers."""
@@ -195,13 +196,7 @@ class WeightSender:
         self.giver.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _count_live(self, version: int) -> int:
-        return sum(served >= version for served in tuple(self._news.serving.values()))
-
     # The supervising loop
-
-    def _wake(self) -> None:
-        self._loop.wake()
 
     async def _bring_up_to_date(self) -> None:
         """Members, offers and announcements, after whatever happened."""
@@ -223,52 +218,26 @@ class WeightSender:
         ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != snapshot.version]
         if snapshot.offer.is_new:
             snapshot.offer.start(member.name for member in ready)
-            self._start_chains(snapshot, ready)
+            dispatches = chained(snapshot, ready, self.giver.address, self._settings.bucket_bytes)
         else:
-            for member in ready:
-                self._start_late(snapshot, member)
+            holders = [m for m in self._roster if m.serves == snapshot.version and not m.is_suspect]
+            dispatches = joining(snapshot, ready, holders, self.giver.address, self._settings.bucket_bytes)
+        for dispatch in dispatches:
+            self._start(snapshot, dispatch)
 
-    def _start_chains(self, snapshot: Snapshot, ready: list[Member]) -> None:
-        """One chain of those that hold the delta's base, one of all others."""
-        ready.sort(key=lambda member: (member.is_suspect, member.job.node_rank, member.job.replica_idx))
-        with_base = [m for m in ready if snapshot.delta is not None and m.held == snapshot.base_version]
-        without = [m for m in ready if m not in with_base]
-        for members, base_version in ((with_base, snapshot.base_version), (without, None)):
-            if members:
-                origins = self._origins(snapshot, base_version)
-                num_workers = sum(len(member.workers) for member in members)
-                bucket = chain.bucket_bytes(self._settings.bucket_bytes, origins[-1][0][1], num_workers)
-                routes = chain.chain([member.workers for member in members], origins)
-                for member, route in zip(members, routes, strict=True):
-                    self._start(snapshot, member, route, bucket, base_version)
-
-    def _start_late(self, snapshot: Snapshot, member: Member) -> None:
-        """A server by itself, from servers that have the version."""
-        holders = [m for m in self._roster if m.serves == snapshot.version and not m.is_suspect]
-        near = [holder.workers for holder in holders[-chain.BACKUPS :]]
-        route = chain.join(member.workers, near, self._origins(snapshot, None))
-        self._start(snapshot, member, route, self._settings.bucket_bytes, None)
-
-    def _origins(self, snapshot: Snapshot, base_version: int | None) -> list[chain.Origin]:
-        payload = snapshot.buffer if base_version is None else snapshot.delta
-        assert payload is not None
-        return [((0, payload.numel()), self.giver.address)]
-
-    def _start(
-        self, snapshot: Snapshot, member: Member, route: chain.Route, bucket_bytes: int, base_version: int | None
-    ) -> None:
-        num_bytes = route[0][-1].end
+    def _start(self, snapshot: Snapshot, dispatch: Dispatch) -> None:
+        member, num_bytes = dispatch.member, dispatch.num_bytes
         request = WeightUpdateRequest(
             sender=self._snapshots.sender,
             version=snapshot.version,
             params=snapshot.layout.specs,
-            workers=route,
+            workers=dispatch.route,
             carriage=self._settings.carriage,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=dispatch.bucket_bytes,
             timeout_s=RECEIVE_SHARE * self._settings.timeout_s,
             stall_s=self._settings.stall_s,
             expected_s=expected_s(num_bytes, self.outcomes.values()),
-            base_version=base_version,
+            base_version=dispatch.base_version,
         )
         member.held = None
         snapshot.users.add(member.name)
@@ -282,13 +251,15 @@ class WeightSender:
         except WeightUpdateError as error:
             reason = str(error)
         seconds = time.monotonic() - started
-        outcome = Outcome(version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason)
+        outcome = UpdateOutcome(
+            version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason
+        )
         member.take(outcome, is_late=snapshot.offer.is_late(self._settings.stall_s))
         snapshot.users.discard(member.name)
         snapshot.offer.end(member.name, is_served=answer is not None)
         if answer is not None and self._attestor is not None:
             self._attestor.took(member.name, request.version)
-        self._wake()
+        self._loop.wake()
 
     def _take_miss(self, miss: Miss) -> None:
         """Out of service; back with a whole push unless it was the second miss."""
@@ -296,7 +267,7 @@ class WeightSender:
         if member is not None:
             member.miss(is_final=miss.is_final)
         self._misses.append(miss)
-        self._wake()
+        self._loop.wake()
 
     def _tell(self) -> None:
         """Say who missed a probe, then who serves what."""
@@ -304,12 +275,6 @@ class WeightSender:
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
         self._news.tell(members)
-
-
-def expected_s(num_bytes: int, outcomes: Iterable[Outcome]) -> float:
-    """About how long a transfer takes, from the last update of each server; 0 if none is known."""
-    rates = [outcome.num_bytes / outcome.seconds for outcome in outcomes if outcome.answer is not None]
-    return num_bytes / statistics.median(rates) if rates else 0.0
 
 
 def _indexed(device: torch.device) -> torch.device:

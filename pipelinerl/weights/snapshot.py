@@ -32,6 +32,14 @@ class Snapshot:
     """Servers that pull it."""
     offer: "Offer" = field(default_factory=lambda: Offer())
 
+    def payload(self, base_version: int | None) -> torch.Tensor:
+        """The bytes that travel: the whole version, or the difference from ``base_version``."""
+        if base_version is None:
+            return self.buffer
+        assert self.delta is not None
+        assert self.base_version == base_version
+        return self.delta
+
 
 class Offer:
     """The servers that were ready when a version came. While it is open the version's bytes must not change.

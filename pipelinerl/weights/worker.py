@@ -121,7 +121,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
         """The live model against the staged bytes. Reads only, beside decoding."""
-        with self.receiver.reading(version) as staged:
+        with self.receiver.staging.reading(version) as staged:
             if staged is None or self._plan is None:
                 return WeightCheck(is_checked=False)
             layout, buffer = staged

@@ -15,12 +15,7 @@ MAX_CLASS_METHODS = 20
 MAX_MODULE_LINES = 400
 REASON = "# structure: "
 
-BEING_MENDED = {
-    # weights: one sender above transports
-    "weights/sender.py",
-    "weights/sender.py: Link",
-    "weights/sender.py: WeightSender",
-}
+BEING_MENDED = {}
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
 
 TWO_MEANINGS: dict[str, set[str]] = {}

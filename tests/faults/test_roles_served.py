@@ -47,7 +47,7 @@ async def test_completions_with_weights_from_disk_are_repeated_until_the_server_
     start = StartGroup(ticket=1, group_id="g", domain=0, problem={}, attempts=(0,), evaluation=False, version=6)
     async with aiohttp.ClientSession() as session:
         executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
-        executor.servers.update({"actor_llm_0": server.url})
+        executor.servers.update({"actor_llm_0": server.url}, {"actor_llm_0": 7})
         finished = await executor.run_group(start)
     assert finished.failures == ()
     (sequence,) = finished.rollouts[0].sequences

@@ -45,7 +45,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
     async with aiohttp.ClientSession() as session:
         await label_weights(session, vllm_server, "0")
         executor = Executor(OmegaConf.create({}), [two_turns], (llm, llm), Client(session, limits), rules)
-        executor.servers.update({"actor_llm_0": vllm_server.job.url})
+        executor.servers.update({"actor_llm_0": vllm_server.job.url}, {"actor_llm_0": 0})
         start = StartGroup(
             ticket=1,
             group_id="0-0",

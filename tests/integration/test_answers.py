@@ -13,8 +13,8 @@ import pytest
 
 from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.streams.codec import Codec
-from pipelinerl.weights.sender import WeightSender
 from tests.integration.test_server import TOLERANCE, Trainer, error_of, versions_of
+from tests.sender_kit import Senders
 
 BLOCK = 128
 """Tokens of a block of keys and values on CPU: only whole blocks are found again."""
@@ -39,18 +39,18 @@ class Run:
     def __init__(self, server: Any, model: Path):
         self.url, self.server = server.job.url, server
         self.trainer = Trainer(model)
-        self.sender = WeightSender([server.job], backend="gloo", bucket_mb=1, timeout_s=60, secret=server.secret)
+        self.senders = Senders(server, timeout_s=60, secret=server.secret)
 
     def update(self, version: int) -> None:
         self.trainer.next_version(version)
-        assert self.trainer.send(self.sender, version).errors == {}
+        self.trainer.send(self.senders, version)
 
 
 @pytest.fixture
 def run(vllm_server: Any, tiny_qwen2: Path) -> Iterator[Run]:
     run = Run(vllm_server, tiny_qwen2)
     yield run
-    run.sender.close()
+    run.senders.sender.close()
 
 
 def test_attempts_of_a_group_share_the_prompts_prefill(run: Run) -> None:

@@ -193,7 +193,7 @@ def test_delta_against_a_version_the_server_lost_is_sent_dense(start_model_serve
     server = start_model_server()
     senders = make_sender(server, delta=True)
     senders.send(0, params(0))
-    server.receiver._staged = None
+    server.receiver.staging._held = None
     senders.send(1, params(0))
     assert senders.sender.wait_live(1, 20)
     assert holds(server, 0)
@@ -237,7 +237,7 @@ def test_server_that_is_down_costs_no_time(start_model_server: Any, make_sender:
     down.stop()
     for version in (0, 1):
         assert senders.send(version, params(version), up=1)["actor_llm_0"].seconds < 5
-        wait_for(lambda version=version: senders.announced[-1].version == version)
+        wait_for(lambda version=version: senders.sender.stats.version == version)
         assert senders.announced[-1].servers == ("actor_llm_0",)
 
 

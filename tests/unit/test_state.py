@@ -28,7 +28,7 @@ def state(tmp_path: Path, trainer: TopicWriter[TrainerMessage]) -> Iterator[Trai
 
 def test_state_before_any_message_knows_nothing(state: TrainerState):
     state.start_listening()
-    assert state.weights == (None, ())
+    assert state.weights == (None, {})
     assert state.samples_processed is None
     assert not state.training_done
     with pytest.raises(DeadlineError, match=r"first weight update from finetune_0 within 0.01 s; see .*log\.txt"):
@@ -60,11 +60,11 @@ def test_server_that_missed_its_probe_is_out_until_it_is_named_again(
     trainer.write(SamplesProcessed(samples_processed=32, step=1))
     state.start_listening()
     assert state.wait_for_processed_samples(10) == 32
-    assert state.weights == (3, ("actor_llm_1",))
+    assert state.weights == (3, {"actor_llm_1": 3})
     trainer.write(WeightUpdateSuccess(version=3, servers=("actor_llm_0", "actor_llm_1")))
     trainer.write(TrainingDone(step=1))
     assert state.wait_for_training_done(10) is True
-    assert state.weights == (3, ("actor_llm_0", "actor_llm_1"))
+    assert state.weights == (3, {"actor_llm_0": 3, "actor_llm_1": 3})
 
 
 def test_waiting_without_a_listener_is_a_programming_error(state: TrainerState):
@@ -97,3 +97,12 @@ def test_training_done_of_a_run_that_was_extended_does_not_count(tmp_path: Path,
     trainer.write(TrainingDone(step=200))
     assert state.wait_for_training_done(10)
     state.stop()
+
+
+def test_servers_with_an_older_version_are_in_service_with_it(
+    state: TrainerState, trainer: TopicWriter[TrainerMessage]
+):
+    trainer.write(WeightUpdateSuccess(version=3, servers=("actor_llm_1",), older={"actor_llm_0": 2}))
+    state.start_listening()
+    assert state.wait_for_model_version(10) == 3
+    assert state.weights == (3, {"actor_llm_0": 2, "actor_llm_1": 3})

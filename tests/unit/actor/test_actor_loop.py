@@ -96,8 +96,8 @@ class ScriptedTrainer:
         self.misses: list[ProbeMissed] = []
 
     @property
-    def weights(self) -> tuple[int | None, tuple[str, ...]]:
-        return self.version, self.servers
+    def weights(self) -> tuple[int | None, dict[str, int]]:
+        return self.version, dict.fromkeys(self.servers, self.version)
 
     def take_misses(self) -> list[ProbeMissed]:
         misses, self.misses = self.misses, []

@@ -60,7 +60,9 @@ async def run() -> AsyncIterator[Run]:
             llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters=parameters, collect_logprobs=True)
             client = Client(session, RequestLimits(**limits))
             executor = Executor(OmegaConf.create({}), [function], (llm, llm), client, RolloutRules(**rules))
-            executor.servers.update({str(i): running.url for i, running in enumerate(servers)})
+            executor.servers.update(
+                {str(i): running.url for i, running in enumerate(servers)}, {str(i): 7 for i in range(len(servers))}
+            )
             start = StartGroup(
                 ticket=1,
                 group_id=group_id,
@@ -83,9 +85,9 @@ async def test_rollouts_that_used_a_server_which_then_misses_its_probe_are_tried
     async def missed_meanwhile(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
         result = await ask(llm, session)
         pool = llm._transport._route._pool
-        pool.update({})
-        pool.update({}, {"0": since})
-        pool.update({"0": server.url})  # it is sent the weights again: what it answers from now on counts
+        pool.update({}, {})
+        pool.update({}, {}, {"0": since})
+        pool.update({"0": server.url}, {"0": 7})  # it is sent the weights again: what it answers from now on counts
         return result
 
     finished = await run(missed_meanwhile, server, attempts=2)
@@ -163,7 +165,7 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
         client = Client(session, RequestLimits(timeout_s=10, max_retries=0, max_completions=64))
         rules = RolloutRules(timeout_s=10, seq_length=1000)
         executor = Executor(OmegaConf.create({}), [plain], (llm, llm), client, rules)
-        executor.servers.update({"0": server.url})
+        executor.servers.update({"0": server.url}, {"0": 7})
         for ticket in range(20):
             start = StartGroup(
                 ticket=ticket,

@@ -34,7 +34,8 @@ class Engine:
 class Harness:
     def __init__(self, *overrides: str) -> None:
         self.sender, self.messages = FakeSender(wants_scores=False), []
-        settings = ("dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.max_train_steps=10", *overrides)
+        given = ("output_dir=out", "dataset_loader=a.b", "actor.rollout_policy=a.b")
+        settings = (*given, "finetune.max_train_steps=10", *overrides)
         cfg = parse(compose("base", [*settings, "weights.probe=false"]))
         status: Any = SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
         lease = EvaluationLease(self._take, clock=lambda: 0.0)

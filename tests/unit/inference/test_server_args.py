@@ -64,7 +64,7 @@ def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
         "--middleware": "pipelinerl.inference.guard.Guard",
     }
     assert {key: found.get(key) for key in expected} == expected
-    assert json.loads(found["--weight-transfer-config"]) == {"backend": "gloo"}
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "staged"}
     assert "--hf-overrides" not in found
 
 
@@ -97,12 +97,9 @@ def test_tensor_parallel_on_cpu_splits_cores_and_keeps_vllms_executor() -> None:
     assert "--distributed-executor-backend" not in vllm_arguments(cfg, world(), job)
 
 
-@pytest.mark.parametrize(
-    ("share", "devices", "backend"), [(False, 2, "staged_nccl"), (True, 1, "staged_ipc"), (True, 2, "gloo")]
-)
-def test_policy_on_gpu_takes_the_worlds_backend_and_a_float32_head(share: bool, devices: int, backend: str) -> None:
-    found = settings(vllm_arguments(config(), world("cuda", share_devices=share, devices=devices), POLICY))
-    assert json.loads(found["--weight-transfer-config"]) == {"backend": backend}
+def test_policy_on_gpu_stages_its_weights_and_has_a_float32_head() -> None:
+    found = settings(vllm_arguments(config(), world("cuda"), POLICY))
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "staged"}
     assert json.loads(found["--hf-overrides"]) == {"head_dtype": "float32"}
     assert found["--dtype"] == "bfloat16"
     assert "--enforce-eager" not in found

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.errors import ServersExpelledError
 from pipelinerl.records import ProbeMissed, WeightUpdateSuccess
 from pipelinerl.weights.attestor import Miss
-from pipelinerl.weights.member import Member, Outcome
+from pipelinerl.weights.member import Member, UpdateOutcome
 from pipelinerl.weights.news import News
 from pipelinerl.weights.protocol import WeightUpdateAnswer
 from pipelinerl.world import Job
@@ -17,7 +17,7 @@ def member(name: str, serves: int | None, pause_ms: float = 0.0, seconds: float 
     made = Member(Job(name=name, kind="actor_llm"), cast(Any, None), serves=serves)
     if serves is not None:
         answer = WeightUpdateAnswer(version=serves, pause_ms=pause_ms, swap_ms=0.0, transfer_ms=0.0, prepare_ms=0.0)
-        made.last = Outcome(version=serves, num_bytes=1, seconds=seconds, answer=answer)
+        made.last = UpdateOutcome(version=serves, num_bytes=1, seconds=seconds, answer=answer)
     return made
 
 

@@ -2,86 +2,99 @@
 
 import contextlib
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pipelinerl.weights.group import NcclGroup, connect, host_store, join
 
-from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.carriage import NcclCarrier, TcpCarrier
+from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import GroupSpec, ParamSpec, WeightUpdateRequest
-from pipelinerl.weights.receiver import STAGED, Receiver
+from pipelinerl.weights.protocol import ParamSpec, Part, Staged, WeightUpdateRequest
+from pipelinerl.weights.receiver import Receiver
+from pipelinerl.weights.shelf import Shelf
+from pipelinerl.weights.wire import Connection, WireError
 
 GPU_1 = torch.device("cuda", 1)
 
 
-def group_spec(backend: str, port: int) -> GroupSpec:
-    return GroupSpec(backend=backend, host="127.0.0.1", port=port, name="g", world_size=2, is_new=True)  # type: ignore[arg-type]
-
-
-def test_broadcast_that_never_ends_is_aborted_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_that_never_ends_is_aborted_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: False))
     calls: list[str] = []
-    group = NcclGroup.__new__(NcclGroup)
-    group.device, group._rank, group._stream = torch.device("cpu"), 0, None
-    group._communicator = SimpleNamespace(
-        broadcast=lambda *args, **kwargs: calls.append("broadcast"), destroy=lambda: calls.append("destroy")
+    carrier = NcclCarrier.__new__(NcclCarrier)
+    carrier._device, carrier._stream = torch.device("cpu"), None
+    carrier._communicator = SimpleNamespace(  # type: ignore[assignment]
+        send=lambda *args, **kwargs: calls.append("send"), destroy=lambda: calls.append("destroy")
     )
 
-    def peer_is_gone() -> None:
-        raise WeightUpdateError("the server ended the transfer")
+    def check_patience(moved: float) -> None:
+        raise WireError("not a byte for 5 s")
 
-    with pytest.raises(WeightUpdateError, match="ended the transfer"):
-        group.broadcast(torch.zeros(64, dtype=torch.uint8), time.monotonic() + 60, peer_is_gone)
-    assert calls == ["broadcast", "destroy"]
+    connection: Any = SimpleNamespace(check_patience=check_patience)
+    with pytest.raises(WireError, match="not a byte"):
+        carrier.give(connection, torch.zeros(64, dtype=torch.uint8))
+    assert calls == ["send", "destroy"]
 
 
-def test_gloo_fills_a_buffer_that_is_not_in_host_memory() -> None:
-    """`meta` stands for a GPU: Gloo itself refuses it, as it refuses CUDA where it is built without."""
-    store = host_store("127.0.0.1", 0, 20)
-    spec, deadline = group_spec("gloo", store.port), time.monotonic() + 20
-    sent = torch.arange(64, dtype=torch.uint8)
-
-    def send() -> None:
-        join(store, spec, 0, torch.device("cuda:0"), deadline, lambda: None).broadcast(sent, deadline, lambda: None)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    group = connect(spec, 1, torch.device("meta"), deadline, lambda: None)
-    group.broadcast(torch.empty(64, dtype=torch.uint8, device="meta"), deadline, lambda: None)
-    sender.join(20)
-    assert not sender.is_alive()
+def test_tcp_fills_a_buffer_that_is_not_in_host_memory() -> None:
+    """`meta` stands for a GPU: its memory is not the host's either."""
+    read: list[int] = []
+    connection: Any = SimpleNamespace(read_into=lambda view: read.append(len(view)))
+    TcpCarrier().take(connection, torch.empty(64, dtype=torch.uint8, device="meta"))
+    assert read == [64]
 
 
 def test_receiver_works_on_its_own_gpu_and_waits_for_it_before_it_says_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ParamSpec("w", "bfloat16", (2, 32))
+    num_bytes = Layout((spec,)).num_bytes
+    shelf = Shelf()
+    shelf.put("s/1", torch.ones(num_bytes, dtype=torch.uint8))
+    giver = Giver(shelf, secret="x", host="127.0.0.1")
     calls: list[Any] = []
     receiver = Receiver(
-        rank=1,
+        index=0,
+        host="127.0.0.1",
+        secret="x",
         device=GPU_1,
         allocate=lambda size: torch.zeros(size, dtype=torch.uint8),
-        prepare=lambda layout, buffer: calls.append("prepare"),
-        join=lambda *args: SimpleNamespace(broadcast=lambda *args: calls.append("bytes")),
+        prepare=lambda layout, buffer: calls.append(int(buffer.sum())),
     )
-
-    def synchronize() -> None:
-        calls.append(("synchronize", receiver.transfer.state))
-
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
     )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=synchronize))
-    spec = ParamSpec("w", "bfloat16", (2, 2))
-    receiver.begin(
-        WeightUpdateRequest(
-            version=1, params=(spec,), group=group_spec("nccl", 1), bucket_bytes=Layout((spec,)).num_bytes, timeout_s=20
-        )
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(synchronize=lambda: calls.append(("synchronize", receiver.transfer.end))),
     )
-    assert receiver.transfer.thread is not None
-    receiver.transfer.thread.join(20)
-    assert receiver.transfer.state == STAGED
-    assert calls == [("weight-receiver", GPU_1), "bytes", "prepare", ("synchronize", "receiving")]
+    part = Part(start=0, end=num_bytes, sources=(giver.address,))
+    request = WeightUpdateRequest(
+        sender="s",
+        version=1,
+        params=(spec,),
+        workers=((part,),),
+        carriage="tcp",
+        bucket_bytes=num_bytes,
+        timeout_s=20,
+        stall_s=5,
+    )
+    try:
+        assert isinstance(receiver.begin(request).reply(20), Staged)
+        assert calls == [("weight-receiver", GPU_1), num_bytes, ("synchronize", None)]
+    finally:
+        receiver.close()
+        giver.close()
+
+
+def test_connection_refuses_who_does_not_know_the_secret() -> None:
+    giver = Giver(Shelf(), secret="right", host="127.0.0.1")
+    try:
+        for secret in ("wrong", ""):
+            with pytest.raises(WireError):
+                Connection.dial(giver.address, secret, 2)
+        Connection.dial(giver.address, "right", 2).close()
+    finally:
+        giver.close()

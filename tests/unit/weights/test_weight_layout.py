@@ -1,10 +1,10 @@
-"""The flat buffer: places, buckets, and refusal of anything that does not match the announced list."""
+"""The flat buffer: places, bytes, and refusal of anything that does not match the announced list."""
 
 import pytest
 import torch
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.layout import Layout, buckets, spec_of
+from pipelinerl.weights.layout import Layout, spec_of
 from pipelinerl.weights.protocol import ParamSpec
 
 SPECS = (
@@ -39,7 +39,7 @@ def test_fill_and_views_through_buckets_of_any_size_return_every_bit(bucket_byte
     sent = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     layout.fill(sent, tensors())
     received = torch.full_like(sent, 255)
-    for source, target in zip(buckets(sent, bucket_bytes), buckets(received, bucket_bytes), strict=True):
+    for source, target in zip(sent.split(bucket_bytes), received.split(bucket_bytes), strict=True):
         target.copy_(source)
     views = dict(layout.views(received))
     assert list(views) == ["a", "b", "c", "d", "e"]

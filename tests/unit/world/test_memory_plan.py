@@ -140,7 +140,7 @@ def test_table_names_idle_devices_and_cores():
     cpu = Cluster(accelerator="cpu", nodes=(Node(rank=0, hostname="127.0.0.1", devices=2, cores=(0, 1)),))
     text = rendered(world_table(map_world(make_config(), cpu, check=False)))
     assert "CPU slots" in text
-    assert "weights by gloo" in text
+    assert "weights by tcp" in text
     # 3 of 8 GPUs serve, pairs of the other 5 train: one is left over
     odd = ["finetune.seq_parallel=2", "world.actor_fraction=3", "world.finetune_fraction=5"]
     assert "1 idle" in rendered(world_table(map_world(make_config(*odd), one_node(8), check=False)))

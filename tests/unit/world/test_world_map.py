@@ -36,7 +36,7 @@ def test_cpu_world_has_every_role_on_loopback():
     assert world.bind_host == "127.0.0.1"
     assert world.job("actor_llm_0").url == f"http://127.0.0.1:{world.job('actor_llm_0').port}"
     assert world.job("actor_0").port is None
-    assert (world.accelerator, world.weight_backend, world.trainer_world_size) == ("cpu", "gloo", 1)
+    assert (world.accelerator, world.weight_backend, world.trainer_world_size) == ("cpu", "tcp", 1)
 
 
 def test_free_ports_are_distinct_and_below_the_ephemeral_range():
@@ -133,7 +133,7 @@ def test_each_replica_has_its_servers():
 def test_backend_follows_the_devices():
     assert map_world(make_config(), two_nodes(), check=False).weight_backend == "nccl"
     shared = map_world(make_config("world.share_devices=true"), two_nodes(), check=False)
-    assert shared.weight_backend == "gloo"
+    assert shared.weight_backend == "tcp"
     alone = Cluster(accelerator="cuda", nodes=(Node(rank=0, hostname="127.0.0.1", devices=1),))
     assert map_world(make_config("world.share_devices=true"), alone, check=False).weight_backend == "ipc"
 
@@ -143,7 +143,7 @@ def test_backend_follows_the_devices():
     [
         (["weights.backend=ipc"], "weights.backend=ipc cannot work in a world of 8 GPU"),
         (["weights.backend=ipc", "world.share_devices=true"], "weights.backend=ipc cannot work in a world of 8 GPU"),
-        (["weights.backend=nccl", "world.share_devices=true"], "share_devices=true: use auto or gloo"),
+        (["weights.backend=nccl", "world.share_devices=true"], "share_devices=true: use auto or tcp"),
     ],
 )
 def test_backend_that_the_devices_cannot_carry_is_refused_before_start(overrides, numbers):
@@ -151,9 +151,9 @@ def test_backend_that_the_devices_cannot_carry_is_refused_before_start(overrides
         map_world(make_config(*overrides), two_nodes(), check=False)
 
 
-def test_gloo_carries_weights_between_any_devices():
-    world = map_world(make_config("weights.backend=gloo"), two_nodes(), check=False)
-    assert world.transfer_backend("gloo") == "gloo"
+def test_tcp_carries_weights_between_any_devices():
+    world = map_world(make_config("weights.backend=tcp"), two_nodes(), check=False)
+    assert world.transfer_backend("tcp") == "tcp"
 
 
 def test_saved_map_is_read_back(tmp_path):
