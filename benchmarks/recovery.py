@@ -114,7 +114,7 @@ class Blow:
 
 
 @dataclass(kw_only=True)
-class UpdateOutcome:
+class Outcome:
     """What became of a run."""
 
     exit_code: int
@@ -252,7 +252,7 @@ def run_struck(
     *,
     steps: int = STEPS,
     timeout_s: float = 900.0,
-) -> UpdateOutcome:
+) -> Outcome:
     """Run the quickstart in ``run_dir``, make the strikes in their order, wait for its end and check everything."""
     run = StruckRun(run_dir, overrides, steps, timeout_s)
     try:
@@ -269,7 +269,7 @@ def run_struck(
     finally:
         stop(run.launcher)
     blows = [watcher.result() for watcher in made.values() if watcher]
-    outcome = UpdateOutcome(
+    outcome = Outcome(
         exit_code=code,
         seconds=time.time() - run.started,
         output=run.output_path.read_text(errors="replace"),
@@ -296,7 +296,7 @@ def processes_of(status: StatusRecord) -> list[int]:
     return marked_processes(f"{ROLE_VARIABLE}={mark}") if mark.endswith(f"/{status.job}") else []
 
 
-def check(run: StruckRun, outcome: UpdateOutcome) -> None:
+def check(run: StruckRun, outcome: Outcome) -> None:
     """Everything that must hold at the end of a run that was struck."""
     problems = outcome.problems
     problems += leftovers(run)
@@ -401,7 +401,7 @@ def run_dealt(args: argparse.Namespace, folder: Path, index: int) -> dict[str, A
     return {"seed": args.seed, "index": index, "world": world_of(strikes), **row(outcome)}
 
 
-def row(outcome: UpdateOutcome) -> dict[str, Any]:
+def row(outcome: Outcome) -> dict[str, Any]:
     """One run as one line."""
     return {
         "passed": not outcome.problems,

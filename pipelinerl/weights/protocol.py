@@ -20,7 +20,7 @@ Size = Annotated[int, Meta(ge=0, le=2**48)]
 Positive = Annotated[int, Meta(ge=1, le=2**48)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-Host = Annotated[str, Meta(min_length=1, max_length=255)]
+HostName = Annotated[str, Meta(min_length=1, max_length=255)]
 Carriage = Literal["tcp", "nccl", "ipc"]
 
 
@@ -35,7 +35,7 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a trainer's rank or a server's worker listens for those who pull bytes."""
 
-    host: Host
+    host: HostName
     port: Port
 
     def __str__(self) -> str:
