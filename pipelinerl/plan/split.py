@@ -13,6 +13,7 @@ from pipelinerl.config import load
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import ConfigError
+from pipelinerl.plan import ceiling
 from pipelinerl.plan.drops import drop_shares, recommended_bound
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.plan.rates import GPUS, Rates, assumed_rates, measured_rates
@@ -83,6 +84,11 @@ def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, Pip
     print_plan(console, work, rates, plan, conventional)
     dropped = print_drops(console, work, plan, cfg.attempts, bound)
     console.print(bounds_table(work))
+    wanted = ceiling.needs(plan.rate, work.lengths.mean, args.prompt_length)
+    console.print(ceiling.worlds_table(plan.rate / work.devices, work.lengths.mean, args.prompt_length))
+    short = ceiling.shortages(wanted, cfg)
+    for line in short:
+        console.print(f"warning: {line}")
     result = {
         "plan": msgspec.to_builtins(plan),
         "overrides": overrides(work, plan),
@@ -90,6 +96,8 @@ def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, Pip
         "speed_up": plan.rate / conventional,
         "rates": rates.source,
         "dropped": dropped,
+        "needs": msgspec.to_builtins(wanted),
+        "short": short,
     }
     return work, plan, result
 

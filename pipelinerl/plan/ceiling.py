@@ -1,0 +1,100 @@
+"""What a world needs beside its devices: worker processes, actors, preprocessors, verifiers, bytes through streams.
+
+Pure. The costs are `benchmarks/ceiling.py`'s figures of one core of the machine named there; a test compares the two.
+"""
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from pipelinerl.config.sections import Config
+
+CPU_MS: Mapping[int, Mapping[str, float]] = {
+    1000: {"worker": 2.355, "server": 1.658, "actor": 0.064, "preprocessor": 0.17, "check": 3.316},
+    8000: {"worker": 4.68, "server": 2.656, "actor": 0.125, "preprocessor": 0.412, "check": 3.316},
+    32_000: {"worker": 10.368, "server": 5.728, "actor": 0.745, "preprocessor": 1.038, "check": 3.316},
+}
+"""CPU milliseconds of a rollout by the tokens of its completion."""
+LOAD = 0.7
+"""Share of a core that a process may be busy: beyond it queues grow."""
+STREAM_BYTES = 8 + 16
+"""Per token: in a group, and in a micro-batch."""
+WORLDS = (8, 64, 512, 1000)
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes and bytes for a rate of rollouts."""
+
+    rollouts_per_s: float
+    workers: int
+    """Rollout workers of all actors together."""
+    replicas: int
+    """Actors, and as many preprocessors."""
+    verifier_processes: int
+    """Where every rollout is checked once by the verifier service."""
+    api_cores: int
+    """Cores for the API processes of all servers together."""
+    stream_mb_per_s: float
+
+
+def cost_ms(component: str, tokens: float) -> float:
+    """CPU milliseconds of one rollout with a completion of so many tokens: linear between the measured lengths."""
+    lengths = sorted(CPU_MS)
+    measured = [CPU_MS[length][component] for length in lengths]
+    beyond = 1.0 if component == "check" else max(1.0, tokens / lengths[-1])
+    return float(np.interp(tokens, lengths, measured)) * beyond
+
+
+def needs(tokens_per_s: float, mean_length: float, prompt_length: float) -> Needs:
+    """For so many trained completion tokens per second."""
+    rollouts = tokens_per_s / mean_length
+
+    def processes(component: str) -> int:
+        return max(1, math.ceil(rollouts * cost_ms(component, mean_length) / 1e3 / LOAD))
+
+    return Needs(
+        rollouts_per_s=rollouts,
+        workers=processes("worker"),
+        replicas=max(processes("actor"), processes("preprocessor")),
+        verifier_processes=processes("check"),
+        api_cores=processes("server"),
+        stream_mb_per_s=rollouts * (mean_length + prompt_length) * STREAM_BYTES / 1e6,
+    )
+
+
+def shortages(wanted: Needs, cfg: Config) -> list[str]:
+    """One warning per key that lets less through than the split makes."""
+    replicas = max(cfg.world.replicas, wanted.replicas)
+    per_actor = math.ceil(wanted.workers / replicas)
+    verifiers = math.ceil(wanted.verifier_processes / cfg.verifier.workers)
+    found = []
+    for key, given, needed in (
+        ("world.replicas", cfg.world.replicas, wanted.replicas),
+        ("actor.rollout_workers", cfg.actor.rollout_workers, per_actor),
+        ("world.verifier_replicas", cfg.world.verifier_replicas, verifiers),
+    ):
+        if given and given < needed:
+            found.append(f"{key}={given} is short for {wanted.rollouts_per_s:,.0f} rollouts/s: set {key}={needed}")
+    return found
+
+
+def worlds_table(rate_per_device: float, mean_length: float, prompt_length: float) -> Table:
+    """What worlds of several sizes need, each at this rate per device. A replica is an actor and a preprocessor."""
+    table = Table(title="Beside the devices", title_justify="left")
+    for column in ("devices", "rollouts/s", "workers", "replicas", "verifiers", "API cores", "stream MB/s"):
+        table.add_column(column, justify="right")
+    for devices in WORLDS:
+        need = needs(devices * rate_per_device, mean_length, prompt_length)
+        table.add_row(
+            str(devices),
+            f"{need.rollouts_per_s:,.1f}",
+            str(need.workers),
+            str(need.replicas),
+            str(need.verifier_processes),
+            str(need.api_cores),
+            f"{need.stream_mb_per_s:,.1f}",
+        )
+    return table
