@@ -7,24 +7,34 @@ RUN ?= results/quickstart
 WORKERS ?= 2
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 VERSION := import sys; print(sys.version_info[:2])
+# The lock is of the CPU environment that CI tests; GPU builds of the same versions need other libraries.
+LOCK := $(if $(findstring cpu,$(EXTRAS)),-c requirements.lock)
 PACKAGES := pipelinerl conf tests benchmarks assets
 
-.PHONY: install quickstart test test-fast test-slow check format redis browser clean
+.PHONY: install quickstart test test-fast test-slow check format redis browser clean version lock
 .DELETE_ON_ERROR:
 
-install: $(VENV)/.installed
+install: version
+	@$(MAKE) --no-print-directory $(VENV)/.installed
+
+# Asked every time: the environment may be there, and of a Python that cannot run it.
+version:
+	@test -n "$(PYTHON)" || { echo "no python3.11 found: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "$(PYTHON) is $$($(PYTHON) -V): Python 3.11 or 3.12 is needed; set PYTHON=…"; exit 1; }
+	@if [ -e $(VENV) ] && [ "$$($(PY) -c '$(VERSION)' 2>/dev/null)" != "$$($(PYTHON) -c '$(VERSION)')" ]; then \
+	  echo "$(VENV) is of another Python: building it anew"; rm -rf $(VENV); fi
 
 # The CPU build of vLLM asks for torchvision, torchaudio and torchcodec. Where only their CUDA builds are to be had they
 # cannot load beside CPU torch and break the import of transformers' models; text models need none of the three.
-$(VENV)/.installed: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "no python3.11 found: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
-	@$(PYTHON) -c '$(SUPPORTED)' || { echo "$(PYTHON) is $$($(PYTHON) -V): Python 3.11 or 3.12 is needed; set PYTHON=…"; exit 1; }
-	@if [ -e $(PY) ] && [ "$$($(PY) -c '$(VERSION)')" != "$$($(PYTHON) -c '$(VERSION)')" ]; then \
-	  echo "$(VENV) is of another Python: building it anew"; rm -rf $(VENV); fi
+$(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q -e '.[$(EXTRAS)]'
+	$(PY) -m pip install -q $(LOCK) -e '.[$(EXTRAS)]'
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
+
+# Writes down what is installed: remove .venv and requirements.lock's pins of what is to move, install, lock, test.
+lock: install
+	$(PY) -m pip list --format=freeze --exclude pip --exclude pipelinerl | sed 's/+.*//; s/_/-/g' | tr A-Z a-z | LC_ALL=C sort > requirements.lock
 
 quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)

@@ -20,11 +20,12 @@ from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.redis_server.server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
-from pipelinerl.world.memory import GIB, memory_plan
+from pipelinerl.world.memory import GIB, memory_plan, what_would_fit
 from pipelinerl.world.model_shape import find_model_shape
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """float32 weights and two moments, and the bfloat16 model beside them."""
+NEARLY_FULL = 0.95
 SPARE_BYTES = 256 * 2**20
 """For streams, logs and metrics."""
 
@@ -92,15 +93,23 @@ def server_arguments(start: Start) -> list[str]:
 
 
 def memory(start: Start) -> list[str]:
-    """The plan is an estimate: what does not fit it is a warning."""
+    """Refuse what does not fit the plan; one that is nearly full is a warning, for the plan is an estimate."""
     shape = find_model_shape(start.config.model_path) if start.world.accelerator == "cuda" else None
     detected = gpu_memory_bytes()
     if shape is None or not detected:
         return []
+    plans = memory_plan(start.config, start.world, shape, min(detected))
+    for plan in plans:
+        if not plan.fits:
+            raise ConfigError(
+                f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU; "
+                f"{what_would_fit(start.config, start.world, shape, min(detected), plan.kind)}"
+            )
     return [
-        f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU"
-        for plan in memory_plan(start.config, start.world, shape, min(detected))
-        if not plan.fits
+        f"memory plan: {plan.kind} needs {plan.total / GIB:.0f} GiB of {plan.capacity / GIB:.0f} GiB per GPU: an "
+        "estimate, so close to the limit that it may not fit"
+        for plan in plans
+        if plan.kind == "finetune" and plan.total > NEARLY_FULL * plan.capacity
     ]
 
 
@@ -159,5 +168,5 @@ def domain(start: Start) -> list[str]:
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, memory)
-OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, redis, disk, model, objective, domain)
+OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments)
+OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, model, objective, domain)

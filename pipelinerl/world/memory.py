@@ -26,6 +26,13 @@ ASSUMED_GPU_BYTES = 80 * GIB
 DEFAULT_UTILIZATION = 0.9
 RUNTIME_BYTES = 2 * GIB
 """CUDA context, communication buffers, fragmentation."""
+SMALLER_TRAINER = (
+    ("finetune.gradient_checkpointing", True),
+    ("finetune.engine", "fsdp2"),
+    ("finetune.lora.enabled", True),
+)
+"""Changes that make a trainer smaller, the one that changes least first."""
+MAX_RANKS_POWER = 11
 LAYER_ACTIVATION_FACTOR = 34
 """Bytes per token and hidden unit of one layer's activations in 16 bit (arXiv 2205.05198, eq. 1, attention fused)."""
 
@@ -60,7 +67,7 @@ def memory_plan(
     """Plans of the trainer's and the servers' devices."""
     ranks = world.trainer_world_size
     trainer = trainer_items(cfg, shape, ranks)
-    trainer_bytes = sum(item.num_bytes for item in trainer)
+    total = sum(item.num_bytes for item in trainer)
     share = utilization(cfg) if world.share_devices else 0.0
     plans = [
         DevicePlan(
@@ -68,7 +75,7 @@ def memory_plan(
             num_devices=ranks,
             items=trainer,
             capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, ranks, gpu_bytes, trainer_bytes, share),
+            note=_trainer_note(cfg, ranks, gpu_bytes, total, share),
         )
     ]
     for kind in ("actor_llm", "preprocessor_llm"):
@@ -78,12 +85,12 @@ def memory_plan(
     return tuple(plans)
 
 
-def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, trainer_bytes: int, share: float) -> str:
+def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, total: int, share: float) -> str:
     engine = engine_of(cfg, ranks)
     stage = f" stage {zero_stage(cfg)}" if engine == "deepspeed" else ""
     note = f"{engine}{stage}, {ranks} rank(s)"
     if share:
-        largest = max((gpu_bytes - trainer_bytes) / gpu_bytes, 0.0)
+        largest = max((gpu_bytes - total) / gpu_bytes, 0.0)
         note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
     return note
 
@@ -137,6 +144,46 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryIte
         MemoryItem(label="transfer buckets", num_bytes=int(2 * cfg.weights.bucket_mb * 2**20)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """A copy of a section with one key of it, or of a section inside, changed."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
+    """The fewest of the usual changes that make a job of this kind fit its devices, in words."""
+    if kind != "finetune":
+        return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
+    ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
+    changed, changes = cfg, []
+    for key, value in SMALLER_TRAINER:
+        if key == "finetune.engine" and (ranks == 1 or engine_of(cfg, ranks) == value):
+            continue
+        following = with_value(changed, key, value)
+        if following == changed:
+            continue
+        changed, changes = following, [*changes, f"{key}={str(value).lower()}"]
+        if trainer_bytes(changed, shape, ranks) <= capacity:
+            return f"it fits with {' '.join(changes)}"
+    sharded = with_value(with_value(cfg, "finetune.gradient_checkpointing", True), "finetune.engine", "fsdp2")
+    for more in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > ranks):
+        if trainer_bytes(sharded, shape, more) <= capacity:
+            return f"it fits on {more} trainer GPUs with finetune.engine=fsdp2 finetune.gradient_checkpointing=true"
+    return "no number of GPUs makes it fit: shorten finetune.seq_length or take a smaller model"
+
+
+def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
+    now = world.get(kind)[0].num_ranks
+    for ranks in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > now):
+        if sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks)) <= gpu_bytes * utilization(cfg):
+            return f"it fits with vllm_config.vllm_kwargs.tensor-parallel-size={ranks}"
+    return "no number of GPUs makes it fit: raise gpu-memory-utilization or take a smaller model"
+
+
+def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    return sum(item.num_bytes for item in trainer_items(cfg, shape, ranks))
 
 
 def utilization(cfg: Config) -> float:

@@ -8,7 +8,15 @@ from rich.console import Console
 
 from pipelinerl.config import load
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.memory import GIB, lora_parameters, memory_plan, state_bytes
+from pipelinerl.world.memory import (
+    GIB,
+    lora_parameters,
+    memory_plan,
+    state_bytes,
+    trainer_bytes,
+    what_would_fit,
+    with_value,
+)
 from pipelinerl.world.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
 from pipelinerl.world.table import compact_numbers, render_world, world_table
 
@@ -114,6 +122,29 @@ def test_model_larger_than_its_share_does_not_fit():
     cfg = make_config()
     plans = memory_plan(cfg, map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], 16 * GIB)
     assert [plan.fits for plan in plans] == [False, False]
+
+
+def test_what_would_fit_is_the_smallest_change_and_does_fit():
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    cfg = make_config("finetune.gradient_checkpointing=false", "use_deepspeed=false", "finetune.seq_length=8192")
+    world = map_world(cfg, one_node(8), check=False)  # four servers, four trainer ranks
+    kept = with_value(cfg, "finetune.gradient_checkpointing", True)
+    sharded = with_value(kept, "finetune.engine", "fsdp2")
+    whole, less, least = (trainer_bytes(one, shape, 4) for one in (cfg, kept, sharded))
+    assert whole > less > least
+    advice = "it fits with finetune.gradient_checkpointing=true"
+    assert what_would_fit(cfg, world, shape, less, "finetune") == advice
+    assert what_would_fit(cfg, world, shape, less - 1, "finetune") == advice + " finetune.engine=fsdp2"
+    assert what_would_fit(cfg, world, shape, GIB, "finetune").startswith("no number of GPUs makes it fit")
+    assert cfg.finetune.engine == "auto", "the configuration itself is unchanged"
+
+
+def test_what_would_fit_for_a_server_is_its_number_of_gpus():
+    cfg = make_config()
+    world, shape = map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    # 15.2 GB of weights and 2 GiB: one GPU of 16 GiB × 0.9 is too small, two hold 7.1 GiB + 2 GiB each
+    assert what_would_fit(cfg, world, shape, 16 * GIB, "actor_llm").endswith("tensor-parallel-size=2")
+    assert what_would_fit(cfg, world, shape, 2 * GIB, "actor_llm").startswith("no number of GPUs")
 
 
 def test_shared_gpu_leaves_the_trainer_what_the_server_does_not_take():

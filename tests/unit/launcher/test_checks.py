@@ -1,0 +1,39 @@
+"""What a start refuses before anything is started: here the memory plan, on a machine whose GPUs are told."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.load import compose, parse_container, to_container
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher import checks
+from pipelinerl.world import Cluster, Node, map_world
+from pipelinerl.world.memory import GIB
+
+
+def start(*overrides: str, gpus: int = 8) -> checks.Start:
+    required = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b", "model_path=Qwen/Qwen2.5-7B"]
+    container = to_container(compose("base", [*required, *overrides]))
+    config = parse_container(container)
+    node = Node(rank=0, hostname="127.0.0.1", devices=gpus)
+    world = map_world(config, Cluster(accelerator="cuda", nodes=(node,)), check=False)
+    return checks.Start(
+        config=config, container=container, world=world, node_rank=0, path=Path("/nowhere"), overrides=overrides
+    )
+
+
+def test_memory_plan_that_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [16 * GIB] * 8)
+    with pytest.raises(ConfigError, match=r"memory plan: finetune needs \d+ GiB of 16 GiB per GPU; it fits .*finetune"):
+        checks.memory(start())
+
+
+def test_memory_plan_that_fits_passes_and_unknown_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [140 * GIB] * 8)
+    assert checks.memory(start()) == []
+    monkeypatch.setattr(checks, "gpu_memory_bytes", lambda: [])
+    assert checks.memory(start()) == []
+
+
+def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
+    assert checks.memory in checks.OF_THIS_MACHINE
