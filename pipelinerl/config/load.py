@@ -61,9 +61,32 @@ def must_be_given(missing: Sequence[str]) -> str:
 
 def parse_container(container: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(in_steps(container))
+        return Config.model_validate(in_steps(without_extra_keys(container)))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors(include_url=False))) from error
+
+
+def without_extra_keys(container: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without the keys of the domain's own, which `extra_keys` names.
+
+    Raises:
+        ConfigError: `extra_keys` names a key that is not there, or one of the project.
+    """
+    own = container.get("extra_keys")
+    known = set(config_keys())
+    rest = dict(container)
+    for key in map(str, own if isinstance(own, list) else []):
+        if key in known or is_free_form(key):
+            raise ConfigError(f"`extra_keys` has {key!r}, which is a key of the project: remove it from the list")
+        *sections, last = key.split(".")
+        inside = rest
+        for section in sections:
+            inner = inside.get(section)
+            inside[section] = inside = dict(inner) if isinstance(inner, Mapping) else {}
+        if last not in inside:
+            raise ConfigError(f"`extra_keys` has {key!r}, which has no value: give it one, or remove it from the list")
+        del inside[last]
+    return rest
 
 
 def _explain(item: Any) -> str:
@@ -118,8 +141,9 @@ def suggestion(key: str) -> str:
     row = rename_of(key)
     if row:
         return f"; {hint(row)}"
+    own = f"; a key of your domain's own belongs into `extra_keys: [{key}]`"
     nearest = nearest_key(key)
-    return f"; did you mean `{nearest}`?" if nearest else "; `--cfg job` prints all keys"
+    return f"; did you mean `{nearest}`?" if nearest else f"; `--cfg job` prints all keys{own}"
 
 
 def load_run_dictconfig(run_dir: Path | str) -> DictConfig:

@@ -183,11 +183,17 @@ def _carry(key: str, value: Any, result: Migration) -> None:
     """One key into the new experiment, or a line about why not."""
     row = rename_of(key)
     if row is None:
-        if key in config_keys() or is_free_form(key):
-            _put(key, value, result)
-        else:
+        known = key in config_keys() or is_free_form(key)
+        if _put(key, value, result) and not known:
             near = nearest_key(key)
-            result.missing.append(f"{key}: {_short(value)}" + (f" (is it `{near}`?)" if near else ""))
+            result.missing.append(
+                f"{key}: kept for the domain, in `extra_keys`" + (f"; is it `{near}`?" if near else "")
+            )
+            result.values.setdefault("extra_keys", []).append(key)
+        return
+    if row.fate == "own":
+        if _put(key, value, result):
+            result.values.setdefault("extra_keys", []).append(key)
         return
     if row.fate != "moved":
         target = result.needless if row.fate == "needless" or value in (None, False, "", [], -1) else result.missing
@@ -214,8 +220,8 @@ def _move(key: str, value: Any, row: Rename, result: Migration) -> None:
             result.changed.append(f"{key}: {_short(value)} → {row.new}: {_short(new)}{why}")
 
 
-def _put(key: str, value: Any, result: Migration) -> None:
-    """A value, with its references to other keys under their new names."""
+def _put(key: str, value: Any, result: Migration) -> bool:
+    """A value, with its references to other keys under their new names; False where one of them is not here."""
     lost: list[str] = []
 
     def renamed(match: re.Match[str]) -> str:
@@ -229,12 +235,13 @@ def _put(key: str, value: Any, result: Migration) -> None:
     new = _in_texts(value, renamed)
     if lost:
         result.missing.append(f"{key}: it refers to `{lost[0]}`, which is not here")
-        return
+        return False
     if key in NAME_LISTS and isinstance(new, str):
         new = [new]
     if new != value:
         result.changed.append(f"{key}: {_short(value)} → {_short(new)}")
     result.values[key] = new
+    return True
 
 
 def _in_texts(value: Any, renamed: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Fate = Literal["moved", "needless", "missing"]
+Fate = Literal["moved", "needless", "missing", "own"]
 LEFT_OUT = "(left out)"
 """Value of a row: this is what happens here anyway."""
 NO_EQUIVALENT = "(no equivalent)"
@@ -45,6 +45,10 @@ def missing(old: str, why: str) -> Rename:
     return Rename(old=old, fate="missing", why=why)
 
 
+def own(old: str) -> Rename:
+    return Rename(old=old, fate="own", why=f"it is the domain's own: add it to `extra_keys: [{old}]`")
+
+
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
 TRAINER_START = "the launcher starts the trainer with torchrun and writes the engine's settings"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
@@ -75,8 +79,8 @@ EXPERIMENT = (
     missing("environments", "verifiers are started by `world.verifier_replicas`, services of your own beside the run"),
     needless("environment_key", "every verifier judges every kind of answer"),
     missing("environment_start_port", "see `world.port_base`"),
-    missing("sandbox_timeout", "the embedded sandbox has `verifier.timeout_s`"),
-    missing("max_tests_per_problem", "set `dataset_loader_params.max_tests`"),
+    own("sandbox_timeout"),
+    own("max_tests_per_problem"),
 )
 ROLLOUTS = (
     moved("actor.log_each_n_secs", "actor.log_every_s", values={0: LEFT_OUT}),
@@ -96,13 +100,15 @@ ROLLOUTS = (
     missing("actor.domain_rollouts", "write `domains`, a list with a `rollout_policy` each"),
     missing("domain_rollouts", "write `domains`, a list with a `rollout_policy` each"),
     missing("actor.difficulty_aware_penalty", "a domain does not see its group; give the reward in the domain"),
-    missing("actor.task_prompt", "write it into `actor.task_template`"),
-    missing("actor.ensure_boxed_answers", "say it in `actor.system_prompt`"),
-    missing("actor.agent_max_loops", "put it under `environment`, which is free for the domain"),
-    missing("agent", "put it under `environment`, which is free for the domain"),
-    missing("agent_max_loops", "put it under `environment`, which is free for the domain"),
-    missing("agent_attempts", "put it under `environment`, which is free for the domain"),
-    missing("python_tool_shaping", "put it under `environment`, which is free for the domain"),
+    own("actor.task_prompt"),
+    own("actor.ensure_boxed_answers"),
+    own("actor.agent_max_loops"),
+    own("agent"),
+    own("agent_max_loops"),
+    own("agent_attempts"),
+    own("start_attempts"),
+    own("python_tool_shaping"),
+    own("save_tapes"),
     moved("rollout_timeout", "actor.rollout_timeout_s"),
     moved("rewards.correct_answer_finished", "rewards.correct"),
     moved("rewards.wrong_answer_finished", "rewards.wrong"),
@@ -306,6 +312,8 @@ def hint(row: Rename) -> str:
     said = explained(row)
     if row.fate == "moved":
         return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
+    if row.fate == "own":
+        return said
     return f"PipelineRL's key {'is not needed' if row.fate == 'needless' else 'has no equivalent'} here: {said}"
 
 

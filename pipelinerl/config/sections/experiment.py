@@ -112,6 +112,11 @@ class Config(Section):  # structure: one field per key of the top level
         may_change=True,
     )
     environment: Any = key(None, "free for the domain")
+    extra_keys: list[str] = key(
+        [],
+        "keys of the domain's own anywhere in the configuration, e.g. `[sandbox_timeout, actor.agent_max_loops]`. The "
+        "domain finds them in `cfg`. Every other unknown key is refused",
+    )
     domain: Any = key(None, "free for the domain")
     dataset_loader: str = key(
         "pipelinerl.domains.math.load_problems",

@@ -79,6 +79,30 @@ def test_is_free_form_knows_the_users_sections(key: str, free: bool) -> None:
     assert is_free_form(key) is free
 
 
+def with_own_keys(extra_keys: list[str]) -> object:
+    cfg = compose("base", REQUIRED)
+    with open_dict(cfg):
+        cfg.sandbox_timeout, cfg.actor.agent_max_loops, cfg.extra_keys = 10.0, 3, extra_keys
+    return parse(cfg)
+
+
+def test_extra_keys_are_the_domains_own_and_others_are_refused() -> None:
+    assert with_own_keys(["sandbox_timeout", "actor.agent_max_loops"])
+    with pytest.raises(
+        ConfigError, match=r"`actor\.agent_max_loops` is not a configuration key; it is the domain's own"
+    ):
+        with_own_keys(["sandbox_timeout"])
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("seed", "is a key of the project"), ("llm.parameters.top_p", "is a key"), ("a.b", "has no value")],
+)
+def test_extra_keys_name_keys_that_are_there_and_not_the_projects(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_own_keys(["sandbox_timeout", "actor.agent_max_loops", key])
+
+
 def test_load_run_reads_back_what_was_written(tmp_path) -> None:
     cfg = compose("base", REQUIRED)
     (tmp_path / "conf").mkdir()

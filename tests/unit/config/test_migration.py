@@ -87,7 +87,6 @@ def test_rewards_files_have_the_same_table(tmp_path: Path) -> None:
 
 def test_every_key_is_carried_or_told() -> None:
     keys = {
-        "sandbox_timeout": 10.0,
         "my_own": {"key": 1},
         "me": {"job_idx": None},
         "preprocess": {"n_workers": 8, "ring_buffer_size": 128},
@@ -96,10 +95,18 @@ def test_every_key_is_carried_or_told() -> None:
     }
     new = migrate(experiment({"/domain_mix": "base"}, **keys))
     told = "\n".join([*new.needless, *new.missing, *new.changed])
-    for name in ("sandbox_timeout", "my_own.key", "me.job_idx", "preprocess.n_workers", "debug.mode", "domain_mix"):
+    for name in ("my_own.key", "me.job_idx", "preprocess.n_workers", "debug.mode", "domain_mix"):
         assert name in told
     assert any(line.startswith("finetune.model_class: vision2seq") for line in new.missing)
     assert new.values["actor.rollout_policy"] == "os.getcwd"
+
+
+def test_keys_of_the_domains_own_stay_where_they_are(tmp_path: Path) -> None:
+    old = experiment(sandbox_timeout=10.0, my_own={"key": 1}) | {"actor": OWN["actor"] | {"agent_max_loops": 3}}
+    new = migrate(old)
+    assert sorted(new.values["extra_keys"]) == ["actor.agent_max_loops", "my_own.key", "sandbox_timeout"]
+    config_of(new, tmp_path)
+    assert compose("new", ["output_dir=x"], config_dir=tmp_path).actor.agent_max_loops == 3
 
 
 def test_references_follow_their_keys() -> None:
