@@ -40,10 +40,12 @@ async def take(page_path: Path, folder: Path) -> list[Path]:
     async with browser_page(browser) as page:
         await page.size(WIDTH, HEIGHT)
         await page.open(page_path.as_uri())
+        await page.call("Emulation.setScrollbarsHidden", hidden=True)
         await page.screenshot(paths[0], whole=False)
         await page.click('[data-chart="Reward"] svg', STEP, 0.5)
         await page.run(OPEN_TWO)
-        await page.run("document.querySelector('#filters').scrollIntoView()")
+        await page.size(WIDTH, 520)
+        await page.run("document.querySelector('#detail .bar').scrollIntoView()")
         await page.screenshot(paths[1], whole=False)
     return paths
 

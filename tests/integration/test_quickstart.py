@@ -101,7 +101,13 @@ def test_quickstart_exported_model_answers_like_the_policy(finished_run: Path, g
 
 
 def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
-    for name in ("learning_curve.png", "conf/config.yaml", "metrics/finetune.jsonl", "metrics/actor.jsonl"):
+    for name in (
+        "report.html",
+        "learning_curve.png",
+        "conf/config.yaml",
+        "metrics/finetune.jsonl",
+        "metrics/actor.jsonl",
+    ):
         assert (finished_run / name).stat().st_size > 0, name
     for role in ("actor_llm_0", "actor_0", "preprocessor_0", "finetune_0"):
         assert (finished_run / role / "log.txt").is_file()
