@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipelinerl.config.sections import Config, WandbSection
+from pipelinerl.config.sections import Config
 from pipelinerl.disk import replace_file
 from pipelinerl.observability import wandb as wandb_run
 from pipelinerl.observability.catalogue import warn_undeclared
@@ -46,7 +46,7 @@ class MetricsLogger:
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[str] = set()
         self._lock = threading.Lock()
-        self._wandb = _WandbThread(cfg.wandb, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
+        self._wandb = _WandbThread(cfg, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append one point. NaN and infinities are written as null; names that are not declared are warned of."""
@@ -123,9 +123,9 @@ def _number(value: Any) -> float | int | None:
 class _WandbThread:
     """Owns the wandb run. Ends at `close`, or at wandb's first error."""
 
-    def __init__(self, section: WandbSection, run_dir: Path, kind: str):
+    def __init__(self, cfg: Config, run_dir: Path, kind: str):
         self._points: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_POINTS)
-        self._thread = threading.Thread(target=self._run, args=(section, run_dir, kind), name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(cfg, run_dir, kind), name="wandb", daemon=True)
         self._thread.start()
         self._dropped = 0
 
@@ -142,9 +142,9 @@ class _WandbThread:
         if self._thread.is_alive() or self._dropped:
             log.warning("wandb did not take everything dropped=%d; metrics/*.jsonl is complete", self._dropped)
 
-    def _run(self, section: WandbSection, run_dir: Path, kind: str) -> None:
+    def _run(self, cfg: Config, run_dir: Path, kind: str) -> None:
         try:
-            run = wandb_run.start(section, run_dir, kind)
+            run = wandb_run.start(cfg, run_dir, kind)
             while (item := self._points.get()) is not None:
                 point, step = item
                 run.log(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pipelinerl.config.sections import WandbSection
+from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60
 
@@ -32,14 +32,25 @@ def _netrc_has_key(env: Mapping[str, str], home: Path) -> bool:
 
 
 def run_identity(section: WandbSection, run_dir: Path, kind: str) -> dict[str, str]:
-    """Group, name and id; the id depends on folder and kind only, so a restarted role continues its run."""
-    group = section.wandb_group or run_dir.resolve().name
-    digest = hashlib.sha256(f"{run_dir.resolve()}/{kind}".encode()).hexdigest()[:16]
-    return {"group": group, "name": f"{section.wandb_name or group}_{kind}", "id": digest}
+    """Group, name and id; the id depends on folder and kind only, so a restarted role continues its run.
+
+    Two run folders have two names, also where both are called `run1`: unless `wandb_group` says otherwise.
+    """
+    folder = run_dir.resolve()
+    group = section.wandb_group or f"{folder.parent.name}-{folder.name}-{_digest(str(folder))[:6]}".lstrip("-")
+    return {"group": group, "name": f"{section.wandb_name or group}_{kind}", "id": _digest(f"{folder}/{kind}")[:16]}
 
 
-def start(section: WandbSection, run_dir: Path, kind: str) -> Any:
-    """Start (or continue) the wandb run of this kind of role."""
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def start(cfg: Config, run_dir: Path, kind: str) -> Any:
+    """Start (or continue) the wandb run of this kind of role, with the run's configuration.
+
+    The trainer's has its host's statistics.
+    """
+    section = cfg.wandb
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     import wandb
@@ -54,7 +65,8 @@ def start(section: WandbSection, run_dir: Path, kind: str) -> Any:
         tags=section.tags,
         dir=str(run_dir),
         resume="allow" if mode == "online" else None,
-        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, x_disable_stats=True, x_disable_meta=True),
+        settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, x_disable_stats=kind != "finetune", x_disable_meta=True),
+        config=cfg.model_dump(mode="json"),
         group=identity["group"],
         name=identity["name"],
         id=identity["id"],

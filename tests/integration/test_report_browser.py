@@ -3,13 +3,17 @@
 Screenshots are artefacts: PIPELINERL_SCREENSHOTS names their folder, else they lie in pytest's temporary one.
 """
 
+import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pipelinerl.inspect.page.build import write_page
+from pipelinerl.inspect.page.serve import LiveRuns, make_server
 from pipelinerl.streams import set_streams_backend
 from tests.browser import Page, browser_page, find_browser
 from tests.run_folder import Story, make_run
@@ -148,3 +152,39 @@ async def test_several_runs_are_told_apart_and_their_differing_keys_named(folder
         "Math.max(...[...document.querySelectorAll('#table tbody tr')].map((r) => +r.cells[0].textContent))"
     )
     assert steps == 11
+
+
+async def test_served_page_follows_the_run(tmp_path: Path, page: Page) -> None:
+    run_dir = make_run(tmp_path / "run", Story(steps=6, finished=False))
+    server = make_server(LiveRuns([run_dir], fresh_s=0.0))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        await page.open(url)
+        assert "step 6 of 6" in await page.run("document.querySelector('#subtitle').textContent")
+        metrics = run_dir / "metrics" / "finetune.jsonl"
+        newest = json.loads(metrics.read_text().splitlines()[-1]) | {"step": 7}
+        with metrics.open("a") as file:
+            file.write(json.dumps(newest) + "\n")
+        await page.until("document.querySelector('#subtitle').textContent.includes('step 7 of 6')")
+        assert {request.removeprefix(url) for request in page.requests} <= {"", "data"}
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        page.requests.clear()
+
+
+def test_serve_refuses_other_hosts_and_unknown_paths(folder: Path) -> None:
+    server = make_server(LiveRuns([folder / "first"]))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert httpx.get(f"{url}/etc/passwd").status_code == 404
+        assert httpx.get(f"{url}/data", headers={"Host": "evil.example"}).status_code == 403
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

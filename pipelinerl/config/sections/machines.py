@@ -157,6 +157,10 @@ class WandbSection(Section):
     )
     wandb_project_name: str = key("pipeline-rl", "project", may_change=True)
     wandb_entity_name: str | None = key(None, "entity. Null = your default", may_change=True)
-    wandb_group: str | None = key(None, "group. Null = the run folder's name", may_change=True)
+    wandb_group: str | None = key(
+        None,
+        "group. Null = the names of the run folder and its parent, and a digest of the path: no two runs share one",
+        may_change=True,
+    )
     wandb_name: str | None = key(None, "each role is a run `<name>_<role>`. Null = the group", may_change=True)
     tags: list[str] = key([], "tags", may_change=True)

@@ -2,11 +2,13 @@
 
     pipelinerl report results/x                    writes results/x/report.html
     pipelinerl report results/x results/y -o c.html     the two beside each other
+    pipelinerl report results/x --serve                 the same page on loopback, up to date
 
 Reads the folder of a running, stopped, killed or finished run and changes nothing else in it.
 """
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -14,15 +16,29 @@ from pathlib import Path
 
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.page.build import REPORT_FILE, write_page
+from pipelinerl.inspect.page.serve import LOOPBACK, LiveRuns, make_server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     args = parser().parse_args(argv)
+    if args.serve:
+        return serve(args.runs, args.port)
     path = args.output or args.runs[0] / REPORT_FILE
     started = time.perf_counter()
     size = write_page(args.runs, path)
     print(f"{path}: {size / 2**20:.1f} MB in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+def serve(runs: Sequence[Path], port: int) -> int:
+    """The live page until interrupted."""
+    live = LiveRuns(runs)
+    live.runs()  # a folder that is no run is told here, not in the browser
+    with make_server(live, port) as server:
+        print(f"http://{LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 
@@ -36,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {REPORT_FILE} in the first run's folder")
+    own.add_argument("--serve", action="store_true", help="serve it on loopback, up to date while a run goes on")
+    own.add_argument("--port", type=int, default=0, help="of --serve; else a free one")
     return own
 
 

@@ -122,9 +122,17 @@ def test_run_identity_is_one_group_and_stable_over_restarts(tmp_path: Path) -> N
     section = config().wandb
     actor, again, trainer = (run_identity(section, tmp_path / "run", kind) for kind in ("actor", "actor", "finetune"))
     assert actor == again
-    assert (actor["group"], actor["name"]) == ("run", "run_actor")
+    assert actor["group"].startswith(f"{tmp_path.name}-run-")
+    assert actor["name"] == f"{actor['group']}_actor"
     assert actor["group"] == trainer["group"]
     assert actor["id"] != trainer["id"]
+
+
+def test_run_identity_tells_runs_of_one_name_apart_unless_a_group_is_given(tmp_path: Path) -> None:
+    one, two = (run_identity(config().wandb, tmp_path / name / "run1", "actor") for name in ("exp1", "exp2"))
+    assert {one["group"], one["name"], one["id"]}.isdisjoint({two["group"], two["name"], two["id"]})
+    given = config().wandb.model_copy(update={"wandb_group": "mine"})
+    assert run_identity(given, tmp_path / "run1", "actor")["name"] == "mine_actor"
 
 
 def record(message: str, exc_info: object = None) -> logging.LogRecord:
