@@ -3,6 +3,7 @@
 A new command is one line of `COMMANDS`.
 """
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -38,13 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(help_text())
+        show(help_text())
         return 0 if arguments else EXIT_REFUSED
     name = arguments[0]
     if name not in COMMANDS:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
     return run(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
+
+
+def show(text: str) -> None:
+    """Print, and be content when the reader has seen enough (`pipelinerl --help | head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush complains
 
 
 def run(module: str, argv: list[str]) -> int:
