@@ -72,10 +72,11 @@ def without_extra_keys(container: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: `extra_keys` names a key that is not there, or one of the project.
     """
-    own = container.get("extra_keys")
+    given = container.get("extra_keys")
+    own = [str(key) for key in given] if isinstance(given, list) else []
     known = set(config_keys())
     rest = dict(container)
-    for key in map(str, own if isinstance(own, list) else []):
+    for key in own:
         if key in known or is_free_form(key):
             raise ConfigError(f"`extra_keys` has {key!r}, which is a key of the project: remove it from the list")
         *sections, last = key.split(".")
@@ -86,7 +87,20 @@ def without_extra_keys(container: Mapping[str, Any]) -> dict[str, Any]:
         if last not in inside:
             raise ConfigError(f"`extra_keys` has {key!r}, which has no value: give it one, or remove it from the list")
         del inside[last]
-    return rest
+    around = {".".join(key.split(".")[:n]) for key in own for n in range(1, key.count(".") + 1)}
+    return _without_empty(rest, around - known)
+
+
+def _without_empty(container: dict[str, Any], sections: Iterable[str]) -> dict[str, Any]:
+    """The configuration without those of the sections that hold nothing, the inner ones first."""
+    for name in sorted(sections, reverse=True):
+        *outer, last = name.split(".")
+        inside: Any = container
+        for section in outer:
+            inside = inside[section]
+        if not inside[last]:
+            del inside[last]
+    return container
 
 
 def _explain(item: Any) -> str:
