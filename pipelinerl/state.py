@@ -49,6 +49,7 @@ class TrainerState:
         self._serving: dict[str, int] = {}
         self._misses: list[ProbeMissed] = []
         self._samples: int | None = None
+        self._resumed: TrainingResumed | None = None
         self._done = False
         self._failure: Exception | None = None
         self._stop = threading.Event()
@@ -75,6 +76,11 @@ class TrainerState:
             self._raise_failure()
             misses, self._misses = self._misses, []
         return misses
+
+    @property
+    def resumed(self) -> TrainingResumed | None:
+        """Where the trainer went on when it was last started; None when it began at step 0, or has not begun."""
+        return self._read(lambda: self._resumed)
 
     @property
     def samples_processed(self) -> int | None:
@@ -162,8 +168,10 @@ class TrainerState:
                 case ProbeMissed():
                     self._misses.append(message)
                     self._serving.pop(message.server, None)
-                case TrainingResumed() if message.step:
-                    self._samples = max(message.samples_processed, self._samples or 0)
+                case TrainingResumed():
+                    self._resumed = message
+                    if message.step:
+                        self._samples = max(message.samples_processed, self._samples or 0)
                 case SamplesProcessed():
                     self._samples = message.samples_processed
                 case TrainingDone() if message.step >= self._last_step:

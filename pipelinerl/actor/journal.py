@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import StreamError
-from pipelinerl.records import ActorRecord, PreprocessorProgress, topics
+from pipelinerl.records import ActorRecord, OrderResumed, PreprocessorProgress, topics
 from pipelinerl.streams import SingleStreamSpec, TopicReader, TopicWriter, open_reader
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ class TopicJournal:
         self._progress.resume()
         if self._groups.next_offset:
             log.info("continued records=%d published=%d", self._groups.next_offset, self._progress.published)
+
+    def begin(self, record: OrderResumed) -> None:
+        """Begins an empty topic after a checkpoint."""
+        self._groups.write(record)
+        self._progress.apply(record)
+        self._progress.resume()
+        self.save()
 
     def publish(self, record: ActorRecord) -> None:
         """Appends the record and counts it; saves now and then."""

@@ -6,13 +6,14 @@ actor ``i`` of ``n`` takes every ``n``-th place from ``i`` on.
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from pipelinerl.errors import DomainError
+from pipelinerl.records.order import DomainOrder, numbers
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -90,6 +91,10 @@ class ProblemSource:
             if epoch is not None and place.position not in epoch.settled:
                 return place
 
+    def size_of(self, epoch: int) -> int:
+        """Problems of an epoch that is begun and not settled."""
+        return self._epochs[epoch].size
+
     def settle(self, place: Place) -> None:
         """The problem's group is published or dropped."""
         epoch = self._epochs.get(place.epoch)
@@ -133,6 +138,29 @@ class ProblemSource:
             self._begin_epoch(begun.epoch, begun.removed)
             self._epochs[begun.epoch].settled.update(begun.settled)
         self._next_epoch = next_epoch
+
+    def resume(self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]) -> None:
+        """Goes on behind what a checkpoint has settled; everything else of the epochs that were begun comes again.
+
+        Args:
+            removed: problems that have left the pool.
+            removed_at: those that had left it when an epoch began, where that is known.
+        """
+        done = numbers(order.done)
+        begun = max([*done, *order.epochs], default=-1) + 1
+        settled = {
+            epoch: numbers(order.epochs[epoch].settled) if epoch in order.epochs else set() for epoch in range(begun)
+        }
+        progress = [
+            EpochProgress(
+                epoch=epoch,
+                removed=tuple(removed_at.get(epoch, ())),
+                settled=tuple(sorted(self._actor + turn * self._num_actors for turn in turns)),
+            )
+            for epoch, turns in settled.items()
+            if epoch not in done
+        ]
+        self.restore(next_epoch=begun, progress=progress, removed=removed)
 
     def _begin_epoch(self, epoch: int, removed: Collection[int]) -> None:
         places = self._places(epoch, removed)

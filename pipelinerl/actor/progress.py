@@ -13,8 +13,9 @@ import msgspec
 
 from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
 from pipelinerl.disk import replace_file
-from pipelinerl.errors import StreamError
-from pipelinerl.records import ActorRecord, RolloutGroup
+from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.records import ActorRecord, OrderResumed, RolloutGroup
+from pipelinerl.records.order import DomainOrder
 
 SNAPSHOT_FILE = "progress.msgpack"
 
@@ -81,7 +82,10 @@ class ActorProgress:
         return index
 
     def apply(self, record: ActorRecord) -> None:
-        """A dispatch is settled: published, wholly or partly, or dropped."""
+        """A dispatch is settled: published, wholly or partly, or dropped. Or the stream begins after a checkpoint."""
+        if isinstance(record, OrderResumed):
+            self._begin(record)
+            return
         rollouts = record.rollouts if isinstance(record, RolloutGroup) else ()
         self.published += len(rollouts)
         self.dropped += record.attempts - len(rollouts)
@@ -97,6 +101,13 @@ class ActorProgress:
             source.settle(place)
             successes = sum(rollout.metrics.get("success", 0.0) > 0 for rollout in rollouts)
             self._count_passes(source, record.domain, record.problem_index, successes, len(rollouts))
+
+    def _begin(self, record: OrderResumed) -> None:
+        self.published, self.dropped = record.published, 0
+        for name, source in self.sources.items():
+            order = record.order.domains.get(name, DomainOrder())
+            self.by_domain[name] = self.settled_by_domain[name] = order.samples
+            source.resume(order, record.removed.get(name, ()), record.removed_at.get(name, {}))
 
     def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:
         """No-positive-resampling (docs/algorithms.md §5): a problem that is nearly always solved leaves the pool."""
@@ -170,4 +181,4 @@ def load_snapshot(folder: Path) -> ActorSnapshot | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise StreamError(f"{path} is damaged ({error}): start over with force_restart=true") from error
+        raise CorruptStreamError(f"{path} is damaged ({error})") from error

@@ -14,6 +14,7 @@ from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.reporting import Reporter
+from pipelinerl.actor.resume import await_trainer, earlier_evaluations, order_resumed
 from pipelinerl.actor.setup import request_limits
 from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.work import WorkTable
@@ -27,6 +28,7 @@ from pipelinerl.records import ActorRecord, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
+from pipelinerl.streams.epoch import lost_folder, read_epoch
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ def run(context: RoleContext) -> None:
         ):
             journal = TopicJournal(run_dir / context.job.name, groups, keeper, progress)
             journal.replay()
+            if not begin_again(context, trainer, journal, groups, news):
+                return
             ActorLoop(
                 trainer=trainer,
                 live=lambda: view.servers("actor_llm", replica),
@@ -78,6 +82,37 @@ def run(context: RoleContext) -> None:
         trainer.stop()
         drops.stop()
         metrics_log.close()
+
+
+def begin_again(
+    context: RoleContext,
+    trainer: TrainerState,
+    journal: TopicJournal,
+    groups: TopicWriter[ActorRecord],
+    news: TopicWriter[EvaluationMessage],
+) -> bool:
+    """On new streams, take up the trainer's checkpoint and the evaluations before it; False when asked to stop."""
+    epoch, cfg, replica = read_epoch(context.run_dir), context.cfg, context.job.replica_idx
+    if epoch.number == 1 or groups.next_offset:
+        return True
+    message = await_trainer(context, trainer)
+    if message is None:
+        return False
+    lost = lost_folder(context.run_dir, epoch.number - 1)
+    if not replica and not news.next_offset:
+        for evaluation in earlier_evaluations(lost, message.step):
+            news.write(evaluation)
+    record = order_resumed(
+        message,
+        lost,
+        job=context.job.name,
+        actor=replica,
+        num_actors=cfg.world.replicas,
+        batch_size=cfg.batch_size,
+    )
+    journal.begin(record)
+    log.info("new streams epoch=%d step=%d", epoch.number, message.step)
+    return True
 
 
 def warn_of_open_files(cfg: Config, num_servers: int) -> None:

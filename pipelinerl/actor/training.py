@@ -234,6 +234,7 @@ class TrainingGroups:
             "attempts": self._rules.attempts,
             "settled_before": self._progress.before,
             "dispatch_index": group.dispatch_index,
+            "epoch_size": self._progress.sources[self._domains[group.start.domain].name].size_of(group.place.epoch),
         }
 
 

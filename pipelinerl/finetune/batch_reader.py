@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import CorruptStreamError
 from pipelinerl.records import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,10 @@ class BatchReader:
         step, found = self._taken
         self._waiting[step] = found
 
+    def instance_of(self, step: int) -> int:
+        """The preprocessor that packs ``step``."""
+        return step % len(self._readers)
+
     def positions(self) -> dict[str, int]:
         """Next offset of each reader after the steps that were taken: where a resumed trainer goes on."""
         return dict(self._next)
@@ -107,5 +111,7 @@ class BatchReader:
         turns = len(self._readers)
         later = [s for s, records in self._waiting.items() if records and s > step and s % turns == step % turns]
         if later:
-            raise StreamError(f"training_data has step {min(later)} where step {step} must come")
+            raise CorruptStreamError(
+                f"training_data has step {min(later)} where step {step} must come: the steps between were lost"
+            )
         return False

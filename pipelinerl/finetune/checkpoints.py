@@ -28,6 +28,7 @@ from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
+from pipelinerl.records import DataOrder, MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +47,20 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     tokens_processed: int = 0
     positions: dict[str, int] = {}
     """Next offset to read of each `training_data` stream, by `<instance>/<partition>`."""
+    epoch: int = 1
+    """Epoch of the streams to which the positions belong (`streams.epoch`)."""
+    orders: dict[int, DataOrder] = {}
+    """How far the problems are settled, by actor replica: enough to go on with new streams."""
 
-    def after(self, num_samples: int, num_tokens: int, positions: dict[str, int]) -> "Counters":
-        """The counters after one more optimizer step."""
+    def after(self, first: MicroBatch, positions: dict[str, int], replica: int) -> "Counters":
+        """The counters after one more optimizer step, whose first micro-batch came from preprocessor ``replica``."""
         return Counters(
             step=self.step + 1,
-            samples_processed=self.samples_processed + num_samples,
-            tokens_processed=self.tokens_processed + num_tokens,
+            samples_processed=self.samples_processed + first.num_samples,
+            tokens_processed=self.tokens_processed + first.num_tokens,
             positions=positions,
+            epoch=self.epoch,
+            orders=self.orders | ({replica: first.order} if first.order is not None else {}),
         )
 
 
@@ -66,6 +73,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     counters: Counters
     files: dict[str, FileEntry]
+    crc32: int | None = None
+    """Of what the manifest itself says; None in one of an earlier version."""
+
+    def checksum(self) -> int:
+        return zlib.crc32(msgspec.json.encode((self.counters, self.files)))
 
 
 def checkpoint_root(run_dir: Path) -> Path:
@@ -135,6 +147,7 @@ def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
         def finish() -> None:
             whole = msgspec.structs.replace(counters, positions=positions)
             manifest = Manifest(format=FORMAT, counters=whole, files=entries)
+            manifest = msgspec.structs.replace(manifest, crc32=manifest.checksum())
             (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
             sync_path(folder / MANIFEST)
             publish(folder, target)
@@ -265,6 +278,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}, this version reads {FORMAT}")
+    if manifest.crc32 not in (None, manifest.checksum()):
+        raise CheckpointError(f"{path / MANIFEST} fails its checksum")
     return manifest
 
 

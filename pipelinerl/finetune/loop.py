@@ -24,12 +24,12 @@ from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
-from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, read_ranks
 from pipelinerl.finetune.model import DTYPES
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.outputs import Outputs
 from pipelinerl.finetune.proximal import ProximalPolicy
+from pipelinerl.finetune.resume import in_present_streams
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
@@ -58,7 +58,7 @@ class Trainer:
         torch.manual_seed(self.cfg.seed + rank)
         self.engine = make_engine(self.cfg, device, world_size)
         saver = make_saver(ctx, self.engine, lambda: self.feed.sync())
-        self.counters = saver.resume() or Counters()
+        self.counters = in_present_streams(saver.resume(), ctx.run_dir)
         self.feed = open_feed(ctx, rank, self.counters.positions)
         self.saves = SaveSchedule(saver, self.engine, self.cfg.finetune, ctx.status, self.feed.commit)
         self.rules = make_rules(self.engine.policy, self.cfg)
@@ -102,7 +102,7 @@ class Trainer:
         rate = learning_rate(self.cfg.finetune, step)
         metrics = train_step(self.engine, records, settings, self.rules, rate, proximal, self.scores.add)
         self.scores.write(step)
-        self.counters = self.counters.after(records[0].num_samples, records[0].num_tokens, self.feed.positions())
+        self.counters = self.counters.after(records[0], self.feed.positions(), self.feed.instance_of(step))
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
         self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
         if self.outputs is not None:

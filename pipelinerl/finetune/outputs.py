@@ -9,11 +9,12 @@ from typing import Any
 
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.resume import resumed_message
 from pipelinerl.finetune.rl.diagnostics import clip_warning
 from pipelinerl.finetune.updates import Announce, Sender
-from pipelinerl.observability.metrics import MetricsLogger, drop_points_after
+from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone, TrainingResumed
+from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION, TRAINER
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer
@@ -47,7 +48,8 @@ class Outputs:
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender], counters: Counters):
         self._topic = TrainerTopic(ctx.run_dir)
-        self._tell_resumed(ctx.run_dir, counters)
+        if (message := resumed_message(ctx.run_dir, counters)) is not None:
+            self._topic.write(message)
         spec = SingleStreamSpec(ctx.run_dir, EVALUATION)
         self._evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
         self.lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
@@ -77,16 +79,6 @@ class Outputs:
         self._evaluations.close()
         self._metrics.close()
         self._topic.close()
-
-    def _tell_resumed(self, run_dir: Path, counters: Counters) -> None:
-        """Say from where a run goes on; the steps that come a second time leave its metrics."""
-        step, samples = counters.step, counters.samples_processed
-        repeated = drop_points_after(run_dir, "finetune", step)
-        if step or repeated:
-            self._topic.write(
-                TrainingResumed(step=step, repeated=repeated, samples_processed=samples, timestamp=time.time())
-            )
-            log.info("resuming from step %d (%d repeated)", step, repeated)
 
     def _warn_once(self, text: str | None) -> None:
         """Log the first warning of the run."""

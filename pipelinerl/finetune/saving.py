@@ -152,11 +152,12 @@ class Saver:
             lm = self._engine.policy.lm
             path = write_export(self._peers, rules.exports, counters.step, model, lm, self._tokenizer)
             log.info("model exported path=%s seconds=%.2f", path, time.perf_counter() - started)
-        needed = self._peers.together(self._prune if self._peers.rank == 0 else dict)
+        needed = self._peers.together((lambda: self._prune(counters.epoch)) if self._peers.rank == 0 else dict)
         return needed[0]
 
-    def _prune(self) -> Positions:
+    def _prune(self, epoch: int) -> Positions:
         if self._rules.keep_exports is not None:
             checkpoints.prune(self._rules.exports, self._rules.keep_exports)
         kept = checkpoints.prune(self._rules.checkpoints, self._rules.keep)
-        return checkpoints.read_counters(kept[-1]).positions
+        oldest = checkpoints.read_counters(kept[-1])
+        return oldest.positions if oldest.epoch == epoch else {}

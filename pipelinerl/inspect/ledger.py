@@ -22,13 +22,16 @@ from pipelinerl.inspect.outside import look_into
 from pipelinerl.records import (
     ActorRecord,
     GroupDropped,
+    OrderResumed,
     PreprocessorProgress,
     RolloutGroup,
     SamplesProcessed,
     TrainerMessage,
+    TrainingResumed,
     topics,
 )
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams.epoch import LEDGER_FILE, lost_folder, read_epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +74,10 @@ def build(
         first_progress: offset of the first record of ``preprocessor``; what older ones settled is not known any more.
     """
     published: dict[str, LedgerEntry] = {}
-    actor = list(actor)
-    in_flight, violations = _dispatches(actor, complete=first_offset == 0)
+    dispatches = [record for record in actor if not isinstance(record, OrderResumed)]
+    in_flight, violations = _dispatches(dispatches, complete=first_offset == 0)
     dropped_groups = []
-    for record in actor:
+    for record in dispatches:
         if isinstance(record, GroupDropped):
             dropped_groups.append(
                 LedgerEntry(sample_id=f"{record.group_id}/*", outcome="dropped", reason=record.reason)
@@ -104,7 +107,9 @@ def build(
     return Ledger(entries=entries, violations=tuple(violations))
 
 
-def _dispatches(records: Sequence[ActorRecord], *, complete: bool) -> tuple[list[LedgerEntry], list[str]]:
+def _dispatches(
+    records: Sequence[RolloutGroup | GroupDropped], *, complete: bool
+) -> tuple[list[LedgerEntry], list[str]]:
     """Dispatches in flight, and what is wrong with the numbers; gaps say something only when the topic is complete."""
     times = Counter(record.dispatch_index for record in records)
     violations = [f"dispatch {number} was settled {count} times" for number, count in times.items() if count > 1]
@@ -140,8 +145,57 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
     return Ledger(entries=entries, violations=(*(v for ledger in ledgers for v in ledger.violations), *shared))
 
 
+def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: Ledger) -> Ledger:
+    """One ledger of a run whose streams were begun anew; pure.
+
+    Args:
+        earlier: (step of the checkpoint that it ended with, entries) of each epoch that ended, oldest first.
+    """
+    known: dict[str, LedgerEntry] = {}
+    violations = list(present.violations)
+    for number, (step, entries) in enumerate(earlier, start=1):
+        for entry in entries:
+            if entry.outcome in ("packed", "queued") or (entry.step is not None and entry.step >= step):
+                reason = f"streams {number} ended with the checkpoint of step {step}"
+                entry = LedgerEntry(sample_id=entry.sample_id, outcome="lost", reason=reason)
+            if entry.outcome != "in flight":
+                violations += _trained_twice(known, entry)
+                known[entry.sample_id] = entry
+    for entry in present.entries:
+        violations += _trained_twice(known, entry)
+        known[entry.sample_id] = entry
+    return Ledger(entries=tuple(known.values()), violations=tuple(violations))
+
+
+def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list[str]:
+    before = known.get(entry.sample_id)
+    if before is None or before.outcome != "trained" or entry.outcome not in ("trained", "packed", "queued"):
+        return []
+    return [f"{entry.sample_id} was {_say(before)} and, in new streams, {_say(entry)}"]
+
+
+def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
+    """What was written down when the streams were begun anew; empty for a run with its first streams."""
+    found = []
+    last = read_epoch(run_dir).number
+    for number in range(1, last):
+        following = run_dir if number + 1 == last else lost_folder(run_dir, number + 1)
+        path = lost_folder(run_dir, number) / LEDGER_FILE
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        entries = [msgspec.json.decode(line, type=LedgerEntry) for line in lines]
+        found.append((read_epoch(following).step or 0, entries))
+    return found
+
+
 def read(run_dir: Path) -> Ledger:
     """The ledger of a run folder, finished or running, from its streams."""
+    earlier = read_earlier(run_dir)
+    present = read_present(run_dir)
+    return over_epochs(earlier, present) if earlier else present
+
+
+def read_present(run_dir: Path) -> Ledger:
+    """The ledger of the present streams."""
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
@@ -153,7 +207,8 @@ def read(run_dir: Path) -> Ledger:
 
     with look_into(run_dir):
         _, messages = records(topics.TRAINER, TrainerMessage)
-        steps_trained = max((m.step for m in messages if isinstance(m, SamplesProcessed)), default=0)
+        made = [m.step for m in messages if isinstance(m, SamplesProcessed | TrainingResumed)]
+        steps_trained = max(made, default=0)
         ledgers = []
         for replica in range(load_old_run(run_dir).world.replicas):
             first_progress, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)

@@ -4,6 +4,7 @@ python -m pipelinerl.streams tail results/x actor            the last 10 records
 python -m pipelinerl.streams tail results/x actor --from 0 --follow
 python -m pipelinerl.streams tail results/x actor --text     as conversations instead of token ids
 python -m pipelinerl.streams stats results/x                 streams, lengths, positions, bytes
+python -m pipelinerl.streams verify results/x                damage, and whom it matters to; exit code 1 = there is some
 """
 
 import argparse
@@ -18,7 +19,9 @@ from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.inspect.rollouts import rendered, token_text
 from pipelinerl.inspect.samples import EVALUATED, seen_group
-from pipelinerl.records import ActorRecord, GroupDropped
+from pipelinerl.inspect.verify import told
+from pipelinerl.inspect.verify import verify as find_damage
+from pipelinerl.records import ActorRecord, GroupDropped, OrderResumed
 from pipelinerl.records.topics import ACTOR, ACTOR_TEST
 from pipelinerl.streams.api import TopicReader, get_streams_backend, open_reader
 from pipelinerl.streams.base import StreamStats
@@ -36,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with look_into(args.run):
-            args.command(args)
+            code = args.command(args)
         sys.stdout.flush()
+        return code or 0
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -80,11 +84,19 @@ def stats(args: argparse.Namespace) -> None:
         print("  ".join(cells).rstrip())
 
 
+def verify(args: argparse.Namespace) -> int:
+    """Describes damage and whom it matters to; exit code 1 when there is some."""
+    findings = find_damage(args.run)
+    for line in told(findings, args.run):
+        print(line)
+    return 1 if findings else 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.streams", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="tail | stats")
+    commands = parser.add_subparsers(required=True, metavar="tail | stats | verify")
 
-    def add(name: str, command: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+    def add(name: str, command: Callable[[argparse.Namespace], int | None]) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=(command.__doc__ or "").rstrip("."))
         subparser.add_argument("run", type=Path, help="the run folder")
         subparser.set_defaults(command=command)
@@ -97,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     tail_parser.add_argument("--text", action="store_true", help="rollouts as conversations (actor, actor_test)")
     tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
     add("stats", stats).add_argument("--json", action="store_true", help="as JSON")
+    add("verify", verify)
     return parser
 
 
@@ -130,6 +143,8 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
     text = token_text(run_dir)
 
     def show(_: SingleStreamSpec, offset: int, record: Any) -> str:
+        if isinstance(record, OrderResumed):
+            return f"── new streams from step {record.step} on"
         if isinstance(record, GroupDropped):
             return f"── {record.group_id} dropped: {record.reason}: {record.detail}"
         fate = EVALUATED if record.group_id.startswith("test-") else "published"

@@ -30,7 +30,7 @@ from pipelinerl.config.load import missing_keys, must_be_given, parse_container,
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import read_summary, summary_lines, write_report
-from pipelinerl.launcher import checks, preflight, run_dir
+from pipelinerl.launcher import checks, preflight, run_dir, stream_epoch
 from pipelinerl.launcher.commands import (
     RoleCommand,
     compiler_cache,
@@ -103,6 +103,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
             return tell_finished(claim)
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
+        begin_epoch_if_asked(claim, config)
         run_dir.write(path, container, plan.world, plan.commands)
         if config.launcher.engine == "external":
             return hand_over(plan, path, command_of)
@@ -154,6 +155,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
             claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
             with claim.lock:
                 setup_launcher_logging(path / run_dir.LOG_FILE)
+                begin_epoch_if_asked(claim, plan.config)
                 run_dir.write(path, plan.container, plan.world, plan.commands)
                 return await supervise(plan, path, bool(start["resumed"]), started, connection, claim.lock)
         finally:
@@ -161,6 +163,11 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
 
     plan = prepare(plan, path, overrides)
     return tell_ending(asyncio.run(run()), path)
+
+
+def begin_epoch_if_asked(claim: Claim, config: Config) -> None:
+    if claim.resumed and config.resume == "checkpoint":
+        stream_epoch.begin(claim.path, config, say)
 
 
 def rendezvous_of(plan: RunPlan) -> Rendezvous:

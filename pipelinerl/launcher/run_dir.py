@@ -27,6 +27,7 @@ from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines
 from pipelinerl.membership.stores import FOLDER
+from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
 from pipelinerl.world import WorldMap
 
 LOCK_POLL_S = 0.1
@@ -43,6 +44,8 @@ OWNED = (
     "hangs",
     FOLDER,
     "wandb",
+    LOST_FOLDER,
+    EPOCH_FILE,
     LOG_FILE,
     "summary.json",
     "learning_curve.png",

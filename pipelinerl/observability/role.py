@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError, DomainError, LeftError, PipelineRLError, ServersExpelledError, WorldError
+from pipelinerl.errors import (
+    ConfigError,
+    CorruptStreamError,
+    DomainError,
+    LeftError,
+    PipelineRLError,
+    ServersExpelledError,
+    WorldError,
+)
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.process import die_with_parent, raise_open_files
@@ -36,8 +44,12 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_LEFT = 3
 MODEL_POLL_S = 0.05
-UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, ImportError, SyntaxError)
+UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
 """What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
+CORRUPT_ADVICE = (
+    ". `python -m pipelinerl.streams verify RUN` describes the damage; the same command with resume=checkpoint goes on "
+    "from the newest good checkpoint with new streams"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +189,8 @@ def _code_of(error: Exception) -> int:
         return EXIT_LEFT
     if not isinstance(error, PipelineRLError):
         log.error("unexpected error", exc_info=error)
-    log.error("role failed: %s: %s", type(error).__name__, error)
+    advice = CORRUPT_ADVICE if isinstance(error, CorruptStreamError) else ""
+    log.error("role failed: %s: %s%s", type(error).__name__, error, advice)
     return EXIT_REFUSED if isinstance(error, UNMENDABLE) else EXIT_FAILED
 
 

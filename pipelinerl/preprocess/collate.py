@@ -6,6 +6,7 @@ Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimiz
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pipelinerl.preprocess.advantages import batch_std_scale
@@ -13,7 +14,7 @@ from pipelinerl.preprocess.aggregation import AggregationKind, Members, rollout_
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
-from pipelinerl.records import MicroBatch, TrainingSequence
+from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
 
 SENTINEL_TOKENS = 2
 """The shortest sequence that a language model can predict something in."""
@@ -59,6 +60,11 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
         ]
         for slots in plan
     ]
+
+
+def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> list[list[MicroBatch]]:
+    """The same batches; the first of every rank says how far the problems are settled."""
+    return [[msgspec.structs.replace(first, order=order), *others] for first, *others in batches]
 
 
 def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:

@@ -5,7 +5,7 @@ them as `preprocess.reference_concurrency` allows. A group leaves only after all
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.reader import GroupReader, read_vocab_size
 from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, needs_reference
 from pipelinerl.preprocess.samples import Sample, Shaping, Source
-from pipelinerl.records import ActorRecord
+from pipelinerl.records import ActorRecord, DataOrder, OrderResumed
 from pipelinerl.records.topics import ACTOR
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
@@ -35,12 +35,12 @@ class _Pending:
 
 
 class Intake:
-    """Reads, and has scored, the groups from ``source`` on."""
+    """Reads, and has scored, the groups from ``source`` on, where ``order`` says what is settled."""
 
-    def __init__(self, ctx: RoleContext, source: Source):
+    def __init__(self, ctx: RoleContext, source: Source, order: DataOrder):
         self._ctx = ctx
         self._concurrency = ctx.cfg.preprocess.reference_concurrency
-        self._groups = open_groups(ctx, source)
+        self._groups = open_groups(ctx, source, order)
         self._pending: deque[_Pending] = deque()
         self._scorer = make_scorer(ctx)
 
@@ -69,6 +69,15 @@ class Intake:
             group = self._pending.popleft()
             yield from group.samples if group.scored is None else group.scored.result()
 
+    @property
+    def resumed(self) -> OrderResumed | None:
+        """The record with which the topic begins after a checkpoint, once it was read."""
+        return self._groups.resumed
+
+    def settle(self, source: Source, domains: Sequence[str]) -> DataOrder:
+        """What is settled before ``source``, where the next batch begins; ``domains`` of the samples of this one."""
+        return self._groups.settle(source, domains)
+
     def commit(self, source: Source) -> None:
         """Nothing before ``source`` is needed any more."""
         self._groups.commit(source)
@@ -83,7 +92,7 @@ class Intake:
         self._groups.close()
 
 
-def open_groups(ctx: RoleContext, source: Source) -> GroupReader:
+def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupReader:
     """This replica's topic `actor`, placed at ``source``."""
     spec = SingleStreamSpec(ctx.run_dir, ACTOR, ctx.job.replica_idx)
     return GroupReader(
@@ -92,6 +101,8 @@ def open_groups(ctx: RoleContext, source: Source) -> GroupReader:
         shaping=shaping_from_config(ctx.cfg),
         vocab_size=read_vocab_size(ctx.cfg.model_path),
         attempts=ctx.cfg.attempts,
+        order=order,
+        num_actors=max(len(ctx.world.get("preprocessor")), 1),
     )
 
 

@@ -19,7 +19,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
-from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.collate import Collation, collate, with_order
 from pipelinerl.preprocess.intake import BUSY_POLL_S, Intake
 from pipelinerl.preprocess.metrics import quality_of, step_metrics
 from pipelinerl.preprocess.progress import Totals, next_own_step
@@ -94,7 +94,7 @@ class Preprocessor:
             lag_drop=cfg.preprocess.lag_drop,
             stride=num_replicas,
         )
-        self.intake = Intake(ctx, self.totals.source)
+        self.intake = Intake(ctx, self.totals.source, self.totals.order)
         self.report = BatchReport(ctx)
         self.archive = RolloutArchive(
             open_archive(cfg.archive, ctx.run_dir, ctx.job.name, ArchivedStep, share=ROLLOUTS_SHARE / num_replicas)
@@ -115,6 +115,9 @@ class Preprocessor:
     def turn(self) -> None:
         """Reads, decides, publishes."""
         self.intake.read()
+        if self.intake.resumed is not None and not self.totals.step:
+            self.totals.step = self.intake.resumed.step
+            self.cutter.step = next_own_step(self.totals.step, self.ctx.job.replica_idx, self.cutter.stride)
         for sample in self.intake.take():
             self._decide(sample)
         self._report_drops()
@@ -160,11 +163,12 @@ class Preprocessor:
 
     def _publish(self, batch: OptimizerBatch) -> None:
         """First the data, then the record that says so, then the actor's records may go; on the disk as well."""
-        batches = collate(batch, self.collation)
+        order = self.intake.settle(batch.next_source, [sample.domain for sample in batch.samples])
+        batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
         self.publisher.publish(batches)
         self.publisher.barrier()
-        self.totals.published(batch.step, len(batch.samples), batch.next_source)
+        self.totals.published(batch.step, len(batch.samples), batch.next_source, order)
         self.progress.write(self.totals.to_record([sample.sample_id for sample in batch.samples]))
         self.archive.write(batch.step)
         if time.monotonic() >= self.next_commit:

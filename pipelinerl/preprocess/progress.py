@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.preprocess.samples import Sample, Source
-from pipelinerl.records import PreprocessorProgress
+from pipelinerl.records import DataOrder, PreprocessorProgress
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,7 @@ class Totals:
     source: Source = (0, 0)
     counted_until: Source = (0, 0)
     samples_packed: int = 0
+    order: DataOrder = field(default_factory=DataOrder)
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_by_domain: Counter[str] = field(default_factory=Counter)
     pending: list[tuple[str, str]] = field(default_factory=list)
@@ -36,6 +37,7 @@ class Totals:
             source=last.source,
             counted_until=last.counted_until,
             samples_packed=last.samples_packed,
+            order=last.order or DataOrder(),
             dropped=Counter(last.dropped_by_reason),
             dropped_by_domain=Counter(last.dropped_by_domain),
         )
@@ -51,8 +53,9 @@ class Totals:
             self.pending.append((sample.sample_id, drop_reason))
         return True
 
-    def published(self, step: int, num_samples: int, next_source: Source) -> None:
-        """Counts an optimizer batch that is in `training_data`."""
+    def published(self, step: int, num_samples: int, next_source: Source, order: DataOrder) -> None:
+        """Counts an optimizer batch that is in `training_data`; ``order`` is the one at ``next_source``."""
+        self.order = order
         self.step = step + 1
         self.source = next_source
         self.samples_packed += num_samples
@@ -68,6 +71,7 @@ class Totals:
             dropped_by_domain=dict(self.dropped_by_domain),
             packed_sample_ids=tuple(packed_sample_ids),
             source=self.source,
+            order=self.order,
             counted_until=self.counted_until,
         )
         self.pending = []

@@ -6,17 +6,22 @@ A group that `records.check` refuses reaches no gradient: its rollouts become sa
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.samples import Sample, Shaping, Source, prepare_group, refused_group
-from pipelinerl.records import ActorRecord, RolloutGroup
+from pipelinerl.records import ActorRecord, DataOrder, OrderResumed, RolloutGroup
 from pipelinerl.records.check import check_group
+from pipelinerl.records.order import OrderFold
 from pipelinerl.streams import TopicReader
 
 log = logging.getLogger(__name__)
+
+TakenTurn = tuple[str, int, int, int]
+"""Domain, epoch, number of the turn in it, turns of the epoch."""
 
 
 class GroupReader:
@@ -27,6 +32,8 @@ class GroupReader:
         source: first rollout that is wanted.
         vocab_size: token ids must be below it.
         attempts: rollouts that a group may have at most.
+        order: what is settled at ``source``.
+        num_actors: actors that take turns in an epoch.
     """
 
     def __init__(
@@ -37,7 +44,14 @@ class GroupReader:
         shaping: Shaping,
         vocab_size: int,
         attempts: int,
+        order: DataOrder | None = None,
+        num_actors: int = 1,
     ):
+        self.resumed: OrderResumed | None = None
+        """The record that began this stream after a checkpoint, once it was read."""
+        self._order = OrderFold(order)
+        self._num_actors = num_actors
+        self._unsettled: deque[tuple[int, TakenTurn]] = deque()
         self._reader = reader
         self._source = source
         self._shaping = shaping
@@ -52,6 +66,18 @@ class GroupReader:
         """Nothing before ``source`` is needed any more."""
         self._reader.commit(source[0])
 
+    def settle(self, source: Source, domains: Iterable[str]) -> DataOrder:
+        """What is settled once everything before ``source`` is.
+
+        Args:
+            source: where the next batch begins.
+            domains: one name per sample of the batch before it.
+        """
+        self._order.count(domains)
+        while self._unsettled and (self._unsettled[0][0], 0) < source:
+            self._order.settle(*self._unsettled.popleft()[1])
+        return self._order.to_record()
+
     def barrier(self) -> None:
         """What is written from now on becomes durable only after the groups that were read."""
         self._reader.barrier()
@@ -61,6 +87,11 @@ class GroupReader:
 
     def _groups(self, records: list[tuple[int, Any]]) -> Iterable[list[Sample]]:
         for offset, record in records:
+            if isinstance(record, OrderResumed):
+                self.resumed, self._order = record, OrderFold(record.order)
+                continue
+            turn = record.position // self._num_actors
+            self._unsettled.append((offset, (record.domain, record.epoch, turn, record.epoch_size)))
             if isinstance(record, RolloutGroup):
                 samples = [sample for sample in self._prepare(offset, record) if sample.source >= self._source]
                 if samples:

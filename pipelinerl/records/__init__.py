@@ -19,16 +19,27 @@ from pipelinerl.records.messages import (
     TrainingResumed,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.rollouts import ActorRecord, GroupDropped, RewardMode, Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records.order import DataOrder
+from pipelinerl.records.rollouts import (
+    ActorRecord,
+    GroupDropped,
+    OrderResumed,
+    RewardMode,
+    Rollout,
+    RolloutGroup,
+    TrainingSequence,
+)
 
 __all__ = [
     "ActorRecord",
     "ArchivedRollout",
     "ArchivedStep",
+    "DataOrder",
     "EvaluationDone",
     "EvaluationStarted",
     "GroupDropped",
     "MicroBatch",
+    "OrderResumed",
     "PreprocessorProgress",
     "ProbeMissed",
     "RewardMode",

@@ -6,6 +6,8 @@ Shapes: T tokens, S segments (documents that must not attend to each other), R s
 import msgspec
 import numpy as np
 
+from pipelinerl.records.order import DataOrder
+
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that a micro-batch says
     """One forward-backward pass of one rank.
@@ -44,5 +46,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     """float32 [S]: reward of each segment's rollout (metrics)."""
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
+    order: DataOrder | None = None
+    """Only in the first micro-batch of a step: how far the problems are settled once the step is trained."""
     sentinel: bool = False
     """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""

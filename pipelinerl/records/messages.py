@@ -2,6 +2,8 @@
 
 import msgspec
 
+from pipelinerl.records.order import DataOrder
+
 
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
     """Who serves which version, as a whole; a server that is not named must not be used."""
@@ -63,6 +65,8 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_r
     """Steps that had been made beyond it."""
     samples_processed: int = 0
     """Rollouts trained up to ``step``."""
+    orders: dict[int, DataOrder] = {}
+    """How far the problems are settled, by actor replica."""
     timestamp: float = 0.0
 
 
@@ -88,6 +92,8 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     """(offset in topic `actor`, rollout index in that group) where the batch being filled begins (restart)."""
     counted_until: tuple[int, int] = (0, 0)
     """The totals count the drops of every rollout before this place; those behind it are still to be decided."""
+    order: DataOrder | None = None
+    """How far the problems are settled at ``source``."""
 
 
 class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):

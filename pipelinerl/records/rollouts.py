@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+from pipelinerl.records.order import DataOrder
+
 PROBLEM_CHARS = 4096
 
 RewardMode = Literal["rollout", "texts", "steps"]
@@ -80,6 +82,8 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     """Every dispatch number of this actor below this one is published or dropped (for restart)."""
     dispatch_index: int
     """Running number of the dispatch on this actor, across epochs."""
+    epoch_size: int = 0
+    """Problems that this actor takes in the epoch; 0 = not known."""
 
 
 class RolloutGroup(Dispatched, frozen=True, kw_only=True, tag="group"):
@@ -101,4 +105,18 @@ class GroupDropped(Dispatched, frozen=True, kw_only=True, tag="dropped"):
     detail: str
 
 
-ActorRecord = Annotated[RolloutGroup | GroupDropped, msgspec.Meta(title="ActorRecord")]
+class OrderResumed(msgspec.Struct, frozen=True, kw_only=True, tag="order_resumed"):
+    """First record of an actor's new stream after `resume=checkpoint`: what is trained, and will not be made again."""
+
+    step: int
+    """Optimizer steps behind the checkpoint; the stream's first batch is for this step."""
+    order: DataOrder
+    published: int
+    """Rollouts of this actor that are trained."""
+    removed: dict[str, tuple[int, ...]] = {}
+    """Problems that have left the pool, by domain."""
+    removed_at: dict[str, dict[int, tuple[int, ...]]] = {}
+    """Those that had left it when an epoch began, by domain and epoch, as far as that is known."""
+
+
+ActorRecord = Annotated[RolloutGroup | GroupDropped | OrderResumed, msgspec.Meta(title="ActorRecord")]

@@ -5,6 +5,7 @@ A record is framed and checksummed (``frames``), msgpack with raw arrays inside 
 
     python -m pipelinerl.streams tail results/x actor     records as JSON
     python -m pipelinerl.streams stats results/x          topics, lengths, positions, bytes
+    python -m pipelinerl.streams verify results/x         damage, and whom it matters to
 """
 
 from pipelinerl.streams.api import (

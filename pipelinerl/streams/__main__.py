@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.streams tail | stats RUN`: the records of a run's streams (`pipelinerl.inspect.streams`)."""
+"""`python -m pipelinerl.streams tail | stats | verify RUN`: a run's streams (`pipelinerl.inspect.streams`)."""
 
 import sys
 

@@ -5,6 +5,7 @@ A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reade
 """
 
 import logging
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -154,8 +155,11 @@ class TopicReader(_Closing, Generic[R]):
             try:
                 return self._cursor.read(timeout_s)
             except CorruptStreamError as error:
-                if not (self._over_damage and self._cursor.skip_damage()):
+                if not self._over_damage:
                     raise
+                if not self._cursor.skip_damage():
+                    time.sleep(min(timeout_s, _BLOCK_S))
+                    return []  # until something whole follows
                 log.warning("event=damage_passed_over stream=%s reason=%s", self.spec, error)
 
     def read_all(self) -> list[tuple[int, R]]:

@@ -4,12 +4,24 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from pipelinerl.errors import DomainError
-from pipelinerl.records import EvaluationDone, EvaluationStarted, GroupDropped, RolloutGroup, TrainingDone
-from tests.actor_run import ATTEMPTS, TOKENIZER, make_runs
+from pipelinerl.records import (
+    DataOrder,
+    EvaluationDone,
+    EvaluationStarted,
+    GroupDropped,
+    OrderResumed,
+    RolloutGroup,
+    TrainingDone,
+    TrainingResumed,
+)
+from pipelinerl.records.order import DomainOrder, EpochOrder
+from pipelinerl.streams.epoch import EVALUATIONS_FILE, StreamEpoch, lost_folder, write_epoch
+from tests.actor_run import ATTEMPTS, BATCH, TOKENIZER, make_runs
 
 
 @pytest.fixture
@@ -135,6 +147,27 @@ async def test_restarted_actor_continues_behind_its_last_published_group(make_ru
     assert len({record.group_id for record in run.records}) == 16
     run.update(5)
     await run.until(lambda: len(run.records) == 18)
+
+
+async def test_actor_on_new_streams_goes_on_behind_the_checkpoint(make_run: Callable, tmp_path: Path) -> None:
+    run = await make_run()
+    write_epoch(tmp_path, StreamEpoch(number=2))
+    lost = lost_folder(tmp_path, 1)
+    lost.mkdir(parents=True)
+    result = EvaluationDone(version=0, success=0.5, reward=0.5, num_rollouts=6, metrics={})
+    (lost / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(result) + b"\n")
+    settled = DomainOrder(samples=3 * BATCH, epochs={0: EpochOrder(size=66, settled=((0, 5), (6, 7)))})
+    order = DataOrder(domains={"largest": settled})
+    run.start()
+    run.trainer.write(TrainingResumed(step=3, repeated=1, samples_processed=3 * BATCH, orders={0: order}))
+    run.update(3)
+    await run.until(lambda: sum(isinstance(r, RolloutGroup) for r in run.records) >= 2 * BATCH // ATTEMPTS)
+    first, *groups = run.records
+    assert first == OrderResumed(step=3, order=order, published=3 * BATCH)
+    positions = sorted(group.position for group in groups)
+    assert positions == [5, *range(7, 6 + len(groups))], "what is settled does not come again, all else in its order"
+    assert all(group.dispatched_version == 3 for group in groups)
+    assert run.evaluations == [result]
 
 
 async def test_frozen_worker_is_replaced_and_its_groups_are_tried_again(make_run: Callable) -> None:

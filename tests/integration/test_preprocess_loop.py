@@ -26,17 +26,21 @@ from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     ActorRecord,
     ArchivedStep,
+    DataOrder,
     GroupDropped,
     MicroBatch,
+    OrderResumed,
     PreprocessorProgress,
     Rollout,
     RolloutGroup,
     SamplesProcessed,
     TrainerMessage,
+    TrainingResumed,
     TrainingSequence,
     topics,
 )
 from pipelinerl.records.check import check_micro_batch
+from pipelinerl.records.order import DomainOrder, EpochOrder
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer, set_streams_backend
 from pipelinerl.world import Job, WorldMap
 from tests.memory_streams import MemoryBackend
@@ -528,3 +532,23 @@ def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPat
         scorer.close()
     assert [s.sample_id for s in scored] == [s.sample_id for s in samples]
     assert fake.most == 3
+
+
+def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Path) -> None:
+    rng = np.random.default_rng(0)
+    order = DataOrder(domains={"d": DomainOrder(samples=24, epochs={0: EpochOrder(size=20, settled=((0, 6),))})})
+    groups = [msgspec.structs.replace(make_group(rng, i, version=4), epoch_size=20) for i in range(6, 12)]
+    write_groups(run_dir, [OrderResumed(step=4, order=order, published=24), *groups])
+    with open_writer(SingleStreamSpec(run_dir, topics.TRAINER), TrainerMessage) as trainer:
+        trainer.write(TrainingResumed(step=4, repeated=0, samples_processed=24))
+    ctx = make_context(run_dir, make_world())
+    for until in (5, 7):  # killed in between
+        with preprocessor(ctx) as role:
+            turn_until(role, lambda role=role, until=until: role.totals.step >= until)
+    batches = [b for b in read_topic(run_dir, topics.TRAINING_DATA, MicroBatch) if b.index == 0]
+    assert [batch.step for batch in batches] == [4, 5, 6, 7][: len(batches)]
+    assert batches[0].order is not None
+    assert batches[0].order.domains["d"].samples == 30
+    assert batches[0].order.domains["d"].epochs[0].settled == ((0, 8),), "a group that is begun counts as settled"
+    assert batches[2].order is not None
+    assert batches[2].order.domains["d"].epochs[0].settled == ((0, 11),)

@@ -87,6 +87,13 @@ class Config(Section):  # structure: one field per key of the top level
         "delete what the run folder holds and start over. Otherwise the same command resumes",
         may_change=True,
     )
+    resume: Literal["streams", "checkpoint"] = key(
+        "streams",
+        "how a run in its folder goes on: `streams` exactly where it stopped; `checkpoint` from the newest good "
+        "checkpoint with new streams, for streams that are damaged. What was not trained is generated again, and the "
+        "damaged streams are kept in `lost/`",
+        may_change=True,
+    )
     dry_run: bool = key(
         False, "print world, commands, memory plan and warnings. Start and write nothing", may_change=True
     )

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
 from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
-from pipelinerl.errors import DomainError, StreamError
+from pipelinerl.errors import CorruptStreamError, DomainError
 from pipelinerl.records import GroupDropped, Rollout, RolloutGroup
 
 
@@ -137,5 +137,5 @@ def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -
 
 def test_damaged_snapshot_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "progress.msgpack").write_bytes(b"\x81\xa1")
-    with pytest.raises(StreamError, match="force_restart=true"):
+    with pytest.raises(CorruptStreamError, match="is damaged"):
         load_snapshot(tmp_path)

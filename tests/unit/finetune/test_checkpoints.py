@@ -16,6 +16,8 @@ from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.checkpoints import Counters, newest_whole, prune
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece
+from pipelinerl.records import DataOrder
+from pipelinerl.records.order import DomainOrder, EpochOrder
 
 WEIGHT = torch.arange(10.0)
 ALONE = Peers()
@@ -34,6 +36,9 @@ class Threads(Peers):
         values = list(self._box)
         self._barrier.wait(30)
         return values
+
+
+ORDER = DataOrder(domains={"d": DomainOrder(samples=3, epochs={1: EpochOrder(size=9, settled=((0, 2),))})})
 
 
 def on_ranks(count: int, work: Callable[[Peers], Any]) -> list[Any]:
@@ -60,7 +65,9 @@ def whole() -> dict[str, Piece]:
 
 
 def publish(root: Path, step: int) -> Path:
-    counters = Counters(step=step, samples_processed=8 * step, tokens_processed=9, positions={"0/0": step})
+    counters = Counters(
+        step=step, samples_processed=8 * step, tokens_processed=9, positions={"0/0": step}, orders={0: ORDER}
+    )
     return checkpoints.write(ALONE, root, {**whole(), **checkpoints.rng_pieces(0, torch.device("cpu"))}, counters)
 
 
@@ -71,7 +78,10 @@ def empty(start: int, end: int, of: int = 10) -> Piece:
 def test_published_checkpoint_is_read_back(tmp_path: Path) -> None:
     path = publish(tmp_path, 3)
     found = newest_whole(ALONE, tmp_path)
-    assert found == (path, Counters(step=3, samples_processed=24, tokens_processed=9, positions={"0/0": 3}))
+    assert found == (
+        path,
+        Counters(step=3, samples_processed=24, tokens_processed=9, positions={"0/0": 3}, orders={0: ORDER}),
+    )
     pieces = {"a.param": empty(0, 10), "b.param": empty(0, 3, of=3)}
     assert checkpoints.read(path, pieces) == {"a.param", "b.param"}
     assert pieces["a.param"].tensor.tolist() == list(range(10))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.progress import Totals, next_own_step
 from pipelinerl.preprocess.samples import Sample
+from pipelinerl.records import DataOrder
 
 
 def sample(number: int, *, oldest: int = 0, newest: int | None = None, reason: str | None = None) -> Sample:
@@ -90,7 +91,7 @@ class Replayed:
                 assert self.batches.setdefault(batch.step, ids) == ids, "a replayed batch differs"
                 if die_after % 3 == 0 and event == die_after - 1:
                     return False
-                totals.published(batch.step, len(ids), batch.next_source)
+                totals.published(batch.step, len(ids), batch.next_source, DataOrder())
                 self.log.append(totals.to_record(ids))
             elif totals.pending and event % 2:
                 self.log.append(totals.to_record())

@@ -1,0 +1,66 @@
+"""An actor on new streams: after `resume=checkpoint` it goes on behind what the trainer's checkpoint has settled."""
+
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.actor.progress import load_snapshot
+from pipelinerl.errors import StreamError
+from pipelinerl.observability.role import RoleContext
+from pipelinerl.records import DataOrder, EvaluationDone, OrderResumed, TrainingResumed
+from pipelinerl.state import TrainerState
+from pipelinerl.streams.epoch import EVALUATIONS_FILE
+
+WAIT_S = 0.1
+
+
+def await_trainer(context: RoleContext, trainer: TrainerState) -> TrainingResumed | None:
+    """The trainer's word about where it goes on; None when asked to stop before it comes."""
+    with context.status.waiting("the checkpoint that the new streams begin with", on="finetune_0"):
+        while (message := trainer.resumed) is None:
+            if context.stop.wait(WAIT_S):
+                return None
+    return message
+
+
+def order_resumed(
+    message: TrainingResumed, lost: Path, *, job: str, actor: int, num_actors: int, batch_size: int
+) -> OrderResumed:
+    """The first record of the new stream.
+
+    Args:
+        lost: folder of the epoch that has ended; the problems that had left the pool are in its snapshot.
+        job: job name of this actor.
+        batch_size: samples per optimizer step, of which actor r of n fills those with ``step % n == r``.
+    """
+    removed, removed_at = removed_problems(lost / job)
+    return OrderResumed(
+        step=message.step,
+        order=message.orders.get(actor, DataOrder()),
+        published=batch_size * len(range(actor, message.step, num_actors)),
+        removed=removed,
+        removed_at=removed_at,
+    )
+
+
+def removed_problems(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, tuple[int, ...]]]]:
+    """Problems that left the pool, by domain, and by domain and epoch; none when the snapshot is gone or damaged."""
+    try:
+        snapshot = load_snapshot(folder)
+    except StreamError:
+        snapshot = None
+    domains = snapshot.domains if snapshot else {}
+    return (
+        {name: domain.removed for name, domain in domains.items()},
+        {name: {epoch.epoch: epoch.removed for epoch in domain.epochs} for name, domain in domains.items()},
+    )
+
+
+def earlier_evaluations(lost: Path, step: int) -> list[EvaluationDone]:
+    """Results of the epoch that has ended, of versions up to ``step``: later ones are not of this training."""
+    try:
+        lines = (lost / EVALUATIONS_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = [msgspec.json.decode(line, type=EvaluationDone) for line in lines]
+    return [evaluation for evaluation in found if evaluation.version <= step]

@@ -1,0 +1,39 @@
+"""Where a trainer that was started goes on: its place in the present streams, and what it tells the others."""
+
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.finetune.checkpoints import Counters
+from pipelinerl.observability.metrics import drop_points_after
+from pipelinerl.records import TrainingResumed
+from pipelinerl.streams.epoch import StreamEpoch, read_epoch, write_epoch
+
+log = logging.getLogger(__name__)
+
+
+def in_present_streams(found: Counters | None, run_dir: Path) -> Counters:
+    """The counters of a checkpoint, or of no step, without places in streams that are not read any more."""
+    number = read_epoch(run_dir).number
+    counters = found or Counters()
+    return counters if counters.epoch == number else msgspec.structs.replace(counters, epoch=number, positions={})
+
+
+def resumed_message(run_dir: Path, counters: Counters) -> TrainingResumed | None:
+    """From where a run goes on; None when it begins. The steps that come a second time leave its metrics."""
+    epoch = read_epoch(run_dir)
+    if epoch.step is None and epoch.number > 1:
+        write_epoch(run_dir, StreamEpoch(number=epoch.number, step=counters.step))
+    repeated = drop_points_after(run_dir, "finetune", counters.step)
+    if not (counters.step or repeated or epoch.number > 1):
+        return None
+    log.info("resuming from step %d (%d repeated)", counters.step, repeated)
+    return TrainingResumed(
+        step=counters.step,
+        repeated=repeated,
+        samples_processed=counters.samples_processed,
+        orders=counters.orders,
+        timestamp=time.time(),
+    )

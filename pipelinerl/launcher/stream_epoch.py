@@ -1,0 +1,89 @@
+"""`resume=checkpoint`: the run's streams are set aside, and new ones begin behind the newest good checkpoint.
+
+What had become of every rollout is written down as far as it can be read, then streams and actors' snapshots move to
+`lost/epoch_<number>/`. Checkpoints, exports and metrics stay. The trainer finds the newest good checkpoint and tells
+the actors, whose new streams begin with what that checkpoint has settled.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.config.sections import Config
+from pipelinerl.disk import make_folder, sync_path
+from pipelinerl.errors import PipelineRLError
+from pipelinerl.inspect import ledger, verify
+from pipelinerl.inspect.outside import look_into
+from pipelinerl.records.messages import EvaluationDone, EvaluationMessage
+from pipelinerl.records.topics import EVALUATION
+from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader
+from pipelinerl.streams.epoch import (
+    EPOCH_FILE,
+    EVALUATIONS_FILE,
+    LEDGER_FILE,
+    StreamEpoch,
+    lost_folder,
+    read_epoch,
+    write_epoch,
+)
+
+log = logging.getLogger(__name__)
+
+DAMAGE_FILE = "damage.txt"
+
+
+def begin(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
+    """Set the present streams aside and begin a new epoch. Killed half-way, it is to be called again."""
+    number = read_epoch(run_dir).number
+    lost = lost_folder(run_dir, number)
+    make_folder(lost)
+    write_account(run_dir, lost)
+    if config.streams.backend == "redis" and config.streams.external:
+        _delete_external(run_dir)
+    for path in (run_dir / "streams", *run_dir.glob("redis_*/data"), *run_dir.glob("actor_*/progress.msgpack")):
+        _set_aside(path, lost / path.relative_to(run_dir))
+    if (run_dir / EPOCH_FILE).exists():
+        shutil.copyfile(run_dir / EPOCH_FILE, lost / EPOCH_FILE)
+    write_epoch(run_dir, StreamEpoch(number=number + 1))
+    say(f"new streams behind the newest good checkpoint; the old ones are in {lost}: delete it when you do not need it")
+
+
+def write_account(run_dir: Path, lost: Path) -> None:
+    """Rollouts, evaluations and damage of the streams as they are now; an earlier account of the same epoch stays."""
+    if (lost / LEDGER_FILE).exists():
+        return
+    try:
+        book = ledger.read_present(run_dir)
+        (lost / LEDGER_FILE).write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in book.entries))
+        with look_into(run_dir):
+            _write_evaluations(run_dir, lost / EVALUATIONS_FILE)
+            lines = verify.told(verify.verify(run_dir), run_dir)
+            (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines))
+    except (PipelineRLError, OSError) as error:
+        log.warning("the old streams cannot be read whole: %s", error)
+        (lost / DAMAGE_FILE).write_text(f"the streams cannot be read: {error}\n")
+
+
+def _write_evaluations(run_dir: Path, path: Path) -> None:
+    spec = SingleStreamSpec(run_dir, EVALUATION)
+    with open_reader(spec, EvaluationMessage, name=None, over_damage=True) as reader:
+        found = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
+    path.write_bytes(b"".join(msgspec.json.encode(message) + b"\n" for message in found))
+
+
+def _delete_external(run_dir: Path) -> None:
+    with look_into(run_dir):
+        backend = get_streams_backend()
+        for spec in backend.specs(run_dir):
+            backend.delete(spec)
+
+
+def _set_aside(path: Path, target: Path) -> None:
+    if path.exists() and not target.exists():
+        make_folder(target.parent)
+        path.rename(target)
+        sync_path(target.parent)
+        sync_path(path.parent)

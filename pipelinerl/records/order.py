@@ -1,0 +1,97 @@
+"""How far training has come in the order of the problems: what a checkpoint must know to go on without its streams.
+
+An actor takes the problems of a domain in epochs, each a permutation (``actor.problems``). Its turns in an epoch are
+numbered 0, 1, … A turn is settled when its group has been trained, in part at least, or will never be.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+
+class EpochOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is settled of an epoch."""
+
+    size: int
+    """Turns of this actor in the epoch; 0 = none is settled yet, so that nobody has said."""
+    settled: tuple[tuple[int, int], ...]
+    """Ranges (first, end exclusive) of turns, ascending."""
+
+
+class DomainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """One domain's epochs."""
+
+    samples: int = 0
+    """Rollouts of the domain in the trained batches of this actor's stream."""
+    done: tuple[tuple[int, int], ...] = ()
+    """Ranges (first, end exclusive) of epochs of which every turn is settled."""
+    epochs: dict[int, EpochOrder] = {}
+    """Of the others those that have a settled turn."""
+
+
+class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What one actor has settled, by domain."""
+
+    domains: dict[str, DomainOrder] = {}
+
+
+class OrderFold:
+    """Adds settled turns up to a ``DataOrder``. A turn may be added twice."""
+
+    def __init__(self, order: DataOrder | None = None):
+        self._samples: Counter[str] = Counter()
+        self._done: dict[str, set[int]] = {}
+        self._epochs: dict[str, dict[int, tuple[int, set[int]]]] = {}
+        for name, domain in (order or DataOrder()).domains.items():
+            self._samples[name] = domain.samples
+            self._done[name] = numbers(domain.done)
+            self._epochs[name] = {n: (epoch.size, numbers(epoch.settled)) for n, epoch in domain.epochs.items()}
+
+    def settle(self, domain: str, epoch: int, turn: int, size: int) -> None:
+        """A turn of an epoch that has ``size`` turns is settled."""
+        done, epochs = self._done.setdefault(domain, set()), self._epochs.setdefault(domain, {})
+        if epoch in done:
+            return
+        turns = epochs.get(epoch, (0, set()))[1]
+        turns.add(turn)
+        epochs[epoch] = (size, turns)
+        if len(turns) == size:
+            done.add(epoch)
+            del epochs[epoch]
+
+    def count(self, domains: Iterable[str]) -> None:
+        """Samples of these domains are in a batch, one name per sample."""
+        self._samples.update(domains)
+
+    def to_record(self) -> DataOrder:
+        names = sorted(self._samples.keys() | self._done.keys())
+        return DataOrder(domains={name: self._domain(name) for name in names})
+
+    def _domain(self, name: str) -> DomainOrder:
+        epochs = self._epochs.get(name, {})
+        return DomainOrder(
+            samples=self._samples[name],
+            done=ranges(self._done.get(name, ())),
+            epochs={n: EpochOrder(size=size, settled=ranges(turns)) for n, (size, turns) in sorted(epochs.items())},
+        )
+
+
+def ranges(values: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranges (first, end exclusive) of the values.
+
+    >>> ranges([4, 0, 1, 5])
+    ((0, 2), (4, 6))
+    """
+    found: list[list[int]] = []
+    for value in sorted(values):
+        if found and found[-1][1] == value:
+            found[-1][1] += 1
+        else:
+            found.append([value, value + 1])
+    return tuple((first, end) for first, end in found)
+
+
+def numbers(found: Iterable[tuple[int, int]]) -> set[int]:
+    """The values of ranges."""
+    return {value for first, end in found for value in range(first, end)}

@@ -1,0 +1,89 @@
+"""`resume=checkpoint`: streams are set aside with an account of every rollout, whatever their state."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.load import load_run
+from pipelinerl.inspect import ledger
+from pipelinerl.launcher import stream_epoch
+from pipelinerl.records import OrderResumed, PreprocessorProgress, SamplesProcessed, TrainerMessage, topics
+from pipelinerl.records.order import DataOrder
+from pipelinerl.records.rollouts import ActorRecord
+from pipelinerl.streams import SingleStreamSpec, open_writer
+from pipelinerl.streams.epoch import StreamEpoch, lost_folder, read_epoch, write_epoch
+from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run
+
+BATCH = ATTEMPTS * GROUPS
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", Story(steps=4))
+
+
+def begin(run: Path) -> str:
+    said: list[str] = []
+    stream_epoch.begin(run, load_run(run), said.append)
+    return "\n".join(said)
+
+
+def test_streams_are_set_aside_and_the_ledger_names_what_was_lost(run: Path) -> None:
+    groups = ledger.read(run)
+    assert groups.counts() == {"trained": 4 * BATCH}
+    assert str(lost_folder(run, 1)) in begin(run)
+    assert not (run / "streams").exists()
+    assert (lost_folder(run, 1) / "streams" / "actor").is_dir()
+    assert read_epoch(run) == StreamEpoch(number=2)
+    write_epoch(run, StreamEpoch(number=2, step=3))  # as the trainer does
+    book = ledger.read(run)
+    assert book.counts() == {"trained": 3 * BATCH, "lost": BATCH}
+    assert {entry.reason for entry in book.entries if entry.outcome == "lost"} == {
+        "streams 1 ended with the checkpoint of step 3"
+    }
+
+
+@pytest.mark.parametrize(("trained_again", "violations"), [("0-6/0", 0), ("0-0/0", 1)])
+def test_a_sample_of_both_epochs_is_trained_twice(run: Path, trained_again: str, violations: int) -> None:
+    begin(run)
+    write_epoch(run, StreamEpoch(number=2, step=3))
+    with open_writer(SingleStreamSpec(run, topics.ACTOR), ActorRecord) as actor:
+        actor.write(OrderResumed(step=3, order=DataOrder(), published=3 * BATCH))
+    with open_writer(SingleStreamSpec(run, topics.PREPROCESSOR), PreprocessorProgress) as preprocessor:
+        counts = {"samples_packed": 1, "samples_dropped": 0, "dropped_by_reason": {}}
+        preprocessor.write(PreprocessorProgress(**counts, step=4, packed_sample_ids=(trained_again,)))
+    with open_writer(SingleStreamSpec(run, topics.TRAINER), TrainerMessage) as trainer:
+        trainer.write(SamplesProcessed(samples_processed=4 * BATCH, step=4))
+    book = ledger.read(run)
+    assert [v for v in book.violations if "in new streams" in v] == [
+        f"{trained_again} was trained in step 0 and, in new streams, trained in step 3"
+    ] * violations
+
+
+@pytest.mark.parametrize("damage", ["no streams", "no topic", "garbage"])
+def test_streams_that_cannot_be_read_are_no_obstacle(run: Path, damage: str) -> None:
+    if damage == "no streams":
+        shutil.rmtree(run / "streams")
+    elif damage == "no topic":
+        shutil.rmtree(run / "streams" / "actor")
+    else:
+        for path in run.glob("streams/*/*/*/*.log"):
+            path.write_bytes(b"garbage" * 100)
+    begin(run)
+    assert read_epoch(run).number == 2
+    assert not (run / "streams").exists()
+    assert (lost_folder(run, 1) / "damage.txt").read_text()
+
+
+def test_evaluations_and_snapshots_are_kept_for_the_new_streams(run: Path) -> None:
+    (run / "actor_0").mkdir()
+    (run / "actor_0" / "progress.msgpack").write_bytes(b"snapshot")
+    begin(run)
+    lost = lost_folder(run, 1)
+    assert (lost / "actor_0" / "progress.msgpack").read_bytes() == b"snapshot"
+    assert not (run / "actor_0" / "progress.msgpack").exists()
+    assert (lost / "evaluations.jsonl").read_bytes().count(b"evaluation_done") == 1
+    begin(run)
+    assert read_epoch(run).number == 3
+    assert (lost_folder(run, 2) / "stream_epoch.json").exists()
