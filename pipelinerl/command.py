@@ -28,6 +28,7 @@ COMMANDS = {
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
     "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
     "members": Command("pipelinerl.inspect.members", "who is in a run now; ask a server to leave"),
+    "exporter": Command("pipelinerl.inspect.exporter", "a run's figures for Prometheus, and a Grafana dashboard"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
     "migrate": Command("pipelinerl.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),

@@ -1,0 +1,178 @@
+"""A run's figures for Prometheus, on one port: `python -m pipelinerl.inspect.exporter RUN [--port 9400]`.
+
+Reads the run folder when it is scraped: the newest point of every role's metrics, the roles' statuses and the leases.
+Beside the run, so that a scrape costs no role anything and no role opens a port for it. `--scrape-config` and
+`--dashboard` print what Prometheus and Grafana are given.
+
+    pipelinerl_<role>_<metric>                    the newest value, `/` written as `_`
+    pipelinerl_heartbeat_age_seconds{job}         since the role's last sign of life
+    pipelinerl_waiting_seconds{job,on}            how long the role has waited, for whom
+    pipelinerl_member{name,state}                 1 for every lease
+"""
+
+import argparse
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pipelinerl.config.load import load_run
+from pipelinerl.errors import told_in_one_line
+from pipelinerl.inspect.report import read_metrics_tail
+from pipelinerl.membership.address import address_of, open_store
+from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+from pipelinerl.observability.status import read_statuses
+
+PREFIX = "pipelinerl"
+NOT_VALUES = ("step", "timestamp", "time")
+PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Success and reward", "none", ("actor_success", "actor_reward", "actor_eval_success")),
+    ("Tokens per second", "none", ("actor_tokens_generated_per_s", "preprocessor_tokens_per_s")),
+    ("Lag in steps", "none", ("finetune_lag_mean", "finetune_lag_max")),
+    ("Where the trainer's time goes", "s", ("finetune_step_s", "finetune_wait_s", "finetune_push_wait_s")),
+    ("Pause of decoding per update", "ms", ("finetune_pause_ms",)),
+    ("Loss, gradient norm, entropy", "none", ("finetune_loss", "finetune_grad_norm", "finetune_entropy")),
+    ("Rollouts under way", "none", ("actor_rollouts_under_way",)),
+    ("Who waits, and how long", "s", ("waiting_seconds",)),
+    ("Sign of life, seconds ago", "s", ("heartbeat_age_seconds",)),
+    ("Members", "none", ("member",)),
+)
+"""Title, unit and metrics of each panel."""
+
+
+class RunCollector(Collector):
+    """Everything that one run says of itself, at the time of the scrape."""
+
+    def __init__(self, run_dir: Path, store: LeaseStore):
+        self._run_dir, self._store = run_dir, store
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        yield from self._metrics()
+        yield from self._roles()
+        yield self._members()
+
+    def _metrics(self) -> Iterator[GaugeMetricFamily]:
+        for path in sorted((self._run_dir / "metrics").glob("*.jsonl")):
+            point = read_metrics_tail(self._run_dir, path.stem) or {}
+            values = {metric_name(path.stem, name): value for name, value in point.items() if is_value(name, value)}
+            values[metric_name(path.stem, "step")] = point.get("step", 0)
+            for name, value in sorted(values.items()):
+                yield GaugeMetricFamily(name, "docs/metrics.md", value=float(value))
+
+    def _roles(self) -> Iterator[GaugeMetricFamily]:
+        now, statuses = time.time(), read_statuses(self._run_dir)
+        ages = GaugeMetricFamily(f"{PREFIX}_heartbeat_age_seconds", "since the last sign of life", labels=["job"])
+        waits = GaugeMetricFamily(f"{PREFIX}_waiting_seconds", "length of the oldest wait", labels=["job", "on"])
+        for name, status in statuses.items():
+            if status.state == "running":
+                ages.add_metric([name], now - status.heartbeat)
+                if status.waits:
+                    waits.add_metric([name, status.waits[0].on or ""], now - status.waits[0].since)
+        yield from (ages, waits)
+
+    def _members(self) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"{PREFIX}_member", "1 for every lease", labels=["name", "state"])
+        try:
+            leases = self._store.leases()
+        except StoreAwayError:
+            leases = {}
+        for lease in leases.values():
+            family.add_metric([lease.name, lease.state], 1.0)
+        return family
+
+
+def metric_name(role: str, name: str) -> str:
+    """A metric's name as Prometheus allows it."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", f"{PREFIX}_{role}_{name}")
+
+
+def is_value(name: str, value: Any) -> bool:
+    return name not in NOT_VALUES and isinstance(value, int | float)
+
+
+def scrape_config(port: int, run: str) -> str:
+    """The job for `scrape_configs` of Prometheus."""
+    import yaml
+
+    target = {"targets": [f"localhost:{port}"], "labels": {"run": run}}
+    job = {"job_name": PREFIX, "scrape_interval": "10s", "static_configs": [target]}
+    return yaml.safe_dump({"scrape_configs": [job]}, sort_keys=False)
+
+
+def dashboard() -> str:
+    """The dashboard for Grafana's import."""
+    panels = [
+        {
+            "id": index + 1,
+            "type": "timeseries",
+            "title": title,
+            "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
+            "datasource": {"type": "prometheus", "uid": "${source}"},
+            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+            "targets": [
+                {"refId": chr(ord("A") + place), "expr": f'{PREFIX}_{name}{{run=~"$run"}}'}
+                for place, name in enumerate(names)
+            ],
+        }
+        for index, (title, unit, names) in enumerate(PANELS)
+    ]
+    choices = [
+        {"name": "source", "type": "datasource", "query": "prometheus"},
+        {
+            "name": "run",
+            "type": "query",
+            "datasource": {"type": "prometheus", "uid": "${source}"},
+            "query": f"label_values({PREFIX}_heartbeat_age_seconds, run)",
+            "includeAll": True,
+            "multi": True,
+        },
+    ]
+    document = {
+        "title": "PipelineRL",
+        "uid": PREFIX,
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": choices},
+        "panels": panels,
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl.inspect.exporter", description="A run's figures for Prometheus, until interrupted."
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--port", type=int, default=9400, help="on --host (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--scrape-config", action="store_true", help="print what Prometheus is given, and end")
+    parser.add_argument("--dashboard", action="store_true", help="print the dashboard for Grafana, and end")
+    args = parser.parse_args(argv)
+    run_dir = args.run.resolve()
+    if args.scrape_config or args.dashboard:
+        print(scrape_config(args.port, run_dir.name) if args.scrape_config else dashboard(), end="")
+        return 0
+    store = open_store(address_of(load_run(run_dir), run_dir))
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run_dir, store))
+    server, thread = start_http_server(args.port, args.host, registry)
+    print(f"http://{args.host}:{server.server_port}/metrics", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        server.shutdown()
+        thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(told_in_one_line(main))
