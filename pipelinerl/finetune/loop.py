@@ -184,7 +184,8 @@ def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
         delta=weights.delta,
         probe_tolerance=weights.probe_tolerance if weights.probe else None,
     )
-    return WeightSender(lambda: ctx.world.get("actor_llm"), settings, announce)
+    view = ctx.server_view
+    return WeightSender(lambda: [server.job for server in view.servers("actor_llm").values()], settings, announce)
 
 
 def run(ctx: RoleContext) -> None:

@@ -82,7 +82,7 @@ def test_servers_join_leave_and_die_during_a_run(tmp_path: Path, start: Callable
         for turn in range(3):
             command = ("-m", "pipelinerl.inference", "--run", str(run_dir), "--job", "actor_llm")
             server = start(f"server{turn}", "taskset", "-c", "0", sys.executable, *command)
-            name = f"actor_llm_{turn + 1}"
+            name = ("actor_llm_1", "actor_llm_1", "actor_llm_2")[turn]  # a name is free again when its server has left
             ready = until(lambda: lease_state(store, name) == "ready", server)  # noqa: B023
             waited.append(until(lambda: is_serving(name), server) - ready)  # noqa: B023
             if turn == 1:
