@@ -4,8 +4,10 @@ python -m tests.planted hack RUN | tokenizer RUN
 """
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,30 @@ from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
 STEPS = 60
+STALE_SERVER = """
+import importlib.abc, importlib.util, sys
+
+class Late(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "pipelinerl.weights.worker":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def execute_and_break(module):
+            execute(module)
+            engine = module.StagedWeightTransferEngine
+            swap = engine.finish_weight_update
+            def forget(self):
+                if self.receiver.transfer.request.version < 10:
+                    swap(self)
+            engine.finish_weight_update = forget
+        spec.loader.exec_module = execute_and_break
+        return spec
+
+sys.meta_path.insert(0, Late())
+"""
+"""A `sitecustomize` under which servers take every update from version 10 on and do not use it."""
 
 
 async def hackable_rollout(
@@ -56,15 +82,21 @@ def shift_tokenizer(path: Path) -> None:
     path.write_text(json.dumps(document, ensure_ascii=False))
 
 
-def launch(run_dir: Path, *overrides: str) -> int:
+def launch(run_dir: Path, *overrides: str, path: Path | None = None) -> int:
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
     steps = [f"finetune.max_train_steps={STEPS}", "eval.at_start=false", "force_restart=true"]
-    return subprocess.run([*command, *steps, *overrides], check=False).returncode
+    paths = [*([str(path)] if path else []), str(Path(__file__).resolve().parents[1])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([*command, *steps, *overrides], env=environment, check=False).returncode
 
 
 def main(fault: str, run_dir: Path) -> int:
     if fault == "hack":
         return launch(run_dir, "actor.rollout_policy=tests.planted.hackable_rollout")
+    if fault == "stale":
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "sitecustomize.py").write_text(STALE_SERVER)
+            return launch(run_dir, path=Path(folder))
     model = run_dir.parent / f"{run_dir.name}_model"
     if not model.exists():
         build = ["--out", str(model), "--recipe", "largest", "--seed", "0", "--param", "max_number=30"]

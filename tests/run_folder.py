@@ -15,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 
 from pipelinerl.archive import ARCHIVE_DIR, StepArchive, chosen, flags_of
 from pipelinerl.config.load import compose, to_container
+from pipelinerl.inspect.outside import look_into
 from pipelinerl.records import (
     ActorRecord,
     ArchivedRollout,
@@ -32,7 +33,7 @@ from pipelinerl.records import (
     topics,
 )
 from pipelinerl.records.messages import EvaluationMessage, TrainerMessage
-from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+from pipelinerl.streams import SingleStreamSpec, open_writer
 
 ATTEMPTS = 4
 GROUPS = 2
@@ -75,7 +76,6 @@ USUAL = Story()
 def make_run(path: Path, story: Story = USUAL) -> Path:
     """Writes the folder; returns it."""
     path.mkdir(parents=True, exist_ok=True)
-    set_streams_backend("files")
     (path / "conf").mkdir()
     given = [f"output_dir={path}", f"model_path={path / 'model'}", "dataset_loader=a.load", "actor.rollout_policy=a.go"]
     config = to_container(compose("base_cpu", [*given, f"finetune.max_train_steps={story.steps}", *story.overrides]))
@@ -87,7 +87,10 @@ def make_run(path: Path, story: Story = USUAL) -> Path:
     groups = [
         [make_group(rng, tokenizer, step, place, story) for place in range(GROUPS)] for step in range(story.steps)
     ]
-    _write_topics(path, groups, story)
+    if "streams=redis" in story.overrides:
+        (path / "redis_0" / "data").mkdir(parents=True)
+    with look_into(path):
+        _write_topics(path, groups, story)
     _write_archive(path, groups, rng)
     _write_metrics(path, groups, story)
     return path

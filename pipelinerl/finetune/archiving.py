@@ -87,15 +87,15 @@ def _sample_of(sequence: ScoredSequence) -> str:
 def _sequences(record: MicroBatch, values: np.ndarray) -> list[tuple[ScoredSequence, float]]:
     """Every sequence of a micro-batch that trains something, with its largest log-ratio."""
     index = index_tokens(record)
+    starts = np.flatnonzero(np.diff(index.segments_K, prepend=-1))
     found = []
-    for segment in np.unique(index.segments_K):
-        own = index.segments_K == segment
-        logprobs, entropy, altered = values[:, own]
+    for start, end in zip(starts, [*starts[1:], len(index.segments_K)], strict=True):
+        logprobs, entropy, altered = values[:, start:end]
         sequence = ScoredSequence(
-            sequence_id=record.sequence_ids[segment],
+            sequence_id=record.sequence_ids[index.segments_K[start]],
             logprobs=logprobs,
             entropy=entropy.astype(np.float16),
             altered=altered > 0,
         )
-        found.append((sequence, float(np.abs(logprobs - record.logprobs[index.positions_K[own]]).max())))
+        found.append((sequence, float(np.abs(logprobs - record.logprobs[index.positions_K[start:end]]).max())))
     return found

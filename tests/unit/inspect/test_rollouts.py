@@ -8,6 +8,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect import rollouts, streams
+from pipelinerl.inspect.page.build import collect
 from pipelinerl.inspect.samples import read_tests, read_training
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run
@@ -107,6 +108,20 @@ def test_streams_tail_text_shows_conversations(run_dir: Path, capsys: pytest.Cap
     assert "[assistant] «" in out
     assert streams.main(["tail", str(run_dir), "trainer", "--text"]) == 1
     assert "which topics actor and actor_test hold, not trainer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not on PATH: `make redis`")
+def test_run_on_redis_that_has_ended_is_read_as_one_on_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELINERL_REDIS_PASSWORD", raising=False)
+    run_dir = make_run(tmp_path / "run", Story(steps=3, overrides=("streams=redis",)))
+    found = as_json(capsys, run_dir, "--step", 0)
+    assert sorted(one["sample_id"] for one in found) == [f"0-{g}/{a}" for g in (0, 1) for a in range(ATTEMPTS)]
+    assert len(as_json(capsys, run_dir, "--test", "--all")) == ATTEMPTS
+    page = collect(run_dir)
+    assert page["state"] == "finished, 3 steps"
+    assert len(page["rollouts"]) == 3 * GROUPS * ATTEMPTS + ATTEMPTS
 
 
 @pytest.fixture(autouse=True)
