@@ -135,7 +135,7 @@ def to_batch(
 
     def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         # What comes from a stream is read-only, which torch does not know.
-        return torch.as_tensor(np.require(array, requirements="CW"), dtype=dtype).to(device, non_blocking=True)
+        return torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype).to(device, non_blocking=True)
 
     at = index.positions_K
     ref = record.ref_logprobs

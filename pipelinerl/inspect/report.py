@@ -116,11 +116,7 @@ def summarise(
         "rollouts_trained": steps[-1].samples_processed if steps else 0,
         "rollouts_per_s": rate(rollouts, training_s),
         "aborted_requests": latest(actor_points, "aborted_requests"),
-        "pause_ms": {
-            "median": statistics.median(pauses) if pauses else None,
-            "mean": statistics.fmean(pauses) if pauses else None,
-            "max": max(pauses, default=None),
-        },
+        "pause_ms": middle_and_worst(pauses),
         "lag_steps": {
             "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
             "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
@@ -174,6 +170,14 @@ def phases_of(
         phases[name], previous = round(end - previous, 2), end
     ready = {name: status.fields["ready_s"] for name, status in statuses.items() if "ready_s" in status.fields}
     return phases | {"ready": ready}
+
+
+def middle_and_worst(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "median": statistics.median(values) if values else None,
+        "mean": statistics.fmean(values) if values else None,
+        "max": max(values, default=None),
+    }
 
 
 def largest(points: Iterable[Mapping[str, Any]], name: str) -> Any:

@@ -135,7 +135,8 @@ def describe_run(
     elif step >= last:
         parts = ["ending: the last evaluation and saves"]
     elif starting or not statuses:
-        parts = [f"starting, {now - since:.0f} s", *(what_starts(name, s, now) for name, s in sorted(starting.items()))]
+        causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
+        parts = [f"starting, {now - since:.0f} s", *causes]
     elif not step:
         parts = [f"first rollouts, {now - since:.0f} s", f"{number(metrics.get('rollouts'), 0)} rollouts"]
     else:
@@ -147,6 +148,11 @@ def describe_run(
 
 def is_starting(status: StatusRecord) -> bool:
     return status.state == "running" and not status.progress_count
+
+
+def waits_for_role(status: StatusRecord) -> bool:
+    """Whether another role's start is what holds it up."""
+    return bool(status.waits) and status.waits[0].on not in (None, LAUNCHER)
 
 
 def what_starts(name: str, status: StatusRecord, now: float) -> str:

@@ -157,7 +157,7 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
     if kind != "finetune":
         return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
     ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
-    changed, changes = cfg, []
+    changed, changes = cfg, list[str]()
     for key, value in SMALLER_TRAINER:
         if key == "finetune.engine" and (ranks == 1 or engine_of(cfg, ranks) == value):
             continue

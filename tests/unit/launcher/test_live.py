@@ -38,7 +38,8 @@ def test_start_names_what_loads_and_what_waits() -> None:
     engine = Wait(what="the engine's start", on=None, since=NOW - 5)
     model = Wait(what="the tiny model", on="launcher", since=NOW - 3)
     server, trainer = role("actor_llm_0", count=0, waits=(engine,)), role("finetune_0", count=0, waits=(model,))
-    assert line(server, trainer, role("actor_0", count=0)) == (
+    held_up = role("preprocessor_0", count=0, waits=(Wait(what="the next group", on="actor_0", since=NOW),))
+    assert line(server, trainer, role("actor_0", count=0), held_up) == (
         "starting, 12 s  actor_0: loads  actor_llm_0: the engine's start 5 s  finetune_0: waits for the tiny model"
     )
     assert line() == "starting, 12 s"
