@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect import members
+from pipelinerl.inspect import exporter, members
 from pipelinerl.launch import main as launch
 from pipelinerl.membership.address import parse_address
 from pipelinerl.observability.role import role_parser
@@ -45,6 +45,12 @@ def test_servers_that_join_take_their_command_line(arguments: list[str]) -> None
     parse_address(args.run)
 
 
+@pytest.mark.parametrize("arguments", [args for args in commands("inspect.exporter") if "--port" not in args])
+def test_exporter_prints_its_documents(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exporter.main(arguments) == 0
+    assert capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", commands("launch"))
 def test_launches_pass_a_dry_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,6 +61,6 @@ def test_launches_pass_a_dry_run(arguments: list[str], tmp_path: Path, monkeypat
 def test_every_command_of_the_page_is_known() -> None:
     assert {command[2] for command in COMMANDS} == {
         *("pipelinerl.launch", "pipelinerl.plan", "pipelinerl.render", "pipelinerl.inference"),
-        "pipelinerl.inspect.members",
+        *("pipelinerl.inspect.members", "pipelinerl.inspect.exporter"),
     }
     assert members.main
