@@ -59,6 +59,8 @@ class AlarmWatch:
         """A message of the trainer."""
         if isinstance(message, ProbeMissed | WeightUpdateSuccess):
             self._messages.append(message)
+        if isinstance(message, ProbeMissed):
+            self._next = 0.0  # it may be the last message of the run
 
     def new(self) -> list[Alarm]:
         """What looks wrong now and has not been told; nothing when it is too early to look again."""

@@ -17,6 +17,7 @@ from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
+    ProbeMissed,
     SamplesProcessed,
     TrainerMessage,
     TrainingDone,
@@ -119,6 +120,8 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
                 self._pause_ms = message.pause_ms
             case TrainingDone() if message.step >= self._max_train_steps:
                 self._training_done.set()
+            case ProbeMissed() if message.timestamp >= self._since:
+                self._tell_alarms()
             case TrainingResumed():
                 self._last = None
                 if message.timestamp >= self._since:
@@ -126,9 +129,12 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
             case SamplesProcessed():
                 if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
                     self._tell(message)
-                    for alarm in self._alarms.new():
-                        self._say(f"alarm: {alarm.line()}")
+                    self._tell_alarms()
                 self._last = message
+
+    def _tell_alarms(self) -> None:
+        for alarm in self._alarms.new():
+            self._say(f"alarm: {alarm.line()}")
 
     def _tell(self, message: SamplesProcessed) -> None:
         now = time.monotonic()
