@@ -4,6 +4,7 @@ python -m pipelinerl.plan --config-name base --gpu H100 --mean-length 2500
     python -m pipelinerl.plan --gpus 16 --model Qwen/Qwen2.5-7B --decode 8:900 --decode 128:7000 --train 9000
 python -m pipelinerl.plan compare results/base
 python -m pipelinerl.plan scaling results/base
+python -m pipelinerl.plan weights --gbytes-per-s 50
 """
 
 import argparse
@@ -18,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.plan import split
+from pipelinerl.plan import fan_out, split
 from pipelinerl.plan.research.commands import print_simulation, run_compare, run_scaling
 
 
@@ -48,7 +49,7 @@ def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.plan", description=__doc__.partition("\n\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling}")
+    commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling,weights}")
     plan = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
     plan.set_defaults(run=run_split)
     split.add_arguments(plan)
@@ -60,7 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
     scaling.set_defaults(run=run_scaling)
     scaling.add_argument("source", type=Path, help="run folder, or JSON file with a list of [compute, reward]")
     scaling.add_argument("--ceiling", type=float, default=1.0, help="largest possible value")
-    for command in (plan, compare, scaling):
+    weights = commands.add_parser("weights", help="predicted time of a weight update (docs/algorithms.md §11)")
+    weights.set_defaults(run=fan_out.run_weights)
+    fan_out.add_arguments(weights)
+    for command in (plan, compare, scaling, weights):
         command.add_argument("--json", metavar="FILE", help="write the result there, too")
     return parser
 

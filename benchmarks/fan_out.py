@@ -1,0 +1,138 @@
+"""What an update costs for 1 to 32 servers: bytes on every link, and time where the links are the limit.
+
+    python -m benchmarks.fan_out --json benchmarks/fan_out.json
+
+*Chain* is the project's sender. *Star* is the same sender whose servers all pull from the trainer. Receivers are
+processes without a model. For the times every process's uplink is limited by a token bucket to a rate at which the CPU
+is no bottleneck. The prediction is `pipelinerl.weights.cost`; its latency per hop comes from the first two rows.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
+from pipelinerl.weights import sender as sender_module
+from pipelinerl.weights.chain import bucket_bytes
+from pipelinerl.weights.cost import LinkSpeed, chain_s, star_s
+from pipelinerl.weights.dispatch import Dispatch, joining
+from pipelinerl.weights.layout import spec_of
+from pipelinerl.weights.member import Member
+from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.snapshot import Snapshot
+
+MIB = 1 << 20
+TIMEOUT_S = 600.0
+
+
+def star(snapshot: Snapshot, ready: Sequence[Member], origin: Address, bucket: int) -> list[Dispatch]:
+    """Every server pulls from the trainer."""
+    return joining(snapshot, ready, [], origin, bucket)
+
+
+def push(
+    running: list[ReceiverProcess], num_bytes: int, rate: float, *, is_star: bool, versions: int
+) -> dict[str, Any]:
+    """Bytes on each link and seconds of the last of some updates."""
+    weights = {"w": torch.zeros(num_bytes, dtype=torch.uint8)}
+    settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=TIMEOUT_S, stall_s=60.0)
+    chained = star if is_star else sender_module.chained
+    with mock.patch.object(sender_module, "chained", chained):
+        sender = WeightSender(lambda: [one.job for one in running], settings, lambda message: None)
+        sender.giver._pace = Uplink(rate)
+        try:
+            assert sender.wait_for_servers(len(running), 60) == len(running)
+            for version in range(versions):
+                before, given = sender.giver.num_bytes, [one.ask()[0] for one in running]
+                weights["w"].fill_(version)
+                started = time.monotonic()
+                sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()])
+                assert sender.wait_live(version, TIMEOUT_S, count=len(running)), sender.outcomes
+                seconds = time.monotonic() - started
+            out = sender.giver.num_bytes - before
+            forwarded = [one.ask()[0] - base for one, base in zip(running, given, strict=True)]
+        finally:
+            sender.close()
+    return {"seconds": round(seconds, 3), "bytes_out": out, "forwarded_max": max(forwarded)}
+
+
+def bytes_row(count: int, num_bytes: int) -> dict[str, Any]:
+    with receivers(count) as running:
+        chain = push(running, num_bytes, 0, is_star=False, versions=2)
+        beside = push(running, num_bytes, 0, is_star=True, versions=2)
+    return {
+        "servers": count,
+        "out_per_model": chain["bytes_out"] / num_bytes,
+        "forwarded_per_model_max": chain["forwarded_max"] / num_bytes,
+        "star_out_per_model": beside["bytes_out"] / num_bytes,
+        "unlimited_s": chain["seconds"],
+        "star_unlimited_s": beside["seconds"],
+    }
+
+
+def time_row(count: int, num_bytes: int, rate: float, *, with_star: bool) -> dict[str, Any]:
+    with receivers(count, rate=rate) as running:
+        row = {"servers": count, "chain_s": push(running, num_bytes, rate, is_star=False, versions=2)["seconds"]}
+        if with_star:
+            row["star_s"] = push(running, num_bytes, rate, is_star=True, versions=1)["seconds"]
+    return row
+
+
+def predict(rows: list[dict[str, Any]], num_bytes: int, rate: float) -> None:
+    """Add the model's times; the latency per hop comes from the difference of the first two rows."""
+    first, second = rows[0], rows[1]
+    bucket = bucket_bytes(MIB, num_bytes, second["servers"])
+    hops = second["servers"] - first["servers"]
+    hop_s = max((second["chain_s"] - first["chain_s"]) / hops - bucket / rate, 0.0)
+    wire = LinkSpeed(bytes_per_s=rate, hop_s=hop_s)
+    for row in rows:
+        bucket = bucket_bytes(MIB, num_bytes, row["servers"])
+        row["predicted_s"] = round(chain_s(num_bytes, row["servers"], wire, bucket=bucket), 3)
+        row["measured_over_predicted"] = round(row["chain_s"] / row["predicted_s"], 3)
+        if "star_s" in row:
+            row["star_predicted_s"] = round(star_s(num_bytes, row["servers"], wire), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--timed", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--mb", type=int, default=64, help="size of the model where times are measured")
+    parser.add_argument("--rate-mb", type=float, default=8, help="MB/s of every link where times are measured")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with forkserver():
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    rows = []
+    for count in args.servers:
+        rows.append(bytes_row(count, 16 * MIB))
+        print(rows[-1], flush=True)
+    num_bytes, rate = args.mb * MIB, args.rate_mb * MIB
+    timed = [time_row(count, num_bytes, rate, with_star=count == max(args.timed)) for count in args.timed]
+    predict(timed, num_bytes, rate)
+    for row in timed:
+        row["over_one"] = round(row["chain_s"] / timed[0]["chain_s"], 3)
+        if "star_s" in row:
+            row["star_over_one"] = round(row["star_s"] / timed[0]["chain_s"], 3)
+        print(row, flush=True)
+    if args.json:
+        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        document = machine | {"model_mb": args.mb, "rate_mb_per_s": args.rate_mb, "bytes": rows, "times": timed}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

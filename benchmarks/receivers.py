@@ -1,0 +1,175 @@
+"""Servers without a model, each a process of its own: real HTTP, connections and staging, an uplink with a rate.
+
+Used by ``fan_out.py`` and by the campaign of faults in the tests.
+"""
+
+import asyncio
+import hashlib
+import multiprocessing
+import multiprocessing.forkserver
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from pipelinerl.inference.control import UpdateControl, build_router
+from pipelinerl.weights.receiver import Receiver
+from pipelinerl.world import Job
+
+SECRET = "receivers"
+BURST_S = 0.02
+
+
+class Uplink:
+    """A token bucket: all that a process sends shares ``rate`` bytes per second. 0 = not limited."""
+
+    def __init__(self, rate: float = 0.0):
+        self.rate = rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def __call__(self, num_bytes: int) -> None:
+        """Returns when the bytes have had their time on the wire."""
+        if not self.rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self.rate
+            wait_s = self._free_at - now
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+
+class Model:
+    """What a server would run: it remembers the digest of every version that went live."""
+
+    def __init__(self, uplink: Uplink):
+        self.label, self.digests = "default", dict[str, str]()
+        self._digest = ""
+        self.receiver = Receiver(
+            index=0,
+            host="127.0.0.1",
+            secret=SECRET,
+            device=torch.device("cpu"),
+            allocate=lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8),
+            prepare=lambda layout, buffer: None,
+            pace=uplink,
+        )
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        assert method == "swap_weights"
+        _, buffer = self.receiver.staged(*args)
+        self._digest = hashlib.sha256(buffer.numpy()).hexdigest()
+        return [None]
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+
+    async def set_version(self, version: str) -> None:
+        self.label = version
+        self.digests[version] = self._digest
+
+    async def version(self) -> str:
+        return self.label
+
+
+def serve(index: int, port: int, rate: float, pipe: Any) -> None:
+    """The process: serves until it is killed, answers what it has done over ``pipe``."""
+    torch.set_num_threads(1)
+    uplink = Uplink(rate)
+    model = Model(uplink)
+    app = FastAPI()
+    app.include_router(
+        build_router(UpdateControl(model, workers=[model.receiver.address], secret=SECRET, on_fatal=lambda: None))
+    )
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
+
+    def answer() -> None:
+        while not server.started:
+            time.sleep(0.01)
+        pipe.send(server.servers[0].sockets[0].getsockname()[1])
+        while True:
+            try:
+                command, value = pipe.recv()
+            except EOFError:
+                server.should_exit = True
+                return
+            if command == "rate":
+                uplink.rate = value
+            threads = [thread.name for thread in threading.enumerate()]
+            pipe.send((model.receiver.giver.num_bytes, model.digests, threads))
+
+    threading.Thread(target=answer, daemon=True).start()
+    asyncio.run(server.serve())
+
+
+@dataclass(eq=False)
+class ReceiverProcess:
+    """One of them, seen from outside."""
+
+    index: int
+    process: Any
+    pipe: Any
+    port: int
+
+    @property
+    def job(self) -> Job:
+        name, url = f"actor_llm_{self.index}", f"http://127.0.0.1:{self.port}"
+        return Job(name=name, kind="actor_llm", replica_idx=self.index, port=self.port, url=url)
+
+    def ask(self, command: str = "state", value: float = 0.0) -> tuple[int, dict[str, str], list[str]]:
+        """(bytes given to others, version → digest of what went live, names of its threads)."""
+        self.pipe.send((command, value))
+        assert self.pipe.poll(60), f"receiver {self.index} does not answer"
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def start(indices: Sequence[int], *, rate: float = 0.0, port: int = 0) -> list[ReceiverProcess]:
+    """Processes that are ready, within ``forkserver``."""
+    context = multiprocessing.get_context("forkserver")
+    started = []
+    for index in indices:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(index, port, rate, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((index, process, ours))
+    made = []
+    for index, process, ours in started:
+        assert ours.poll(120), f"receiver {index} did not start"
+        made.append(ReceiverProcess(index, process, ours, ours.recv()))
+    return made
+
+
+@contextmanager
+def forkserver() -> Iterator[None]:
+    """The process from which receivers are forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.receivers"])
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]  # it has no public end
+    server.ensure_running()
+    try:
+        yield
+    finally:
+        server._stop()
+
+
+@contextmanager
+def receivers(count: int, *, rate: float = 0.0) -> Iterator[list[ReceiverProcess]]:
+    running = start(range(count), rate=rate)
+    try:
+        yield running
+    finally:
+        for one in running:
+            one.end()

@@ -1,0 +1,41 @@
+"""``python -m pipelinerl.plan weights``: predicted time of a weight update, by model, servers and sending ranks."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelinerl.weights.cost import LinkSpeed, planned_s, star_s
+
+MODELS = {"7B": 7e9, "32B": 32e9, "70B": 70e9, "405B": 405e9}
+SERVERS = (8, 64, 512)
+RANKS = (1, 8, 64)
+BYTES_PER_PARAMETER = 2
+BUCKET_BYTES = 8 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gbytes-per-s", type=float, default=50.0, help="GB/s of one link (400 Gbit/s: 50)")
+    parser.add_argument("--links", type=int, default=8, help="links of a server's node")
+
+
+def run_weights(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Print and return the seconds until the last server has an update on the wire; staging and swap come on top."""
+    wire = LinkSpeed(bytes_per_s=1e9 * args.gbytes_per_s, links_per_server=args.links)
+    table = Table(title=f"seconds per update, {args.gbytes_per_s:g} GB/s per link, {args.links} links per server")
+    for column in ("model", "servers", "star", *(f"chain, {ranks} rank(s)" for ranks in RANKS)):
+        table.add_column(column, justify="right")
+    rows = []
+    for name, parameters in MODELS.items():
+        num_bytes = int(parameters * BYTES_PER_PARAMETER)
+        for servers in SERVERS:
+            chains = {
+                ranks: planned_s(num_bytes, servers, wire, largest_bucket=BUCKET_BYTES, stripes=ranks)
+                for ranks in RANKS
+            }
+            star = star_s(num_bytes, servers, wire)
+            rows.append({"model": name, "servers": servers, "star_s": star, "chain_s": chains})
+            table.add_row(name, str(servers), f"{star:,.1f}", *(f"{seconds:,.2f}" for seconds in chains.values()))
+    console.print(table)
+    return {"rows": rows}
