@@ -1,4 +1,6 @@
-"""Asks a server for a completion and turns the answer into training data. Public: the two functions at the top.
+"""Asks a server for a completion and turns the answer into training data.
+
+Public is what stands above ``DirectTransport``.
 
 The prompt is rendered once, here, and travels as token ids; the answer is the sampled ids with log-probabilities and
 the weight version of each token (``records.answers``). Nothing is ever re-tokenised. A completion without a finite
@@ -10,6 +12,7 @@ import copy
 import hashlib
 import json
 import random
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +26,7 @@ from pipelinerl.chat.tool_calls import read_plain, reader_of
 from pipelinerl.errors import DomainError, ServerError, StreamError, TransportError
 from pipelinerl.llm import FunctionCall, GenerateRequest, LLMCall, LLMOutput, Prompt, ToolCall, TrainableLLM
 from pipelinerl.records.answers import ANSWER_FORMAT, ANSWER_PATH, Answer, AnswerRequest, Completion
-from pipelinerl.rollouts import CallTokens, TrainingText
+from pipelinerl.rollouts import CallTokens, TrainingText, apply_rollout_reward
 from pipelinerl.streams.codec import Codec
 
 MISSING_LOGPROB = -9999.0
@@ -34,13 +37,20 @@ LONG_TOKENS = 4000
 UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
 
 
-async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp.ClientSession) -> LLMCall:
+class RetryableAbortedCompletionError(ServerError):
+    """The server ended a completion before the model did: no data, and another try may succeed."""
+
+
+async def llm_async_generate(
+    llm: TrainableLLM, prompt: Prompt, session: aiohttp.ClientSession, max_tokens_override: int | None = None
+) -> LLMCall:
     """Samples one completion.
 
     Args:
         llm: the server and its sampling parameters.
         prompt: messages (and tools) in OpenAI format.
         session: HTTP session of the rollout.
+        max_tokens_override: longest completion of this call; None = that of ``llm.parameters``.
 
     Returns:
         The call: ``output.content``, ``output.tool_calls``, ``logprobs`` (one per sampled token), token counts and
@@ -49,14 +59,16 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
     Raises:
         TransportError: no server answered within the retries.
         ServerError: the server refused the request (its message is in the error).
+        DomainError: the prompt's ``response_format`` would constrain the sampler.
     """
     llm.load_tokenizer()
+    _refuse_constraint(prompt)
     renderer = renderer_of(llm.tokenizer)
     text, prompt_ids, prefix_version = _prompt_tokens(renderer, llm, prompt)
     request = GenerateRequest(
         token_ids=prompt_ids,
         prefix_version=prefix_version,
-        body_key=_sampling_params(llm),
+        body_key=_sampling_params(llm, max_tokens_override),
         model=llm.model_name,
         retries=llm.max_retries,
         base_delay_s=llm.base_delay,
@@ -90,6 +102,14 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     )
     text._attach(tokens)
     return text
+
+
+def make_training_texts_from_llm_calls(
+    llm: TrainableLLM, llm_calls: Iterable[LLMCall], reward: float | None = None
+) -> list[TrainingText]:
+    """One training text per call, each with the rollout's reward where it is given."""
+    texts = [make_training_text(llm, call) for call in llm_calls]
+    return texts if reward is None else apply_rollout_reward(texts, reward)
 
 
 class DirectTransport:
@@ -172,7 +192,7 @@ def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTo
 
 def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool) -> CallTokens:
     if completion.finish_reason in ("abort", "error"):
-        raise ServerError(f"the server ended a completion with {completion.finish_reason!r}", 503)
+        raise RetryableAbortedCompletionError(f"the server ended a completion with {completion.finish_reason!r}", 503)
     token_ids, logprobs = completion.token_ids, completion.logprobs
     if token_ids.dtype != np.int32 or token_ids.ndim != 1:
         raise ServerError(f"the server sent token ids as {token_ids.ndim}-D {token_ids.dtype}", 502)
@@ -221,13 +241,23 @@ def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) ->
     return rendered.text, rendered.token_ids, None
 
 
-def _sampling_params(llm: TrainableLLM) -> bytes:
+def _refuse_constraint(prompt: Prompt) -> None:
+    if prompt.response_format not in (None, {"type": "text"}):
+        raise DomainError(
+            f"Prompt.response_format is {prompt.response_format!r}: a constrained sampler has another distribution "
+            "than the one that is trained; ask for the format in the prompt, and give an answer without it a low reward"
+        )
+
+
+def _sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
     params = _plain(llm.parameters)
     refused = [name for name in UNSUPPORTED_PARAMETERS if name in params]
     if refused:
         raise DomainError(f"llm.parameters holds {refused[0]!r}, which the token interface does not take: remove it")
     if "max_completion_tokens" in params:
         params["max_tokens"] = params.pop("max_completion_tokens")
+    if max_tokens is not None:
+        params["max_tokens"] = max_tokens
     if llm.collect_logprobs:
         params["logprobs"] = 0
     params["detokenize"] = bool(params.get("stop"))

@@ -6,7 +6,7 @@ test kit replace.
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import uuid4
@@ -34,6 +34,9 @@ class Prompt(BaseModel):
     tools: list[dict] | None = None
     messages: list[dict] = Field(default_factory=list)
     token_ids: list[int] = Field(default_factory=list)
+    response_format: dict | type[BaseModel] | None = None
+    """Only `{"type": "text"}`: any other constrains the sampler, and what is sampled then has another distribution than
+    the one that is trained. `llm_async_generate` refuses it."""
 
     @staticmethod
     def from_user_message(content: str) -> "Prompt":
@@ -76,6 +79,65 @@ class LLMOutput(BaseModel):
     def to_message(self) -> dict[str, Any]:
         """The message to append to a conversation."""
         return self.model_dump(exclude_none=True)
+
+
+class LLMEvent(BaseModel):
+    """A piece of an answer, or all of it."""
+
+    chunk: str | None = None
+    output: LLMOutput | None = None
+    llm_call: "LLMCall | None" = None
+
+
+class LLMStream:
+    """The events of one answer, as agent frameworks take them; remembers the call when it comes by.
+
+    Args:
+        generator: the events; None makes a null stream, which is false and cannot be iterated.
+        prompt: what was asked.
+    """
+
+    def __init__(self, generator: Iterator[LLMEvent] | None, prompt: Prompt):
+        self.generator = generator
+        self.prompt = prompt
+        self.llm_call: LLMCall | None = None
+
+    def __bool__(self) -> bool:
+        return self.generator is not None
+
+    def __iter__(self) -> "LLMStream":
+        if self.generator is None:
+            raise ValueError("a null stream has no events")
+        return self
+
+    def __next__(self) -> LLMEvent:
+        if self.generator is None:
+            raise StopIteration
+        event = next(self.generator)
+        self.llm_call = event.llm_call or self.llm_call
+        return event
+
+    def get_output(self) -> LLMOutput:
+        """The first whole answer; raises ValueError when there is none."""
+        output = next((event.output for event in self if event.output), None)
+        if output is None:
+            raise ValueError("the stream ended without an output")
+        return output
+
+    def get_text(self) -> str:
+        """The text of the first whole answer; raises ValueError when it has none."""
+        content = self.get_output().content
+        if content is None:
+            raise ValueError("the output has no text")
+        return content
+
+    def get_llm_call(self) -> "LLMCall":
+        """The call, read to its end where need be; raises ValueError when there is none."""
+        while self.llm_call is None and next(self, None) is not None:
+            pass
+        if self.llm_call is None:
+            raise ValueError("the stream ended without its call")
+        return self.llm_call
 
 
 class LLMCall(LazyModel):

@@ -5,7 +5,7 @@ a list that a domain reads, replaces or edits in place becomes the truth from th
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,43 @@ class RolloutResult(BaseModel):
     group_id: str | None = None
     rewards: RewardMode | None = None
     """None = `actor.rewards` of the configuration."""
+    domain: str | None = None
+    """Which domain a dispatcher chose; metrics are divided by the configuration's `domains`."""
+
+
+@dataclass(frozen=True)
+class TrainingTextSummary:
+    """The sizes of a rollout's texts, in order."""
+
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    overflow: bool
+    """Whether a text was cut."""
+    num_turns: int
+
+
+def summarize_training_texts(training_texts: Iterable[TrainingText]) -> TrainingTextSummary:
+    """Token counts of a rollout's texts, and whether one was cut."""
+    texts = list(training_texts)
+    return TrainingTextSummary(
+        prompt_tokens=[text.prompt_tokens for text in texts],
+        output_tokens=[text.output_tokens for text in texts],
+        overflow=rollout_has_overflow(texts),
+        num_turns=len(texts),
+    )
+
+
+def apply_rollout_reward(training_texts: Iterable[TrainingText], reward: float) -> list[TrainingText]:
+    """The texts, each with the rollout's one reward."""
+    texts = list(training_texts)
+    for text in texts:
+        text.reward = reward
+    return texts
+
+
+def rollout_has_overflow(training_texts: Iterable[TrainingText]) -> bool:
+    """Whether a text did not end by itself."""
+    return not all(text.finished for text in training_texts)
 
 
 def check_result(result: Any, rewards: RewardMode = "rollout", *, trains: bool = True) -> RolloutResult:

@@ -28,6 +28,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why, for people: never parsed."""
 
 
+class MathAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A check of a mathematical answer as PipelineRL's environment takes it."""
+
+    prediction: str
+    gold: str
+    strict: bool = True
+    max_prediction_length: int = 1000
+
+
 class CheckBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checks: list[Check]
 

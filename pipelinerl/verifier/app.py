@@ -1,4 +1,4 @@
-"""The HTTP side: ``POST /`` (one check), ``POST /batch`` (many), ``GET /health``.
+"""The HTTP side: ``POST /`` (one check), ``/batch`` (many), ``/verify_answer`` (as PipelineRL asks); ``GET /health``.
 
 Bodies are bounded before they are read and refused with a 4xx and a reason when they are not what they should be; a
 well-formed check always gets a verdict with status 200.
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdict
+from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, MathAnswer, Verdict
 from pipelinerl.verifier.judges import JUDGES
 from pipelinerl.verifier.pool import JudgePool
 
@@ -21,6 +21,7 @@ MAX_BATCH = 4096
 
 _ENCODER = msgspec.json.Encoder()
 _CHECK = msgspec.json.Decoder(Check)
+_ANSWER = msgspec.json.Decoder(MathAnswer)
 _BATCH = msgspec.json.Decoder(CheckBatch)
 
 
@@ -50,6 +51,17 @@ def decode(decoder: Any, body: bytes) -> Any:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise HTTPException(422, f"not a valid request: {error}") from error
+
+
+async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
+    """The verdict on a mathematical answer in one word."""
+    if len(asked.prediction[asked.prediction.rfind("\\boxed") :]) > asked.max_prediction_length:
+        return "unparsable"
+    options = {"answer_format": "boxed", "strict": asked.strict}
+    verdict = await pool.judge(Check(kind="math", prediction=asked.prediction, gold=asked.gold, options=options))
+    if verdict.status == "error":
+        raise HTTPException(500, f"cannot be judged: {verdict.detail}")
+    return verdict.status
 
 
 def create_app(
@@ -93,6 +105,11 @@ def create_app(
         if len(checks) > MAX_BATCH:
             raise HTTPException(413, f"a batch of {len(checks)} checks: send at most {MAX_BATCH}")
         return answer(BatchVerdicts(verdicts=await judge_all(checks)))
+
+    @app.post("/verify_answer")
+    async def verify_answer(request: Request) -> Response:
+        authorise(request)
+        return answer({"answer_status": await answer_status(pool, decode(_ANSWER, await bounded.read(request)))})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

@@ -15,7 +15,7 @@ LAYERS = (
     ("errors", "disk", "process", "records", "config", "rollouts", "chat"),
     ("streams", "world", "membership", "llm", "async_llm", "state", "observability", "agents", "testing"),
     ("archive", "redis_server", "inspect", "weights"),
-    ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils"),
+    ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils", "countdown_utils"),
     ("actor", "preprocess", "finetune", "inference"),
     ("launcher",),
     ("command", "launch", "ledger", "migrate", "render", "status"),

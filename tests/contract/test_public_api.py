@@ -22,9 +22,10 @@ FIELDS = {
         "text", "n_predicted", "reward", "logprobs", "ref_logprobs", "input_ids", "labels", "group_id", "finished",
         "prompt_tokens", "output_tokens", "visual_features", "metadata",
     },
-    RolloutResult: {"training_texts", "metrics", "latency", "model_version", "dataset_name", "group_id", "rewards"},
+    RolloutResult: {"training_texts", "metrics", "latency", "model_version", "dataset_name", "group_id", "rewards",
+                    "domain"},
     BaseMetrics: {"reward", "success", "no_error", "no_answer"},
-    Prompt: {"id", "tools", "messages", "token_ids"},
+    Prompt: {"id", "tools", "messages", "token_ids", "response_format"},
     TokenLogprob: {"logprob", "token_id"},
     LLMOutput: {"role", "content", "tool_calls"},
     LLMCall: {
@@ -44,7 +45,7 @@ def test_models_have_exactly_these_fields(model: type) -> None:
 
 
 def test_functions_keep_their_arguments() -> None:
-    assert list(inspect.signature(llm_async_generate).parameters) == ["llm", "prompt", "session"]
+    assert list(inspect.signature(llm_async_generate).parameters) == ["llm", "prompt", "session", "max_tokens_override"]
     assert inspect.iscoroutinefunction(llm_async_generate)
     assert list(inspect.signature(make_training_text).parameters) == ["llm", "llm_call"]
     assert list(inspect.signature(Prompt.from_user_message).parameters) == ["content"]

@@ -59,6 +59,12 @@ class ActorSection(Section):  # structure: one field per key
         "what the rewards of a rollout's texts are, where its `RolloutResult` does not say. One for all, or each its "
         "own, compared at the same step, or increments of a return. See [§1](algorithms.md)",
     )
+    domain_rollouts: dict[str, str] = key(
+        {},
+        "rollout functions by the `domain` of a problem, for "
+        "`rollout_policy: pipelinerl.domains.dispatcher.generate_multidomain_rollout`. `domains` instead mixes by "
+        "weight",
+    )
     llm_max_rollouts: PositiveInt = key(
         64,
         "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number",

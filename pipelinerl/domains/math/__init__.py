@@ -1,10 +1,11 @@
 """Mathematical problems with a reference answer, judged by math-verify in the verifier service."""
 
 from pipelinerl.domains.math.dataset import load_problems
-from pipelinerl.domains.math.outcomes import RewardTable, get_reward, length_penalty, verify_answer_rpc
+from pipelinerl.domains.math.outcomes import RewardTable, get_reward, length_penalty, verify_answer, verify_answer_rpc
 from pipelinerl.domains.math.rollouts import generate_rollout
 
 generate_math_rollout = generate_rollout
+load_datasets = load_problems
 
 __all__ = [
     "RewardTable",
@@ -12,6 +13,8 @@ __all__ = [
     "generate_rollout",
     "get_reward",
     "length_penalty",
+    "load_datasets",
     "load_problems",
+    "verify_answer",
     "verify_answer_rpc",
 ]

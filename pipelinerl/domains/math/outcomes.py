@@ -4,15 +4,30 @@ The domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.
 """
 
 import functools
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
+from pipelinerl.domains.countdown.judge import judge_expression
+from pipelinerl.domains.math.judge import judge as judge_math
+from pipelinerl.domains.math.judge import last_boxed
 from pipelinerl.domains.verifier_client import VerifierClient
+from pipelinerl.records.verdicts import Verdict, no_answer
+
+OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
+"""Verdict → beginning of the table's names."""
+COUNTDOWN = re.compile(r"countdown-(\d+)-\[([\d, ]+)\]")
+"""A reference answer of the countdown data: target and numbers."""
 
 
 class RewardTable(BaseModel):
-    """Rewards by outcome, and by whether the completion ended by itself."""
+    """Rewards by outcome, and by whether the completion ended by itself.
+
+    It may be made of the ``rewards`` of a configuration here, too: ``RewardTable(**cfg.rewards)``.
+    """
 
     wrong_answer_not_finished: float
     wrong_answer_finished: float
@@ -25,19 +40,72 @@ class RewardTable(BaseModel):
     buffer_tokens: int = 0
     """Length of the overlong penalty's ramp; 0 = no penalty."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_rewards(cls, given: Any) -> Any:
+        """Fills what is not given from `correct`, `wrong`, `no_answer`, `unparsable` and `unfinished`."""
+        if not isinstance(given, Mapping) or not OUTCOMES.keys() <= given.keys():
+            return given
+        unfinished = given.get("unfinished")
+        cut = unfinished if isinstance(unfinished, Mapping) else {}
+        table = dict(given)
+        for verdict, name in OUTCOMES.items():
+            table.setdefault(f"{name}_finished", given[verdict])
+            whole = given[verdict] if unfinished is None or isinstance(unfinished, Mapping) else unfinished
+            table.setdefault(f"{name}_not_finished", cut.get(verdict, whole))
+        return table
+
+    def get_reward_range(self) -> tuple[float, float]:
+        """The smallest and the largest entry."""
+        entries = [value for name, value in self.model_dump().items() if name.endswith("finished")]
+        return min(entries), max(entries)
+
 
 def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) -> float:
     """The table's entry; raises ``ValueError`` for a status that has none (an error is never a reward)."""
-    if answer_status not in ("wrong", "no_answer", "unparsable", "correct"):
+    if answer_status not in OUTCOMES:
         raise ValueError(f"no reward for the status {answer_status!r}")
-    outcome = f"{answer_status}_answer" if answer_status in ("wrong", "correct") else answer_status
-    return getattr(reward_table, f"{outcome}_{'finished' if finished else 'not_finished'}")
+    return getattr(reward_table, f"{OUTCOMES[answer_status]}_{'finished' if finished else 'not_finished'}")
 
 
 def length_penalty(max_length: int, sequence_length: int, buffer_tokens: int) -> float:
     """0 up to ``max_length - buffer_tokens``, then linear to -1 at ``max_length`` (DAPO, arXiv 2503.14476, eq. 13)."""
     over = sequence_length - (max_length - buffer_tokens)
     return -over / buffer_tokens if 0 < over <= buffer_tokens else 0.0
+
+
+def verify_answer(prediction: str, gold: str, strict: bool = True, max_prediction_length: int = 1000) -> str:
+    r"""``verify_answer_rpc`` in this process: for tests and data. It may compute for ever, so rollouts ask a verifier.
+
+    Args:
+        gold: the reference answer, or ``countdown-<target>-[<numbers>]``.
+
+    Raises:
+        ValueError: the reference cannot be read.
+    """
+    if _too_long(prediction, max_prediction_length):
+        return "unparsable"
+    verdict = _countdown_verdict(prediction, gold) or judge_math(
+        prediction, gold, {"answer_format": "boxed", "strict": strict}
+    )
+    if verdict.status == "error":
+        raise ValueError(f"cannot be judged: {verdict.detail}")
+    return verdict.status
+
+
+def _countdown_verdict(prediction: str, gold: str) -> Verdict | None:
+    """The verdict on the last box of an output; None when the reference is no countdown problem."""
+    asked = COUNTDOWN.fullmatch(gold.strip())
+    if asked is None:
+        return None
+    expression = last_boxed(prediction)
+    if not expression:
+        return no_answer("no \\boxed{}")
+    return judge_expression(expression, [int(number) for number in asked[2].split(",")], int(asked[1]))
+
+
+def _too_long(prediction: str, max_prediction_length: int) -> bool:
+    return len(prediction[prediction.rfind("\\boxed") :]) > max_prediction_length
 
 
 @functools.lru_cache
@@ -63,7 +131,7 @@ async def verify_answer_rpc(
     Raises:
         VerifierError: the verifier did not answer or could not do its work.
     """
-    if len(prediction[prediction.rfind("\\boxed") :]) > max_prediction_length:
+    if _too_long(prediction, max_prediction_length):
         return "unparsable"
     client = _client(host, port)
     verdict = await client.check(session, "math", prediction, gold, answer_format="boxed", strict=strict)

@@ -1,0 +1,37 @@
+"""What domains written for PipelineRL import to judge countdown answers in a box."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
+from pipelinerl.domains.math.judge import last_boxed
+
+THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+def extract_solution(solution_str: str) -> str | None:
+    r"""Content of the last ``\boxed{}`` in the output's last line; None when there is none or it is empty."""
+    return last_boxed(solution_str.rpartition("\n")[2]) or None
+
+
+def validate_format(solution_str: str) -> bool:
+    """Whether the output holds a thought, ``<think>…</think>``, that is not blank."""
+    thought = THOUGHT.search(solution_str)
+    return thought is not None and bool(thought[1].strip())
+
+
+def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bool:
+    """Whether an expression uses each of the numbers exactly once."""
+    try:
+        return Counter(evaluate(equation_str).numbers) == Counter(available_numbers)
+    except ExpressionError:
+        return False
+
+
+def evaluate_equation(equation_str: str) -> float | None:
+    """The value of an expression; None when it cannot be read or divides by zero. Nothing is ever executed."""
+    try:
+        return float(evaluate(equation_str).value)
+    except ExpressionError:
+        return None

@@ -1,0 +1,274 @@
+"""Modules with the imports and calls of PipelineRL's domains, written anew: the names are here and do their work."""
+
+import time
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl import countdown_utils
+from pipelinerl.async_llm import (
+    RetryableAbortedCompletionError,
+    is_retryable,
+    llm_async_generate,
+    make_training_text,
+    make_training_texts_from_llm_calls,
+    read_answer,
+)
+from pipelinerl.config.load import compose, validate
+from pipelinerl.domains.dispatcher import generate_multidomain_rollout, register_domain_rollout
+from pipelinerl.domains.guessing import load_problems as load_guessing
+from pipelinerl.domains.math import RewardTable, get_reward, load_datasets, load_problems, verify_answer
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import GenerateRequest, LLMCall, LLMEvent, LLMOutput, LLMStream, Prompt, TrainableLLM
+from pipelinerl.records.answers import Answer, Completion
+from pipelinerl.rollouts import (
+    BaseMetrics,
+    RolloutResult,
+    TrainingText,
+    apply_rollout_reward,
+    rollout_has_overflow,
+    summarize_training_texts,
+)
+from pipelinerl.streams.codec import Codec
+from pipelinerl.testing import FakeLLM, run_rollout
+from pipelinerl.utils import get_environment_jobs, resolve_environment_key
+from pipelinerl.verifier.app import create_app
+
+REWARDS = {"correct": 1.0, "wrong": -0.5, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
+
+
+class ToolMetrics(BaseMetrics):
+    num_turns: int
+    overflow: bool
+
+
+async def play_with_a_tool(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
+) -> RolloutResult:
+    """A domain of several turns: a budget per turn, one reward for all texts, a summary as metrics."""
+    begin, calls, messages = time.time(), [], [{"role": "user", "content": problem["task"]}]
+    for _ in range(int(cfg.actor.get("agent_max_loops", 3))):
+        call = await llm_async_generate(llm, Prompt(messages=messages), session, max_tokens_override=problem["budget"])
+        calls.append(call)
+        messages = [*messages, {"role": "assistant", "content": call.output.content or ""}]
+        if "\\boxed" in (call.output.content or ""):
+            break
+        messages.append({"role": "user", "content": "Go on."})
+    status = verify_answer(calls[-1].output.content or "", problem["answer"], strict=True)
+    texts = make_training_texts_from_llm_calls(llm, calls)
+    reward = get_reward(status, not rollout_has_overflow(texts), RewardTable(**dict(cfg.rewards)))
+    summary = summarize_training_texts(apply_rollout_reward(texts, reward))
+    metrics = ToolMetrics(
+        reward=reward,
+        success=status == "correct",
+        no_error=status != "unparsable",
+        no_answer=status == "no_answer",
+        num_turns=summary.num_turns,
+        overflow=summary.overflow,
+    )
+    return RolloutResult(
+        training_texts=texts, metrics=metrics, latency=time.time() - begin, dataset_name="tool", domain="math"
+    )
+
+
+PROBLEM = {"task": "2 + 2 = ?", "answer": "4", "budget": 64, "domain": "math"}
+
+
+@pytest.mark.parametrize(
+    ("replies", "budget", "reward", "turns", "overflow"),
+    [
+        (["Let me see.", "\\boxed{4}"], 64, 1.0, 2, False),
+        (["\\boxed{5}"], 64, -0.5, 1, False),
+        (["hm", "hm", "hm"], 64, -1.0, 3, False),
+        (["a long thought", "\\boxed{4}"], 10, 1.0, 2, True),  # cut after 10 bytes, and no reward of its own for that
+    ],
+)
+async def test_domain_of_several_turns_runs_unchanged(
+    replies: list[str], budget: int, reward: float, turns: int, overflow: bool
+) -> None:
+    cfg = OmegaConf.create({"actor": {"agent_max_loops": 3}, "rewards": REWARDS})
+    result = await run_rollout(play_with_a_tool, PROBLEM | {"budget": budget}, replies, cfg)
+    assert [text.reward for text in result.training_texts] == [reward] * turns
+    assert result.metrics.overflow is overflow  # type: ignore[attr-defined]
+    assert max(text.output_tokens for text in result.training_texts) <= budget
+
+
+async def test_budget_of_a_call_goes_before_that_of_the_model() -> None:
+    llm = FakeLLM.saying(["twelve bytes"] * 2, parameters={"max_tokens": 6})
+    async with aiohttp.ClientSession() as session:
+        lengths = [
+            (await llm_async_generate(llm, Prompt.from_user_message("?"), session, max_tokens_override=budget))
+            for budget in (3, None)
+        ]
+    assert [call.output_length_tokens for call in lengths] == [3, 6]
+
+
+async def test_reward_may_be_given_with_the_calls() -> None:
+    llm = FakeLLM.saying(["a", "b"])
+    async with aiohttp.ClientSession() as session:
+        calls = [await llm_async_generate(llm, Prompt.from_user_message("?"), session) for _ in range(2)]
+    assert [text.reward for text in make_training_texts_from_llm_calls(llm, calls, 0.25)] == [0.25, 0.25]
+    assert make_training_texts_from_llm_calls(llm, calls)[0].input_ids == make_training_text(llm, calls[0]).input_ids
+
+
+async def test_format_that_constrains_the_sampler_is_refused_with_the_reason() -> None:
+    async with aiohttp.ClientSession() as session:
+        free = Prompt(messages=[{"role": "user", "content": "?"}], response_format={"type": "text"})
+        assert (await llm_async_generate(FakeLLM.saying(["yes"]), free, session)).output.content == "yes"
+        for given in ({"type": "json_object"}, BaseMetrics):
+            prompt = Prompt(messages=[{"role": "user", "content": "?"}], response_format=given)
+            with pytest.raises(DomainError, match="a constrained sampler has another distribution"):
+                await llm_async_generate(FakeLLM.saying(["{}"]), prompt, session)
+
+
+async def test_aborted_completion_is_tried_again_and_then_told() -> None:
+    aborted = Completion(
+        token_ids=np.array([1], np.int32),
+        logprobs=np.array([-1.0], np.float32),
+        version_spans=None,
+        finish_reason="abort",
+    )
+    payload = Codec(Answer).encode(Answer(completions=(aborted,)))
+    asked = {"token_ids": np.array([1], np.int32), "body_key": b"{}", "model": "m", "retries": 0, "base_delay_s": 0.0}
+    with pytest.raises(RetryableAbortedCompletionError, match="'abort'") as told:
+        read_answer(payload, GenerateRequest(**asked), 1)
+    assert is_retryable(told.value)
+
+
+def test_texts_are_summarised() -> None:
+    texts = [
+        TrainingText(text="ab", n_predicted=1, prompt_tokens=3, output_tokens=2, finished=True),
+        TrainingText(text="ab", n_predicted=1, prompt_tokens=5, output_tokens=4, finished=False),
+    ]
+    summary = summarize_training_texts(iter(texts))
+    assert (summary.prompt_tokens, summary.output_tokens) == ([3, 5], [2, 4])
+    assert (summary.overflow, summary.num_turns) == (True, 2)
+    assert not rollout_has_overflow(texts[:1])
+    assert not rollout_has_overflow([])
+
+
+def stream(*events: LLMEvent) -> LLMStream:
+    return LLMStream(iter(events), Prompt.from_user_message("?"))
+
+
+def test_stream_of_events_gives_output_text_and_call() -> None:
+    output = LLMOutput(content="yes")
+    call = LLMCall(prompt=Prompt.from_user_message("?"), output=output)
+    whole = stream(LLMEvent(chunk="y"), LLMEvent(output=output, llm_call=call), LLMEvent(chunk="late"))
+    assert (whole.get_output(), whole.get_llm_call()) == (output, call)
+    assert [event.chunk for event in whole] == ["late"]
+    assert stream(LLMEvent(output=output)).get_text() == "yes"
+    assert stream(LLMEvent(chunk="y"), LLMEvent(llm_call=call)).get_llm_call() is call
+
+
+def test_stream_without_an_answer_says_so() -> None:
+    null = LLMStream(None, Prompt())
+    assert not null
+    for ask in (null.get_output, stream().get_output, stream(LLMEvent(output=LLMOutput())).get_text):
+        with pytest.raises(ValueError, match=r"stream|no text"):
+            ask()
+    with pytest.raises(ValueError, match="without its call"):
+        stream(LLMEvent(chunk="y")).get_llm_call()
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "status"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", "correct"),
+        ("so \\boxed{3}", "4", "wrong"),
+        ("so 4", "4", "no_answer"),
+        ("\\boxed{" + "1" * 1000 + "}", "4", "unparsable"),
+        ("\\boxed{(3 + 5) * 2}", "countdown-16-[2, 3, 5]", "correct"),
+        ("\\boxed{3 + 5 * 2}", "countdown-16-[2, 3, 5]", "wrong"),
+        ("\\boxed{8 * 2}", "countdown-16-[2, 3, 5]", "wrong"),
+        ("\\boxed{__import__('os')}", "countdown-16-[2, 3, 5]", "unparsable"),
+        ("16", "countdown-16-[2, 3, 5]", "no_answer"),
+    ],
+)
+def test_answer_is_verified(prediction: str, gold: str, status: str) -> None:
+    assert verify_answer(prediction, gold) == status
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Any:
+    with TestClient(create_app(workers=1, timeout_s=20, memory_mb=1024, max_body_kb=64)) as client:
+        yield client
+
+
+def test_verifier_has_the_route_of_pipelinerls_environment(verifier: TestClient) -> None:
+    """The body and the answer of PipelineRL's own `verify_answer_rpc`."""
+    body = {"prediction": "\\boxed{4}", "gold": "4", "strict": True, "max_prediction_length": 1000}
+    statuses = [
+        verifier.post("/verify_answer", json=body | changes).json()
+        for changes in ({}, {"prediction": "\\boxed{5}"}, {"prediction": "4"}, {"max_prediction_length": 3})
+    ]
+    assert [status["answer_status"] for status in statuses] == ["correct", "wrong", "no_answer", "unparsable"]
+    assert verifier.post("/verify_answer", json={"gold": "4"}).status_code == 422
+    assert verifier.get("/health").json()["status"] == "ok"
+
+
+def test_reward_table_is_made_of_either_table() -> None:
+    ours = RewardTable(**REWARDS | {"unfinished": {"correct": 0.5}})
+    assert (ours.correct_answer_finished, ours.correct_answer_not_finished) == (1.0, 0.5)
+    assert (ours.wrong_answer_finished, ours.wrong_answer_not_finished) == (-0.5, -0.5)
+    assert RewardTable(**REWARDS | {"unfinished": -2.0}).get_reward_range() == (-2.0, 1.0)
+    theirs = {f"{name}_{end}": 0.5 for name in ("correct_answer", "wrong_answer", "no_answer", "unparsable")
+              for end in ("finished", "not_finished")}  # fmt: skip
+    assert RewardTable(**REWARDS | theirs).get_reward_range() == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("output", "solution", "well_formed"),
+    [
+        ("<think>1</think>\n\\boxed{1 + 2}", "1 + 2", True),
+        ("<think> </think>\n\\boxed{1 + 2}", "1 + 2", False),
+        ("\\boxed{1 + 2}\nso 3", None, False),
+        ("</think> a <think>\n\\boxed{}", None, False),
+    ],
+)
+def test_countdown_answers_are_found(output: str, solution: str | None, well_formed: bool) -> None:
+    assert countdown_utils.extract_solution(output) == solution
+    assert countdown_utils.validate_format(output) is well_formed
+
+
+def test_countdown_equations_are_computed_and_never_executed() -> None:
+    assert countdown_utils.validate_equation("(1 + 2) * 3", [3, 2, 1])
+    assert not countdown_utils.validate_equation("1 + 2", [1, 2, 3])
+    assert countdown_utils.evaluate_equation("(1 + 2) / 4") == 0.75
+    assert countdown_utils.evaluate_equation("1 / 0") is None
+    assert countdown_utils.evaluate_equation("().__class__") is None
+
+
+async def test_dispatcher_plays_the_domain_of_the_problem() -> None:
+    name = f"{__name__}.play_with_a_tool"
+    cfg = {"actor": {"domain_rollouts": {"math": "pipelinerl.domains.nowhere.play"}}, "rewards": REWARDS}
+    with pytest.raises(DomainError, match=r"`actor.domain_rollouts.math`: .*nowhere"):
+        await run_rollout(generate_multidomain_rollout, PROBLEM, ["\\boxed{4}"], cfg)
+    guessing = load_guessing(["test"])[0] | {"domain": "guessing"}
+    cfg = {"actor": {"domain_rollouts": {"guessing": "pipelinerl.domains.guessing.generate_guessing_rollout"}}}
+    played = await run_rollout(generate_multidomain_rollout, guessing, [f"<answer>{guessing['answer']}</answer>"], cfg)
+    assert (played.domain, played.metrics.success) == ("guessing", True)
+    with pytest.raises(DomainError, match=r"problem\['domain'\] is 'tir'.*\['guessing'\]"):
+        await run_rollout(generate_multidomain_rollout, guessing | {"domain": "tir"}, [""], cfg)
+    with pytest.raises(DomainError, match=r"a function as module\.function"):
+        register_domain_rollout("tir", name.rpartition(".")[2])
+
+
+def test_dispatcher_is_configured_by_its_old_key() -> None:
+    overrides = [
+        "output_dir=x",
+        "actor.rollout_policy=pipelinerl.domains.dispatcher.generate_multidomain_rollout",
+        "+actor.domain_rollouts.math=pipelinerl.domains.math.generate_math_rollout",
+    ]
+    assert validate(compose("base", overrides)).actor.domain_rollouts["math"].endswith("generate_math_rollout")
+
+
+def test_jobs_and_loaders_keep_their_names() -> None:
+    cfg = OmegaConf.create({"jobs": []})
+    assert resolve_environment_key(cfg, default="math") == "math"
+    assert get_environment_jobs(cfg, "math") == []
+    assert load_datasets is load_problems
