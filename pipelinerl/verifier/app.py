@@ -53,6 +53,10 @@ def decode(decoder: Any, body: bytes) -> Any:
         raise HTTPException(422, f"not a valid request: {error}") from error
 
 
+def answer(record: Any) -> Response:
+    return Response(_ENCODER.encode(record), media_type="application/json")
+
+
 async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
     """The verdict on a mathematical answer in one word."""
     if len(asked.prediction[asked.prediction.rfind("\\boxed") :]) > asked.max_prediction_length:
@@ -82,9 +86,6 @@ def create_app(
         given = request.headers.get("authorization", "").encode()
         if secret and not hmac.compare_digest(given, f"Bearer {secret}".encode()):
             raise HTTPException(401, "the run's bearer token is missing or wrong")
-
-    def answer(record: Any) -> Response:
-        return Response(_ENCODER.encode(record), media_type="application/json")
 
     async def judge_all(checks: list[Check]) -> list[Verdict]:
         for check in checks:
