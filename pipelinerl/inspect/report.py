@@ -106,10 +106,7 @@ def summarise(
     seen = records.rollouts
     rollouts = seen.rollouts if seen.is_complete else latest(actor_points, "samples_published")
     return {
-        "success_before": evaluations[0].success if evaluations else None,
-        "success_after": evaluations[-1].success if evaluations else None,
-        "reward_before": evaluations[0].reward if evaluations else None,
-        "reward_after": evaluations[-1].reward if evaluations else None,
+        **before_and_after(evaluations),
         "optimizer_steps": steps[-1].step if steps else 0,
         "weight_updates": len(updates),
         "rollouts": rollouts,
@@ -117,10 +114,7 @@ def summarise(
         "rollouts_per_s": rate(rollouts, training_s),
         "aborted_requests": latest(actor_points, "aborted_requests"),
         "pause_ms": middle_and_worst(pauses),
-        "lag_steps": {
-            "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
-            "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
-        },
+        "lag_steps": lag_steps(steps),
         "versions_in_one_rollout_median": percentile(seen.versions, 50) if seen.is_complete else None,
         "versions_in_one_rollout_max": max(seen.versions, default=0)
         if seen.is_complete
@@ -137,6 +131,25 @@ def summarise(
         "wall_s": wall_s,
         "phases": dict(phases or {}),
         "seed": seed,
+    }
+
+
+def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float | None]:
+    """Of the first and the last evaluation."""
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+    return {
+        "success_before": first and first.success,
+        "success_after": last and last.success,
+        "reward_before": first and first.reward,
+        "reward_after": last and last.reward,
+    }
+
+
+def lag_steps(steps: Sequence[SamplesProcessed]) -> dict[str, float | None]:
+    """Mean over tokens, and the largest."""
+    return {
+        "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
+        "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
     }
 
 
