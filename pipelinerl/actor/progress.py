@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
-from pipelinerl.disk import replace_file
+from pipelinerl.disk import make_folder, replace_file
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.records import ActorRecord, OrderResumed, RolloutGroup
 from pipelinerl.records.order import DomainOrder
@@ -167,7 +167,7 @@ def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
     """Replaces the snapshot in one step; raises ``StreamError`` when it cannot be written."""
     path = folder / SNAPSHOT_FILE
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         replace_file(path, msgspec.msgpack.encode(snapshot), mode=0o600, sync=True)
     except OSError as error:
         raise StreamError(f"{path} cannot be written: {error}") from error

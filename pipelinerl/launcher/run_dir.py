@@ -192,7 +192,7 @@ def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
     """One folder with a start script per role of this node."""
     for command in commands:
         folder = path / command.name
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(folder)
         replace_file(folder / "start.sh", start_script(command, Path.cwd()), mode=0o700)
 
 
