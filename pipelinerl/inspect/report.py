@@ -136,12 +136,14 @@ def summarise(
 
 def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float | None]:
     """Of the first and the last evaluation."""
-    first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+    if not evaluations:
+        return dict.fromkeys(("success_before", "success_after", "reward_before", "reward_after"))
+    first, last = evaluations[0], evaluations[-1]
     return {
-        "success_before": first and first.success,
-        "success_after": last and last.success,
-        "reward_before": first and first.reward,
-        "reward_after": last and last.reward,
+        "success_before": first.success,
+        "success_after": last.success,
+        "reward_before": first.reward,
+        "reward_after": last.reward,
     }
 
 
