@@ -104,28 +104,22 @@ def load_token_text(run_dir: Path) -> TokenText:
     Raises:
         ConfigError: none of them has one.
     """
+    from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 
     folders = sorted((run_dir / "exports").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
     model_path = load_old_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
     if model_path:
         folders.append(Path(model_path))
-    for folder in [*folders, run_dir / "model"]:  # a run folder that was moved still has its own model
-        if (folder / "tokenizer.json").is_file():
-            return TokenText(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    if model_path:
-        return TokenText(_from_transformers(model_path))
-    raise ConfigError(f"{run_dir} has no tokenizer: it is no run folder, and has neither exports/ nor model/")
-
-
-def _from_transformers(model_path: str) -> "Tokenizer":
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"`model_path` is {model_path!r}: its tokenizer is not on this machine ({reason})") from error
+    folders.append(run_dir / "model")  # a run folder that was moved still has its own model
+    files = [folder / "tokenizer.json" for folder in folders]
+    if model_path and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_path):  # may be a name of the Hugging Face Hub
+        cached = try_to_load_from_cache(model_path, "tokenizer.json")
+        files += [Path(cached)] if isinstance(cached, str) else []
+    for file in files:
+        if file.is_file():
+            return TokenText(Tokenizer.from_file(str(file)))
+    raise ConfigError(f"{run_dir} has no tokenizer.json: neither exports/, model/ nor the model {model_path!r} has one")
 
 
 @dataclass(frozen=True, kw_only=True)
