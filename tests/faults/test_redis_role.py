@@ -44,7 +44,7 @@ class Role:
         context = SimpleNamespace(
             run_dir=run_dir,
             job=SimpleNamespace(name="redis_0", port=self.port),
-            world=SimpleNamespace(nodes=("node",)),
+            world=SimpleNamespace(is_open=False),
             cfg=SimpleNamespace(streams=SimpleNamespace(fsync="segment", max_record_mb=8)),
             status=SimpleNamespace(progress=self.progress.set, beat_with_progress=self.lent.set),
             stop=self.stop,
