@@ -58,7 +58,7 @@ class MetricsLogger:
             try:
                 self._write(line + "\n")
             except OSError as error:  # a full disk costs a point, never a step of the run
-                log.warning("event=metrics_lost file=%s error=%s", self._file.name, error)
+                log.warning("event=metrics_lost file=%s error=%s", self._path, error)
         if self._wandb:
             self._wandb.put(point, step)
 

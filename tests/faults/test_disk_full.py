@@ -61,7 +61,7 @@ def test_metrics_and_status_on_a_full_disk_stop_nobody(small_disk: Path):
     filler.unlink()
     status.close()
     assert read_metrics(small_disk, "finetune")[0]["step"] == 1
-    assert read_statuses(small_disk)["finetune_0"].fields == {"step": 199}
+    assert read_statuses(small_disk)["finetune_0"].fields["step"] == 199
 
 
 def test_launcher_refuses_a_read_only_folder_by_its_name(small_disk: Path):
