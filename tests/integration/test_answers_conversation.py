@@ -33,7 +33,7 @@ def test_policy_conversation_keeps_a_rollouts_history_over_an_update(keeping_ser
         assert error_of(run.trainer, fresh, PROMPT) <= TOLERANCE
         assert replay_kept(run.trainer, PROMPT, first, history, kept) <= TOLERANCE
     finally:
-        run.sender.close()
+        run.senders.sender.close()
 
 
 @torch.no_grad()

@@ -17,8 +17,13 @@ from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from tests.sender_kit import wait_for
 
 RUN_TIMEOUT_S = 900
+
+
+def _trained(run_dir: Path) -> int:
+    return max((point["step"] for point in read_metrics(run_dir, "finetune")), default=0)
 
 
 def launch(run_dir: Path, *overrides: str) -> list[str]:
@@ -58,7 +63,7 @@ def test_quickstart_learns_on_held_out_problems(summary: dict):
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
     assert summary["optimizer_steps"] == 160
-    assert summary["weight_updates"] == 160
+    assert 80 < summary["weight_updates"] <= 160, "a version may be skipped while the server still takes the one before"
     assert summary["aborted_requests"] == 0
     assert summary["lag_steps"]["max"] <= 3
 
@@ -126,9 +131,7 @@ def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_pa
         text=True,
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            break
+    wait_for(lambda: process.poll() is not None or _trained(run_dir) >= 5, 300)
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     process.stdout.close()

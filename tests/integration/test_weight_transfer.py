@@ -266,7 +266,7 @@ CHILD = """
 import sys, time
 import torch
 from pipelinerl.weights.layout import spec_of
-from tests.sender_kit import Senders, wait_for
+from pipelinerl.weights.sender import SenderSettings, WeightSender
 from pipelinerl.world import Job
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=float(sys.argv[2]), secret="unit-test-secret")

@@ -48,7 +48,7 @@ def train(run_dir: Path, steps: int, seq_length: int, *overrides: str) -> FakeSe
         ],
     )
     sender = FakeSender(keeps_weights=False)
-    Trainer(trainer_context(run_dir, parse(cfg)), lambda _: sender).run()
+    Trainer(trainer_context(run_dir, parse(cfg)), sender).run()
     return sender
 
 

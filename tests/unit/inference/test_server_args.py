@@ -22,7 +22,10 @@ def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False,
     ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
     fields = {
         "accelerator": accelerator,
-        "nodes": [{"rank": rank, "hostname": f"10.0.0.{rank}", "devices": devices} for rank in range(nodes)],
+        "nodes": [
+            {"rank": rank, "hostname": f"10.0.0.{rank}" if nodes > 1 else "127.0.0.1", "devices": devices}
+            for rank in range(nodes)
+        ],
         "jobs": [],
         "share_devices": share_devices,
     }

@@ -26,7 +26,7 @@ def test_status_progress_is_published_soon(tmp_path: Path) -> None:
     assert (first.state, first.pid, first.progress_count, first.waits) == ("running", os.getpid(), 0, ())
     status.progress(groups=1)
     status.progress(version=4)
-    until(lambda: read_statuses(tmp_path)["actor_0"].fields == {"groups": 1, "version": 4})
+    until(lambda: read_statuses(tmp_path)["actor_0"].fields.items() >= {"groups": 1, "version": 4}.items())
     assert read_statuses(tmp_path)["actor_0"].progress_count == 2
     status.close()
 
@@ -68,7 +68,7 @@ def test_status_close_publishes_the_last_state_once(tmp_path: Path, state: str) 
     status.close(state)
     status.close("something else")
     record = read_statuses(tmp_path)["actor_0"]
-    assert (record.state, record.fields) == (state, {"step": 9})
+    assert (record.state, record.fields["step"]) == (state, 9)
 
 
 def test_status_heartbeat_goes_on_while_nothing_moves(tmp_path: Path, monkeypatch) -> None:
