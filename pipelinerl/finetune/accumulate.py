@@ -1,6 +1,7 @@
 """One optimizer step from the micro-batches of one rank: accumulate, synchronise once, update.
 
-Consumes the records of a step; produces the step's metrics and new weights; never an update from a NaN.
+Consumes the records of a step. Produces new weights and the step's metrics. A gradient that is not finite never
+changes the weights.
 """
 
 import time
@@ -21,28 +22,32 @@ from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.records import MicroBatch
 
 Observer = Callable[[MicroBatch, PolicyOutput, torch.Tensor], None]
-"""Is shown a record, its outputs, and bool [K]: tokens on which the clip or a correction acts."""
+"""Called with a record, its outputs, and bool [K]: the tokens on which the clip or a correction acts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRules:
-    """What does not change from step to step."""
+    """How records are checked and laid out. The same for every step of a run."""
 
     vocab_size: int
     max_lag_steps: int | None
     layout: Literal["packed", "rows", "cheaper"]
-    """``cheaper``: whichever of the two costs less for a record."""
+    """``cheaper`` chooses for each record the one of the other two that costs less."""
     dense_mask: bool = True
-    """Whether packed attention computes all tokens by all tokens under a mask."""
+    """Whether packed attention computes the scores of all pairs of tokens and masks them."""
     tokens_per_attention_unit: int
     pad_id: int = 0
     float_dtype: torch.dtype = torch.float32
     sequence: SequenceGroup | None = None
-    """Ranks that share each micro-batch."""
+    """Ranks that share each micro-batch. None: each rank has its own."""
 
 
 def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
-    """Check and convert one record."""
+    """Check one record and convert it to tensors on ``device``, only this rank's slice with sequence parallelism.
+
+    Raises:
+        RecordError: the record may not be trained.
+    """
     index = check_record(record, rules.vocab_size, rules.max_lag_steps)
     if rules.sequence is not None:
         whole = to_batch(record, index, device, rows=False, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
@@ -63,16 +68,17 @@ def train_step(
     proximal: Sequence[torch.Tensor] | None = None,
     observe: Observer | None = None,
 ) -> dict[str, float]:
-    """Train one optimizer batch; every rank calls it with its own records, the same number of them.
+    """Train one optimizer batch. Collective: every rank passes its own records, and all pass the same number.
 
     Args:
-        proximal: [K] log π_prox of the trained tokens of each record; None = the policy's own.
-        observe: called after each micro-batch; must not wait for the device.
+        settings: of the loss in this step.
+        proximal: [K] log π_prox of the trained tokens of each record. None: the policy's own.
+        observe: called after each micro-batch. It must not wait for the device.
 
     Returns:
         Metrics of the whole batch, equal on all ranks.
     Raises:
-        RecordError: a record may not be trained, or the gradient is not finite; the weights are as before.
+        RecordError: a record may not be trained, or the gradient is not finite. The weights are unchanged.
     """
     started = time.perf_counter()
     diagnostics = StepDiagnostics(engine.device)
@@ -105,6 +111,6 @@ def train_step(
 
 
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:
-    """The micro-batches whose loss is not finite, else all of this rank's."""
+    """Names the samples of the micro-batches whose loss is not finite, or of all this rank's if every loss is."""
     bad = [r for r, loss in zip(records, losses, strict=True) if not torch.isfinite(loss).item()] or records
     return "samples " + ", ".join(sample for record in bad for sample in record.sequence_ids)

@@ -1,9 +1,9 @@
-"""Compares before anything starts whether the trainer computes the log-probabilities of a model's own ``logits``.
+"""Checks before a run starts that the trainer's log-probabilities equal those of the model's own ``logits``.
 
-A small random copy of the model is made from its configuration: narrow, and as many layers as hold one of each kind, so
-that a 32B costs no more than a toy. On it three things are measured in float32: what the model does to the products of
-its head, the trainer's log-probs of documents in rows, and those of packed documents. An architecture is accepted
-because its numbers agree, never because of its name.
+The check runs on a small random copy that is built from the model's configuration. The copy is narrow and has just
+enough layers to hold one of each kind, so a 32B model costs no more than a toy. Three things are measured in float32:
+how the model changes the products of its head, the trainer's log-probs of documents in rows, and those of packed
+documents. An architecture is accepted because its numbers agree, never because of its name.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from pipelinerl.finetune.sequence import ATTENTION, sequence_attention
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 1e-4
-"""Nats between two computations of one log-prob in float32."""
+"""Largest allowed difference, in nats, between two computations of one log-prob in float32."""
 LENGTHS = (11, 17, 6)
-"""Tokens of the compared documents; windows are narrower."""
+"""Tokens of the compared documents. They are longer than the copy's sliding windows."""
 CANDIDATES = (PACKED, "sdpa", "eager")
-"""What `finetune.attn_implementation=auto` tries in turn."""
+"""Implementations that `finetune.attn_implementation=auto` tries in this order."""
 ON_DEVICE_ONLY = ("flash_attention_2", "flex_attention")
-"""Implementations that a CPU does not have; the engine compares them on its device."""
+"""Implementations that do not run on a CPU. The engine checks them on its device."""
 MAX_PARAMETERS = 2**30
-"""Of a copy; more would cost memory that a launcher must not take."""
+"""Largest number of parameters in a copy. A larger one would take too much of the launcher's memory."""
 
 SIZES = {
     **{"vocab_size": 256, "vocab_size_per_layer_input": 256, "sliding_window": 5, "attention_chunk_size": 5},
@@ -49,12 +49,12 @@ SIZES = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "chunk_size": 16, "mamba_chunk_size": 16},
     **{"attn_logit_softcapping": 2.0},
 }
-"""Largest values in a copy. Windows are narrower than documents and caps lower than scores, so that they show."""
+"""Largest values in a copy. Windows are narrower than documents and caps lower than scores, to have an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How the trainer computes a model."""
+    """How the trainer computes a model's log-probabilities."""
 
     attention: str
     """Name of the implementation in transformers."""
@@ -69,13 +69,16 @@ def examine(
     seq_parallel: int = 1,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """How the model at ``source`` is to be computed.
+    """Find how the trainer computes the model at ``source``.
 
     Args:
+        source: a model folder or a name in the local cache.
         attention: `finetune.attn_implementation`.
         packing: `finetune.seq_packing`.
+        seq_parallel: `finetune.seq_parallel`.
+        trust_remote_code: `trust_remote_code`.
     Raises:
-        ConfigError: the trainer would compute other numbers than the model; the message says what would work.
+        ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
     """
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     return examine_config(
@@ -91,7 +94,7 @@ def examine_config(
     seq_parallel: int = 1,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """``examine`` for a configuration."""
+    """``examine`` for a transformers configuration that is already loaded."""
     register(PACKED, packed_attention)
     register(ATTENTION, sequence_attention)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -107,7 +110,7 @@ def examine_config(
 
 
 class Comparison:
-    """A small model, its own log-probs, and those of the trainer."""
+    """Compares the log-probs of a small model with those that the trainer computes for it."""
 
     def __init__(self, lm: PreTrainedModel):
         self.lm = lm.eval()
@@ -115,13 +118,20 @@ class Comparison:
         vocab_size = lm.config.get_text_config().vocab_size
         self.documents = [torch.randint(1, min(vocab_size, 200), (1, length)) for length in LENGTHS]
         self.logit_map = measure_logit_map(lm, self.documents[0])
-        with contextlib.suppress(ValueError):  # eager is what the model's own file computes; sdpa leaves softcaps out
+        with contextlib.suppress(ValueError):  # eager is the reference; sdpa ignores softcaps
             lm.set_attn_implementation("eager")
         with torch.no_grad():
             self.own = [self._own_logprobs(ids) for ids in self.documents]
 
     def choose(self, names: Sequence[str], packing: bool) -> Architecture:
-        """The first of ``names`` that gives the model's own log-probs in the layout that is needed."""
+        """Choose the first of ``names`` that reproduces the model's own log-probs.
+
+        Args:
+            names: implementations of attention in transformers.
+            packing: whether documents are packed, or laid out one per row.
+        Raises:
+            ConfigError: none of them does.
+        """
         measure = self.packed_error if packing else self.rows_error
         errors: dict[str, float | str] = {}
         for name in names:
@@ -134,14 +144,14 @@ class Comparison:
         raise ConfigError(self._refusal(errors, packing))
 
     def packed_error(self, attention: str) -> float | str:
-        """Largest difference of log-probs when all documents share one row, or why there is none."""
+        """Largest difference of log-probs, in nats, when all documents share one row, or the error that it raised."""
         positions = torch.cat([torch.arange(ids.shape[1]) for ids in self.documents])
         targets = torch.cat([ids[0].roll(-1) for ids in self.documents])
         tokens = Tokens(torch.cat(self.documents, 1), positions[None], targets)
         return self._error(attention, tokens, torch.arange(sum(LENGTHS)))
 
     def rows_error(self, attention: str) -> float | str:
-        """The same with one document per row, filled up at the end."""
+        """The same with one document per row, padded at the end."""
         width = max(LENGTHS)
         ids = torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in self.documents])
         positions = torch.arange(width).expand(len(LENGTHS), width)
@@ -150,13 +160,13 @@ class Comparison:
 
     @torch.no_grad()
     def _error(self, attention: str, tokens: Tokens, places: Tensor) -> float | str:
-        """``places``: int64, those of the documents' tokens in the grid; the last of each document has no target."""
+        """``places``: int64, flat grid indices of the documents' tokens. The last of each document has no target."""
         group = SequenceGroup(None, 0, 1) if attention == ATTENTION else None
         try:
             self.lm.set_attn_implementation(attention)
             policy = Policy(self.lm, chunk=64, logit_map=self.logit_map, sequence=group).eval()
             parts = policy(tokens)[places].split(list(LENGTHS))
-        except Exception as error:  # whatever the model's code raises: it cannot be computed this way
+        except Exception as error:  # the model's code may raise anything: it cannot be computed this way
             return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         return max((ours[:-1] - own).abs().max().item() for ours, own in zip(parts, self.own, strict=True))
 
@@ -184,16 +194,19 @@ class Comparison:
 
 
 def is_exact(error: float | str) -> bool:
-    """Whether ``packed_error`` or ``rows_error`` gave a number that is small enough."""
+    """Whether a result of ``packed_error`` or ``rows_error`` is a number of at most ``MAX_ERROR``."""
     return isinstance(error, float) and error <= MAX_ERROR
 
 
 @torch.no_grad()
 def measure_logit_map(lm: PreTrainedModel, ids: Tensor) -> LogitMap:
-    """What ``lm`` does to its head's products, found by putting known numbers in their place.
+    """Measure how ``lm`` changes the products of its head, by replacing them with known numbers.
 
+    Args:
+        lm: a model with a linear output head.
+        ids: int64 [1, L], any input.
     Raises:
-        ConfigError: something else than a scale and a softcap.
+        ConfigError: the change is neither a scale nor a softcap.
     """
     head = lm.get_output_embeddings()
     name = type(lm).__name__
@@ -223,7 +236,11 @@ def measure_logit_map(lm: PreTrainedModel, ids: Tensor) -> LogitMap:
 
 
 def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A random float32 model of the same architecture, as small as its code allows."""
+    """A random float32 model of the same architecture, as small as its code allows.
+
+    Raises:
+        ConfigError: no smaller configuration can be computed.
+    """
     problems = []
     for small in small_configs(config):
         try:
@@ -231,7 +248,7 @@ def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
             ids = torch.ones(1, 2, dtype=torch.int64)
             with torch.no_grad():
                 lm.eval()(input_ids=ids, use_cache=False)
-        except Exception as error:  # sizes that do not go together fail in whatever way the model's code has
+        except Exception as error:  # incompatible sizes may raise anything in the model's code
             problems.append(f"{type(error).__name__}: {error}")
             log.debug("no copy of this size", exc_info=True)
             continue
@@ -241,7 +258,7 @@ def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
 
 
 def small_configs(config: Any) -> Iterator[Any]:
-    """Smaller configurations of one architecture: narrow ones first, then those that keep the widths."""
+    """Smaller configurations of one architecture: first the narrowest, last the unchanged one."""
     for narrow in (_narrow_head_size, _narrow_heads, _narrow_hidden, lambda _: None):
         small = copy.deepcopy(config)
         text = small.get_text_config()
@@ -253,7 +270,7 @@ def small_configs(config: Any) -> Iterator[Any]:
                 setattr(text, name, min(value, limit))
         for part in (small, text):
             _fit_token_ids(part, text.vocab_size)
-        with contextlib.suppress(Exception):  # heads are named in another way, or differ from layer to layer
+        with contextlib.suppress(Exception):  # heads have other names, or differ between layers
             narrow(text)
             yield small
     yield copy.deepcopy(config)
@@ -266,7 +283,7 @@ def _narrow_head_size(text: Any) -> None:
 
 
 def _narrow_heads(text: Any) -> None:
-    """Two key-value heads at most, and two queries for each."""
+    """Keep at most two key-value heads with two query heads each."""
     if not getattr(text, "num_attention_heads", None):
         return
     heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -279,7 +296,7 @@ def _narrow_heads(text: Any) -> None:
 
 
 def _narrow_hidden(text: Any) -> None:
-    """Where the sizes of heads follow from the width."""
+    """Narrow the hidden size, for models that derive the sizes of their heads from it."""
     text.hidden_size = max(text.hidden_size // 16, 64)
 
 
@@ -293,7 +310,7 @@ def _fit_token_ids(config: Any, vocab_size: int) -> None:
 
 
 def _shortened(config: Any, trust_remote_code: bool) -> Any:
-    """The first layers that hold one of each kind; all of them where the configuration counts from the end."""
+    """Keep the first layers up to one of each kind, or all if the configuration counts layers from the end."""
     text = config.get_text_config()
     if getattr(text, "num_kv_shared_layers", 0):
         return config
@@ -312,7 +329,7 @@ def _shortened(config: Any, trust_remote_code: bool) -> Any:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Everything plain that tells a layer from another: types, settings and shapes, but not its number."""
+    """A text that two layers share if their types, settings and shapes are equal. Ignores the layer's index."""
     modules = []
     for name, module in layer.named_modules():
         settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and "idx" not in k}
@@ -331,10 +348,10 @@ def _build(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomise(lm: PreTrainedModel) -> None:
-    """Weights at which every part counts: matrices keep the size of what goes through, vectors get noise.
+    """Set random weights with which every part affects the result.
 
-    Vectors are halved: normalised queries and keys would otherwise give scores so large that rounding grows from layer
-    to layer.
+    Matrices preserve the scale of activations. Vectors are halved and get noise: without the halving, normalised queries
+    and keys give scores so large that rounding errors grow from layer to layer.
     """
     for parameter in lm.parameters():
         noise = torch.randn_like(parameter)
@@ -345,7 +362,7 @@ def randomise(lm: PreTrainedModel) -> None:
 
 
 def run_quietly(function: Callable[[], Architecture]) -> str | None:
-    """The refusal, or None; transformers' own remarks about kernels and caches do not reach the terminal."""
+    """The message of a refusal, or None. Silences transformers' remarks about kernels and caches."""
     transformers_logging.set_verbosity_error()
     try:
         function()

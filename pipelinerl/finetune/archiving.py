@@ -1,7 +1,7 @@
-"""What the trainer computed for the rollouts that the archive keeps: log-probabilities, entropy, altered tokens.
+"""Archives the trainer's log-probabilities, entropies and altered tokens of each step.
 
-Nothing waits for the device before the step's metrics are read, which wait anyway. Not with `finetune.seq_parallel`,
-where a rank has only a slice of each sequence.
+The values stay on the device until the step's metrics are read, which waits for the device anyway. With
+`finetune.seq_parallel` nothing is archived, because a rank then has only a slice of each sequence.
 
 Shapes: K trained tokens of one micro-batch.
 """
@@ -20,13 +20,13 @@ from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch, ScoredSequence, ScoredStep
 
 SCORES_SHARE = 1 / 3
-"""Of the archive's space; the rest is the preprocessor's."""
+"""The trainer's share of the archive's space. The preprocessor has the rest."""
 LARGEST_RATIOS = 2
-"""Sequences of a step that are kept for their log-ratio, besides the chosen ones."""
+"""Sequences with the largest log-ratios of a step that are kept in addition to the chosen samples."""
 
 
 class _Scores(NamedTuple):
-    """Of one micro-batch, on the device."""
+    """Values of one micro-batch, on the device."""
 
     record: MicroBatch
     values: Tensor
@@ -37,18 +37,18 @@ class ScoreArchive:
     """Collects the micro-batches of a step, then archives them."""
 
     def __init__(self, archive: StepArchive[ScoredStep] | None):
-        """``archive``: None = nothing is kept."""
+        """``archive``: None keeps nothing."""
         self._archive = archive
         self._scores: list[_Scores] = []
 
     def add(self, record: MicroBatch, output: PolicyOutput, altered_K: Tensor) -> None:
-        """Take a micro-batch that was trained."""
+        """Add a trained micro-batch. ``altered_K``: the tokens on which the clip or a correction acts."""
         if self._archive is not None:
             values = torch.stack([output.logprobs_K.detach().float(), output.entropy_K.detach().float(), altered_K])
             self._scores.append(_Scores(record, values))
 
     def write(self, step: int) -> None:
-        """Archive what was added since the last step."""
+        """Archive the micro-batches that were added since the last call."""
         scores, self._scores = self._scores, []
         if self._archive is None:
             return
@@ -61,7 +61,7 @@ class ScoreArchive:
 
 
 def open_scores(ctx: RoleContext, rank: int, world_size: int) -> ScoreArchive:
-    """The archive of this rank's numbers."""
+    """The archive of this rank, which keeps nothing with `finetune.seq_parallel`."""
     if ctx.cfg.finetune.seq_parallel > 1:
         return ScoreArchive(None)
     name = f"{ctx.job.name}.rank{rank}"
@@ -71,7 +71,12 @@ def open_scores(ctx: RoleContext, rank: int, world_size: int) -> ScoreArchive:
 def split(
     sequences: Sequence[tuple[ScoredSequence, float]], keep: set[str]
 ) -> tuple[tuple[ScoredSequence, ...], tuple[ScoredSequence, ...]]:
-    """Those of the samples to keep and those with the largest log-ratios, and all others."""
+    """Divide sequences into those to keep and the rest.
+
+    Args:
+        sequences: each with its largest absolute log-ratio. The ``LARGEST_RATIOS`` largest are kept.
+        keep: ids of samples whose sequences are kept.
+    """
     largest = sorted(range(len(sequences)), key=lambda i: -sequences[i][1])[:LARGEST_RATIOS]
     kept: list[ScoredSequence] = []
     rest: list[ScoredSequence] = []
@@ -85,7 +90,7 @@ def _sample_of(sequence: ScoredSequence) -> str:
 
 
 def _sequences(record: MicroBatch, values: np.ndarray) -> list[tuple[ScoredSequence, float]]:
-    """Every sequence of a micro-batch that trains something, with its largest log-ratio."""
+    """Every sequence of a micro-batch that has trained tokens, with its largest absolute log-ratio."""
     index = index_tokens(record)
     starts = np.flatnonzero(np.diff(index.segments_K, prepend=-1))
     found = []

@@ -1,9 +1,9 @@
 """Causal attention over packed documents that never builds a mask of all tokens by all tokens.
 
-``announce`` says which documents the next forward pass holds. Each document then attends to itself alone: by torch's
-variable-length kernel in half precision on CUDA, elsewhere by one `scaled_dot_product_attention` per document. Sliding
-windows go through in bands. Softcaps and attention sinks, which no fused kernel of torch knows, are computed from the
-scores of a block of queries, which are computed once more in the backward pass instead of being kept.
+``announce`` sets the documents of the next forward pass. Each document attends only to itself. In half precision on
+CUDA, torch's variable-length kernel computes this, elsewhere one `scaled_dot_product_attention` per document. A sliding
+window is computed in bands of queries. No fused kernel of torch supports softcaps and attention sinks, so these are
+computed from the scores of one block of queries at a time. The backward pass recomputes the scores to save memory.
 
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
@@ -25,9 +25,9 @@ from pipelinerl.errors import ConfigError
 PACKED = "pipelinerl_packed"
 """The name of this implementation in transformers."""
 QUERY_BLOCK = 512
-"""Queries that are computed together where scores or a mask are materialised."""
+"""Queries per block where scores or a mask are materialised."""
 VARLEN_HEAD_SIZE = 256
-"""The largest head of torch's variable-length kernel."""
+"""Largest head size that torch's variable-length kernel takes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Documents:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 [S + 1]: cumulated lengths from 0."""
+        """int32 [S + 1]: cumulative lengths, starting with 0."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
 
     def slices(self) -> list[slice]:
@@ -48,14 +48,14 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scoring:
-    """How scores become weights."""
+    """How attention scores are turned into weights."""
 
     scale: float
     window: int | None
-    """Keys that a query sees, its own included; None: all before it."""
+    """Keys that a query sees, including its own. None: all keys up to its own."""
     softcap: float | None
     sinks_H: Tensor | None
-    """Logits of one more key per head, whose value is 0."""
+    """Logit of one additional key per head, whose value is 0."""
     dropout: float
 
     @property
@@ -67,17 +67,17 @@ _announced: Documents | None = None
 
 
 def announce(lengths: tuple[int, ...] | None, device: torch.device) -> None:
-    """Say which documents the next forward pass (and, with gradient checkpointing, its backward pass) holds.
+    """Set the documents of the next forward pass and, with gradient checkpointing, of its backward pass.
 
     Args:
-        lengths: of the documents, which fill the only row; None: each row is one document.
+        lengths: lengths of the documents that fill the only row. None: each row is one document.
     """
     global _announced
     _announced = None if lengths is None or len(lengths) == 1 else Documents(lengths, device)
 
 
 def document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
-    """Lengths of the documents in positions [1, L] that restart at 0; None for several rows. Waits for the device."""
+    """Lengths of the documents in positions [1, L], which restart at 0. None for several rows. Waits for the device."""
     if position_ids.shape[0] > 1:
         return None
     starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
@@ -99,10 +99,10 @@ def packed_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: queries [B, H, L, D], keys and values [B, G, L, D]; gives [B, L, H, D].
+    """transformers' attention interface: queries [B, H, L, D], keys and values [B, G, L, D], result [B, L, H, D].
 
     Raises:
-        ConfigError: the model brings a mask of its own or is not causal.
+        ConfigError: the model passes a mask of its own or is not causal.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or query.shape[2] != key.shape[2]:
@@ -123,22 +123,22 @@ def packed_attention(
 
 
 def register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Make an implementation known to transformers, which then makes no mask for it."""
+    """Register ``attention`` in transformers under ``name``, without a mask."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
 def prepared(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Queries, keys and values in the precision of the pass, and the scale of their scores."""
+    """Queries, keys and values in the autocast dtype, if any, and the scale of the scores (None: D^-½)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not torch.is_autocast_enabled(query.device.type):
         return query, key, value, scale
-    dtype = torch.get_autocast_dtype(query.device.type)  # positions were put into float32 queries and keys
+    dtype = torch.get_autocast_dtype(query.device.type)  # rotary embedding leaves queries and keys in float32
     return query.to(dtype), key.to(dtype), value.to(dtype), scale
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """One document per row: [B, H, L, D] of the values' head size."""
+    """Attention of one document per row: [B, H, L, D], where D is the head size of the values."""
     length = query.shape[2]
     windowed = scoring.window is not None and scoring.window < length
     if scoring.is_plain and not windowed:
@@ -160,7 +160,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [q, k]: the last query sees the last key."""
+    """bool [q, k]: which keys each query sees. The last query has the position of the last key."""
     distance = torch.arange(num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)[None]
     distance += num_keys - num_queries
     visible = distance >= 0
@@ -175,7 +175,7 @@ def _banded(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
 
 
 def _from_scores(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """Softmax of float32 scores with what fused kernels lack. q queries are the last of k keys."""
+    """Attention from explicit float32 scores, with softcap and sinks. The q queries are the last of the k tokens."""
     grouped = query.unflatten(1, (key.shape[1], -1))
     scores = (grouped @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scoring.scale
     if scoring.softcap is not None:
@@ -200,7 +200,7 @@ def _has_kernel(query: Tensor, value: Tensor, scoring: _Scoring) -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: Documents) -> Tensor:
-    """The kernel takes [L, H, D] and one head size for all three."""
+    """torch's kernel takes [L, H, D] and one head size, so values with smaller heads are padded."""
     from torch.nn.attention.varlen import varlen_attn
 
     size = value.shape[-1]

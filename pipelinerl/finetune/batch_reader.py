@@ -1,4 +1,4 @@
-"""The trainer's end of topic `training_data`: whole optimizer batches of one rank, in order, each exactly once."""
+"""Reads one rank's optimizer batches from topic `training_data`: complete, in order, each exactly once."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class TopicEnd(Protocol):
-    """The part of a topic reader that is used here."""
+    """The methods of a topic reader that ``BatchReader`` uses."""
 
     @property
     def position(self) -> int: ...
@@ -27,17 +27,20 @@ class BatchReader:
     """Collects the micro-batches of each step. Of n preprocessors, number r packs the steps with step % n == r."""
 
     def __init__(self, readers: Sequence[tuple[str, TopicEnd]]):
-        """``readers``: (key in checkpoints, reader at or before the first step to train) of each preprocessor."""
+        """``readers``: for each preprocessor its key in checkpoints and a reader.
+
+        Each reader stands at or before the first step to train.
+        """
         self._readers = readers
         self._next = {key: reader.position for key, reader in readers}
         self._taken: tuple[int, dict[int, tuple[int, MicroBatch]]] = (-1, {})
         self._waiting: dict[int, dict[int, tuple[int, MicroBatch]]] = defaultdict(dict)
 
     def next_step(self, step: int, timeout_s: float, last: int | None = None) -> list[MicroBatch] | None:
-        """All micro-batches of ``step`` in order; None when they are not there within ``timeout_s``.
+        """All micro-batches of ``step`` in order, or None if they do not arrive within ``timeout_s``.
 
         Args:
-            last: those of all steps up to this one must be there too (they are kept for later calls).
+            last: also wait for all steps up to this one. They are kept for later calls.
         """
         deadline = time.monotonic() + timeout_s
         for wanted in range(step, (step if last is None else last) + 1):
@@ -50,32 +53,32 @@ class BatchReader:
         return [found[index][1] for index in sorted(found)]
 
     def peek(self, step: int) -> list[MicroBatch]:
-        """All micro-batches of a later step, which `next_step` has waited for; they stay to be taken."""
+        """All micro-batches of a later step that `next_step` has waited for, without taking them."""
         assert self._complete(step), f"step {step} is not complete"
         found = self._waiting[step]
         return [found[index][1] for index in sorted(found)]
 
     def put_back(self) -> None:
-        """Undo the last ``next_step``: the same step will be asked for again."""
+        """Undo the last ``next_step``, so that the same step can be read again."""
         step, found = self._taken
         self._waiting[step] = found
 
     def instance_of(self, step: int) -> int:
-        """The preprocessor that packs ``step``."""
+        """Number of the preprocessor that packs ``step``."""
         return step % len(self._readers)
 
     def positions(self) -> dict[str, int]:
-        """Next offset of each reader after the steps that were taken: where a resumed trainer goes on."""
+        """Next offset of each reader after the steps that were taken, from which a resumed trainer reads."""
         return dict(self._next)
 
     def commit(self, positions: dict[str, int]) -> None:
-        """Records below ``positions`` are needed by no checkpoint any more."""
+        """Release the records below ``positions``, which no checkpoint needs any more."""
         for key, reader in self._readers:
             if key in positions:
                 reader.commit(positions[key])
 
     def sync(self) -> None:
-        """Wait until the records that were read are on the disk. Any thread."""
+        """Wait until the records that were read are on disk. Safe to call from any thread."""
         for _, reader in self._readers:
             reader.sync()
 
@@ -84,7 +87,7 @@ class BatchReader:
             reader.close()
 
     def _await(self, wanted: int, step: int, deadline: float) -> bool:
-        """Read until step ``wanted`` is complete; False at the deadline. ``step`` is the next to train."""
+        """Read until step ``wanted`` is complete. False at the deadline. Records before ``step`` are ignored."""
         key, reader = self._readers[wanted % len(self._readers)]
         while not self._complete(wanted):
             left = deadline - time.monotonic()
@@ -104,7 +107,11 @@ class BatchReader:
         self._waiting[record.step][record.index] = (offset, record)
 
     def _complete(self, step: int) -> bool:
-        """Whether all of ``step`` is here; a later step of the same preprocessor must not come before."""
+        """Whether all micro-batches of ``step`` have arrived.
+
+        Raises:
+            CorruptStreamError: a later step of the same preprocessor arrived first.
+        """
         found = self._waiting.get(step)
         if found:
             return len(found) == next(iter(found.values()))[1].count

@@ -1,4 +1,4 @@
-"""The policy in its engine, and how micro-batches are laid out for it."""
+"""Builds the policy in its engine, and the rules by which micro-batches are laid out for it."""
 
 import logging
 
@@ -21,7 +21,7 @@ MAX_ISOLATION_ERROR = 1e-4
 
 
 def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
-    """The policy at `model_path` in the configured engine, its attention verified."""
+    """The policy at `model_path` in the configured engine. Verifies that packed documents are isolated."""
     engine = load_engine(cfg, device, world_size)
     if cfg.finetune.seq_packing:
         verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)
@@ -63,7 +63,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
 
 
 def verify_isolation(engine: Engine, attention: str) -> None:
-    """Refuse kernels of this device that let packed documents see each other. Collective."""
+    """Raise ``ConfigError`` if this device's ``attention`` lets packed documents see each other. Collective."""
     vocab_size = engine.policy.lm.config.get_text_config().vocab_size
     error = isolation_error(engine.evaluate, vocab_size, engine.device)
     if not error <= MAX_ISOLATION_ERROR:
@@ -76,7 +76,7 @@ def verify_isolation(engine: Engine, attention: str) -> None:
 
 
 def make_rules(policy: Policy, cfg: Config) -> BatchRules:
-    """How micro-batches are checked and laid out for this policy."""
+    """The rules by which micro-batches are checked and laid out for this policy."""
     config = policy.lm.config.get_text_config()
     attention = config._attn_implementation
     cuda = next(policy.parameters()).is_cuda
