@@ -111,6 +111,6 @@ def train_step(
 
 
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:
-    """Names the samples of the micro-batches whose loss is not finite, or of all this rank's if every loss is."""
+    """Name the samples of the micro-batches whose loss is not finite, or of all micro-batches if there is none."""
     bad = [r for r, loss in zip(records, losses, strict=True) if not torch.isfinite(loss).item()] or records
     return "samples " + ", ".join(sample for record in bad for sample in record.sequence_ids)

@@ -350,8 +350,8 @@ def _build(config: Any, trust_remote_code: bool) -> PreTrainedModel:
 def randomise(lm: PreTrainedModel) -> None:
     """Set random weights with which every part affects the result.
 
-    Matrices preserve the scale of activations. Vectors are halved and get noise: without the halving, normalised queries
-    and keys give scores so large that rounding errors grow from layer to layer.
+    Matrices preserve the scale of activations. Vectors are halved and get noise. Without the halving, normalised
+    queries and keys give scores so large that rounding errors grow from layer to layer.
     """
     for parameter in lm.parameters():
         noise = torch.randn_like(parameter)

@@ -1,15 +1,15 @@
-"""Training states on disk: whole or not there.
+"""Writes and reads checkpoints. A checkpoint on disk is either complete or absent.
 
-A checkpoint is a folder `checkpoints/step_<n>/`, written by all ranks under another name, synced, and published by one
-rename:
+A checkpoint is a folder `checkpoints/step_<n>/`. All ranks write it under another name and sync it, then one rename
+publishes it:
 
     manifest.json                              counters, stream positions, files with size and CRC
     shard-<rank>-model-<n>-of-<N>.safetensors  that rank's pieces of the flattened states `<parameter>.param`,
                                                `.exp_avg`, `.exp_avg_sq` in float32, and its generators
                                                `rng.<rank>.<device>`
 
-The files are those of torch's distributed checkpoint in its Hugging Face storage: each says which ranges it holds, so
-any engine on any number of ranks can resume. Nothing is pickled on disk.
+The files have the format of torch's distributed checkpoint in its Hugging Face storage. Each file records which ranges
+it holds, so any engine on any number of ranks can resume. Nothing on disk is pickled.
 """
 
 import logging
@@ -34,26 +34,32 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 FILE_BYTES = 2**30
-"""A file is put together in memory before it is written: ranks write several of this size."""
+"""Approximate size of one file. A rank assembles each file in memory before it writes it."""
 MANIFEST = "manifest.json"
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Where training stands."""
+    """Progress of training and of its input streams."""
 
     step: int = 0
-    """Optimizer steps done = version of the weights."""
+    """Number of finished optimizer steps, which is also the version of the weights."""
     samples_processed: int = 0
     tokens_processed: int = 0
     positions: dict[str, int] = {}
-    """Next offset to read of each `training_data` stream, by `<instance>/<partition>`."""
+    """Next offset to read in each `training_data` stream, by `<instance>/<partition>`."""
     epoch: int = 1
-    """Epoch of the streams to which the positions belong (`streams.epoch`)."""
+    """Epoch of the streams that the positions belong to (`streams.epoch`)."""
     orders: dict[int, DataOrder] = {}
-    """How far the problems are settled, by actor replica: enough to go on with new streams."""
+    """Which problems are settled, by actor replica. A run with new streams resumes from this."""
 
     def after(self, first: MicroBatch, positions: dict[str, int], replica: int) -> "Counters":
-        """The counters after one more optimizer step, whose first micro-batch came from preprocessor ``replica``."""
+        """The counters after one more optimizer step.
+
+        Args:
+            first: first micro-batch of the step.
+            positions: of the streams after the step.
+            replica: number of the preprocessor that packed the step.
+        """
         return Counters(
             step=self.step + 1,
             samples_processed=self.samples_processed + first.num_samples,
@@ -74,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     counters: Counters
     files: dict[str, FileEntry]
     crc32: int | None = None
-    """Of what the manifest itself says; None in one of an earlier version."""
+    """Checksum of the manifest's counters and files. None in manifests of earlier versions."""
 
     def checksum(self) -> int:
         return zlib.crc32(msgspec.json.encode((self.counters, self.files)))
@@ -85,7 +91,7 @@ def checkpoint_root(run_dir: Path) -> Path:
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the published checkpoints or exports, newest first."""
+    """(step, folder) of the published checkpoints or exports in ``root``, newest first."""
     found = []
     for path in root.glob("step_*"):
         number = path.name.removeprefix("step_")
@@ -95,12 +101,16 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def unpublished_name(step: int) -> str:
-    """Folder in which the checkpoint or export of ``step`` is built."""
+    """Name of the folder in which the checkpoint or export of ``step`` is built."""
     return f".step_{step}.new"
 
 
 def begin(peers: Peers, root: Path, step: int) -> Path:
-    """An empty folder for all ranks to write into. Collective."""
+    """Make an empty folder that all ranks write into. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if a rank does not see the folder.
+    """
     folder = root / unpublished_name(step)
 
     def make() -> None:
@@ -117,7 +127,7 @@ def begin(peers: Peers, root: Path, step: int) -> Path:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Make a folder whose files are synced appear as ``target``, for good."""
+    """Rename ``folder``, whose files are synced, to ``target``, and make the rename durable."""
     for path in (*folder.rglob("*"), folder):
         if path.is_dir():
             sync_path(path)
@@ -133,10 +143,11 @@ def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
     """Write and publish a checkpoint; returns its folder. Collective.
 
     Args:
-        pieces: on the CPU; all ranks' pieces cover each tensor exactly once.
+        root: folder of the checkpoints.
+        pieces: this rank's pieces, on the CPU. The pieces of all ranks cover each tensor exactly once.
         counters: with the positions of this rank's streams.
     Raises:
-        CheckpointError: on all ranks; earlier checkpoints are as before.
+        CheckpointError: on all ranks. Earlier checkpoints are intact.
     """
     folder, target = root / unpublished_name(counters.step), root / f"step_{counters.step}"
     try:
@@ -163,7 +174,7 @@ def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
 
 
 def _write_files(peers: Peers, folder: Path, pieces: Pieces) -> dict[str, FileEntry]:
-    """Write this rank's files; returns the entries of all ranks' files. Collective."""
+    """Write this rank's files and return the entries of all ranks' files. Collective."""
     planner = PieceSavePlanner(pieces)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_numbers(pieces), save_distributed=True)
     plans = peers.together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
@@ -178,7 +189,7 @@ def _write_files(peers: Peers, folder: Path, pieces: Pieces) -> dict[str, FileEn
 
 
 def _file_numbers(pieces: Pieces) -> dict[str, int]:
-    """Number of the file for each piece, from 1 on: as many files as keep each below about ``FILE_BYTES``."""
+    """Number of the file for each piece, from 1. A file holds about ``FILE_BYTES``."""
     numbers, size = {}, 0
     for name, piece in pieces.items():
         numbers[name] = 1 + size // FILE_BYTES
@@ -192,7 +203,7 @@ def _synced_entry(path: Path) -> FileEntry:
 
 
 def newest_whole(peers: Peers, root: Path) -> tuple[Path, Counters] | None:
-    """The newest checkpoint whose files are all as they were written; damaged ones are named in the log. Collective."""
+    """The newest checkpoint whose files all match its manifest. Logs each damaged one that is skipped. Collective."""
     for _, path in peers.gather(list_steps(root) if peers.rank == 0 else [])[0]:
         try:
             return path, peers.together(partial(_verify, path, peers.rank, peers.world_size))[0]
@@ -214,12 +225,12 @@ def _verify(path: Path, rank: int, world_size: int) -> Counters:
 
 
 def read(path: Path, pieces: Pieces, optional: Pieces | None = None) -> set[str]:
-    """Fill ``pieces`` with what the checkpoint holds for them; returns the names that were found.
+    """Fill ``pieces`` from the checkpoint at ``path`` and return the names that were found.
 
     Args:
-        optional: pieces that may be absent there.
+        optional: more pieces to fill, which the checkpoint may lack.
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     storage = HuggingFaceStorageReader(str(path))
     metadata = storage.read_metadata()
@@ -238,7 +249,7 @@ def read(path: Path, pieces: Pieces, optional: Pieces | None = None) -> set[str]
 
 
 def prune(root: Path, keep: int) -> list[Path]:
-    """Delete all but the newest ``keep`` steps and what unfinished writers left; returns those kept."""
+    """Delete all but the newest ``keep`` steps, and folders of unfinished writers. Returns the kept folders."""
     for leftover in root.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
     paths = [path for _, path in list_steps(root)]
@@ -250,7 +261,7 @@ def prune(root: Path, keep: int) -> list[Path]:
 
 
 def rng_pieces(rank: int, device: torch.device) -> dict[str, Piece]:
-    """The present states of this rank's generators."""
+    """The current states of this rank's random generators, on the CPU and on ``device``."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -258,7 +269,7 @@ def rng_pieces(rank: int, device: torch.device) -> dict[str, Piece]:
 
 
 def restore_rng(pieces: Pieces, names: Iterable[str], device: torch.device) -> None:
-    """Set this rank's generators to those of ``pieces`` that are in ``names``."""
+    """Set this rank's random generators to those states in ``pieces`` whose names are in ``names``."""
     for name in pieces.keys() & set(names):
         if name.endswith(".cuda"):
             torch.cuda.set_rng_state(pieces[name].tensor, device)

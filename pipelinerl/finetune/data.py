@@ -1,8 +1,8 @@
-"""From a ``MicroBatch`` record to tensors: which tokens are trained, what predicts them, who may attend to whom.
+"""Converts a ``MicroBatch`` record to tensors: its tokens, which of them are trained, and which tokens predict those.
 
-Segments never attend to each other. A micro-batch is laid out in one of two exact ways: *packed*, all segments one
-after the other with restarting position ids, or *rows*, one segment per row with free tokens at the end that causal
-attention cannot see. Neither needs an attention mask. ``rows`` wins where segments are many, short and similar.
+Segments never attend to each other. A micro-batch has one of two layouts, both exact. *Packed* puts all segments one
+after the other and restarts position ids at each. *Rows* puts one segment in each row, with padding at the end that
+causal attention cannot see. Neither needs an attention mask. Rows cost less where segments are many, short and similar.
 
 Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
 """
@@ -17,43 +17,43 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.check import check_micro_batch
-from pipelinerl.rollouts import MASKED_TOKEN_ID as MASKED_TOKEN_ID  # domains written for PipelineRL take it from here
+from pipelinerl.rollouts import MASKED_TOKEN_ID as MASKED_TOKEN_ID  # domains written for PipelineRL import it from here
 
 KERNEL_CALL = 1_000_000
-"""Cost of one more call of attention per layer, times the width's ``tokens_per_attention_unit``."""
+"""Cost of one additional call of attention per layer, times ``tokens_per_attention_unit``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """Where the trained tokens of a micro-batch are, as numpy arrays."""
+    """Positions, segments and versions of the trained tokens of a micro-batch."""
 
     positions_K: np.ndarray
     """int64, ascending: positions of the trained tokens in the micro-batch."""
     segments_K: np.ndarray
-    """int64: their segments."""
+    """int64: index of the segment of each."""
     versions_K: np.ndarray
-    """int64: the weight versions that sampled them."""
+    """int64: weight version that sampled each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One forward-backward pass, on the device."""
+    """Input of one forward and backward pass, on the device."""
 
     input_ids: Tensor
     """int64 [B, L]"""
     position_ids: Tensor
     """int64 [B, L]"""
     predictors_K: Tensor
-    """int64: flat grid index of the token before each trained one; its hidden state predicts the trained token."""
+    """int64: flat grid index of the token before each trained token, whose hidden state predicts the trained one."""
     targets_K: Tensor
-    """int64: trained token ids."""
+    """int64: ids of the trained tokens."""
     inputs: TokenInputs
     lags: LagInputs
     segment_rewards_S: Tensor
     num_tokens: int
     """T"""
     documents: tuple[int, ...] | None = None
-    """Lengths of the packed documents, of all ranks that share this micro-batch; None: each row is one."""
+    """Lengths of the packed documents of all ranks that share this micro-batch. None: each row is one document."""
 
     @property
     def num_trained(self) -> int:
@@ -61,7 +61,7 @@ class Batch:
 
 
 def index_tokens(record: MicroBatch) -> TokenIndex:
-    """Trained tokens of a checked ``record``."""
+    """Find the trained tokens of a checked ``record``."""
     spans = record.spans.astype(np.int64)
     lengths = spans[:, 1] - spans[:, 0]
     offsets = np.cumsum(lengths) - lengths
@@ -72,10 +72,13 @@ def index_tokens(record: MicroBatch) -> TokenIndex:
 
 
 def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None) -> TokenIndex:
-    """Where its trained tokens are.
+    """Check that ``record`` may be trained, and find its trained tokens.
 
+    Args:
+        vocab_size: token ids must be below it.
+        max_lag_steps: largest lag of a trained token. None: no bound.
     Raises:
-        RecordError: something in it may not reach a gradient; the message names the sample.
+        RecordError: the record is not valid, too old, or trains a first token. The message names the sample.
     """
     check_micro_batch(record, vocab_size=vocab_size)
     index = index_tokens(record)
@@ -94,9 +97,9 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
 def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, dense_mask: bool = True) -> bool:
     """Whether one segment per row costs less than packing.
 
-    A token costs ``tokens_per_attention_unit`` in the linear layers (in units of attention to one token) plus the
-    length it attends over: with a ``dense_mask`` that of the pack, else that of its segment and one call of the kernel
-    per segment.
+    The unit of cost is the attention of one token to one other. A token costs ``tokens_per_attention_unit`` in the linear
+    layers, plus the length that it attends over. In a pack this is the whole pack with ``dense_mask``. Without, it is the
+    token's segment, and each segment costs one more call of the kernel.
     """
     lengths = segment_lengths.astype(np.int64)
     total, longest = int(lengths.sum()), int(lengths.max())
@@ -108,7 +111,7 @@ def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, de
 
 
 def _lay_out(lengths: np.ndarray, rows: bool) -> tuple[np.ndarray, tuple[int, int], np.ndarray]:
-    """(flat grid index of each token, shape of the grid, positions in the grid's shape)."""
+    """(flat grid index of each token, shape of the grid, position ids in the grid's shape)."""
     starts = np.cumsum(lengths) - lengths
     within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
     if not rows:
@@ -127,14 +130,21 @@ def to_batch(
     pad_id: int = 0,
     float_dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Tensors of ``record`` in the chosen layout."""
+    """Convert ``record`` to tensors on ``device``.
+
+    Args:
+        index: trained tokens of ``record``.
+        rows: lay out one segment per row instead of packing.
+        pad_id: token id of the padding in rows.
+        float_dtype: of log-probs, advantages, weights and rewards.
+    """
     lengths = record.segment_lengths.astype(np.int64)
     flat, grid, positions = _lay_out(lengths, rows)
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
     def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        # What comes from a stream is read-only, which torch does not know.
+        # Arrays from a stream are read-only, which torch does not support.
         return torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype).to(device, non_blocking=True)
 
     at = index.positions_K

@@ -1,4 +1,4 @@
-"""While an evaluation runs, no server's weights change."""
+"""Tells whether an evaluation is running, during which the servers' weights must not change."""
 
 import logging
 import time
@@ -10,15 +10,15 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationLease:
-    """Whether an evaluation forbids changing the servers' weights, from the messages of topic `evaluation`."""
+    """Follows topic `evaluation` to tell whether the servers' weights may change."""
 
     def __init__(self, poll: Callable[[], Sequence[object]], clock: Callable[[], float] = time.time):
-        """``poll`` returns the messages that arrived since its last call."""
+        """``poll`` returns the messages since its last call. ``clock`` returns seconds since 1970."""
         self._poll, self._clock = poll, clock
         self._open: EvaluationStarted | None = None
 
     def held(self, version: int) -> bool:
-        """True while an evaluation has neither ended nor expired, unless it is one of ``version`` itself."""
+        """Whether an evaluation of another version than ``version`` has neither ended nor expired."""
         for message in self._poll():
             if isinstance(message, EvaluationStarted):
                 self._open = message

@@ -1,4 +1,4 @@
-"""Distributed engines behind one interface; ``build_engine`` chooses."""
+"""Distributed engines with one interface. ``build_engine`` makes the configured one."""
 
 import os
 from datetime import timedelta
@@ -15,7 +15,11 @@ __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "re
 
 
 def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
-    """(rank, world size, device) from the environment of torchrun."""
+    """(rank, world size, device) from torchrun's environment. Makes the device current.
+
+    Args:
+        accelerator: `cuda` or `cpu`.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if accelerator == "cuda":
@@ -25,18 +29,22 @@ def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
 
 
 def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Join the process group that engine ``name`` needs: all but one rank with plain replication need one.
+    """Join the process group that engine ``name`` needs. Only a single rank with `ddp` needs none.
 
     Args:
-        timeout_s: how long a rank waits for the others in one collective. Rank 0 alone awaits the servers' start and
-            writes checkpoints, for which the backend's own time-out (NCCL: 10 minutes) may be too short.
+        timeout_s: how long a rank waits for the others in one collective. The others wait while rank 0 alone waits for
+            the servers or writes checkpoints, and NCCL's default of 10 minutes may be too short for that.
     """
     if (world_size > 1 or name != "ddp") and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:
-    """The engine ``name`` around ``policy``."""
+    """Make the engine ``name`` (`ddp`, `deepspeed` or `fsdp2`) for ``policy``.
+
+    Raises:
+        ConfigError: ``name`` is none of them.
+    """
     if name == "ddp":
         from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 

@@ -1,9 +1,9 @@
-"""What the trainer needs from a distributed engine, and nothing else.
+"""The interface of a distributed engine: what the trainer needs, and nothing else.
 
 An engine owns the policy, its optimizer and the process group. Gradients of an optimizer batch are SUMMED over
-micro-batches and ranks (the weights in the micro-batches carry the aggregation), synchronised exactly once per step.
-Training state leaves and enters an engine as this rank's pieces of flattened float32 tensors by name, whatever is
-sharded inside: that is why a checkpoint of one engine and rank count resumes on another.
+micro-batches and ranks, because the weights in the micro-batches already contain the aggregation. Ranks synchronise
+exactly once per step. An engine exchanges its training state as this rank's pieces of flattened float32 tensors by
+name, however it shards them inside. A checkpoint of one engine and rank count therefore resumes on any other.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
 
 
 class NonFiniteGradientError(RecordError):
-    """The gradient of an optimizer batch is NaN or infinite; the weights are untouched."""
+    """The gradient of an optimizer batch is NaN or infinite. The weights are unchanged."""
 
 
 class Engine(ABC):
-    """One policy in training on this rank."""
+    """Trains one policy on this rank."""
 
     policy: Policy
     rank: int
@@ -39,11 +39,11 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
-        """Loss of one micro-batch."""
+        """Compute the loss of one micro-batch."""
 
     @torch.no_grad()
     def evaluate(self, tokens: Tokens | Batch) -> Tensor:
-        """Hidden states or log-probabilities, without dropout and without a graph. Collective."""
+        """Hidden states or log-probabilities (``Policy.forward``), without dropout and without a graph. Collective."""
         self.policy.eval()
         try:
             with self.precision():
@@ -52,49 +52,49 @@ class Engine(ABC):
             self.policy.train()
 
     def precision(self) -> AbstractContextManager:
-        """Context of a forward pass."""
+        """Context manager that sets the precision of a forward pass."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate gradients; ``last`` marks the last micro-batch of the step, where ranks synchronise."""
+        """Accumulate gradients. ``last`` marks the last micro-batch of the step, in which ranks synchronise."""
 
     @abstractmethod
     def step(self, learning_rate: float) -> float:
-        """Clip, update, clear. Returns the gradient norm before clipping.
+        """Clip the gradients, update the weights, clear the gradients. Returns the gradient norm before clipping.
 
         Raises:
-            NonFiniteGradientError: the weights are as before.
+            NonFiniteGradientError: the weights are unchanged.
         """
 
     @abstractmethod
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters of the policy by name, a few at a time. Collective: every rank must exhaust it.
+        """Full parameters of the policy by name, gathered a few at a time. Collective: every rank must exhaust it.
 
-        Tied parameters come once. Every rank gets the tensors.
+        Every rank gets the tensors. Tied parameters appear once.
         """
 
     @abstractmethod
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and whole shapes of ``named_full_parameters()``, without communication."""
+        """Names and full shapes of ``named_full_parameters()``, without communication."""
 
     @abstractmethod
     def pieces(self) -> dict[str, Piece]:
-        """What this rank holds of `<parameter>.param`, `.exp_avg` and `.exp_avg_sq` of the trained parameters.
+        """This rank's pieces of `<parameter>.param`, `.exp_avg` and `.exp_avg_sq` for each trained parameter.
 
-        Views of the live state in float32, without communication: fill them and call ``loaded`` to resume.
+        The pieces are float32 views of the live state. To resume, fill them and call ``loaded``. No communication.
         """
 
     def own_pieces(self) -> dict[str, Piece]:
-        """The part of ``pieces()`` that this rank saves: the ranks' parts cover every tensor exactly once."""
+        """The part of ``pieces()`` that this rank saves. The parts of all ranks cover every tensor exactly once."""
         return self.pieces()
 
     @abstractmethod
     def loaded(self, num_steps: int) -> None:
-        """The pieces now hold the state after ``num_steps`` optimizer steps. Collective."""
+        """Adopt the filled pieces as the state after ``num_steps`` optimizer steps. Collective."""
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank."""
+        """Return rank 0's ``value`` on every rank. Collective."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -126,7 +126,7 @@ def parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
-    """The optimizer every engine uses; its learning rate is set before each step."""
+    """Make the optimizer that every engine uses. Engines set its learning rate before each step."""
     options = finetune.optimizer
     groups = parameter_groups(policy, options.weight_decay)
     return torch.optim.AdamW(
@@ -135,12 +135,12 @@ def adamw(policy: nn.Module, finetune: FinetuneSection) -> torch.optim.AdamW:
 
 
 def supports_fused(groups: list[dict]) -> bool:
-    """The fused kernel takes plain float tensors only."""
+    """Whether the fused kernel takes these parameters: it takes plain float tensors only."""
     return all(type(p.data) is Tensor and p.is_floating_point() for group in groups for p in group["params"])
 
 
 def create_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Zero states before the first step, so that a checkpoint can be read into them."""
+    """Create zero moments before the first step, so that a checkpoint can be read into them."""
     for parameter in parameters:
         device = parameter.device if optimizer.defaults["fused"] else "cpu"
         moments = {key: torch.zeros_like(parameter) for key in OPTIMIZER_STATES}
@@ -148,6 +148,6 @@ def create_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor
 
 
 def set_step(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Optimizer steps done, which the moments' bias correction depends on."""
+    """Set the number of finished optimizer steps, which the bias correction of the moments uses."""
     for state in optimizer.state.values():
         state["step"].fill_(float(num_steps))

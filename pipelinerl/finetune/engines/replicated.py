@@ -1,6 +1,6 @@
-"""Every rank holds the whole policy in float32 (one rank, or data parallel): gradients are summed once per step.
+"""Replication: every rank holds the whole policy in float32, and gradients are summed over ranks once per step.
 
-bfloat16 is autocast over float32 parameters, so small updates are not lost.
+bfloat16 is computed by autocast over float32 parameters, so small updates are not lost.
 """
 
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ class ReplicatedEngine(Engine):
         set_step(self.optimizer, num_steps)
 
     def _sum_gradients(self) -> None:
-        """One sum over ranks, in flat buckets of gradients in the parameters' order."""
+        """Sum the gradients over ranks, in flat buckets of about ``BUCKET_BYTES``."""
         bucket: list[Tensor] = []
         size = 0
         for parameter in self._trained.values():

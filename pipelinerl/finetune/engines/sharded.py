@@ -1,7 +1,7 @@
-"""FSDP2: parameters, gradients and optimizer states are sharded over the ranks with torch's `fully_shard`.
+"""FSDP2: torch's `fully_shard` shards parameters, gradients and optimizer states over the ranks.
 
-Parameters are kept in float32; bfloat16 runs through a mixed-precision policy with float32 reduction. Each decoder
-layer is one group, embedding and head another. Gradients are reduce-scattered in the last micro-batch of a step only.
+Parameters are kept in float32. bfloat16 is a mixed-precision policy with float32 reduction. Each decoder layer is one
+group, embedding and head are another. Gradients are reduce-scattered only in the last micro-batch of a step.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class ShardedEngine(Engine):
         create_moments(self.optimizer, self._trained.values())
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
-        """The policy's own inputs stay as they are: the constants of the loss are float32."""
+        """Shard the layers, the value head and the policy. The policy's inputs are not cast: loss constants are float32."""
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in decoder_layers(self.policy.lm):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -60,14 +60,14 @@ class ShardedEngine(Engine):
         return self.policy(batch, settings)
 
     def evaluate(self, tokens: Tokens | Batch) -> Tensor:
-        """Embedding and head stay gathered after a forward pass, and would miss the next update: let them go."""
+        """As in ``Engine``. Frees embedding and head, which would stay gathered and miss the next update."""
         try:
             return super().evaluate(tokens)
         finally:
             cast(FSDPModule, self.policy).reshard()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """FSDP averages over ranks; the loss of a batch is a sum over them."""
+        """As in ``Engine``. Scales the loss by the world size, because FSDP averages over ranks and we need a sum."""
         cast(FSDPModule, self.policy).set_requires_gradient_sync(last)
         (loss * self.world_size).backward()
 
@@ -106,7 +106,7 @@ class ShardedEngine(Engine):
 
 
 def _make_shards(policy: Policy, device: torch.device) -> None:
-    """Memory for this rank's shards, without values; buffers keep theirs."""
+    """Allocate this rank's shards without values. Buffers keep their values."""
     kept = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
     for name, values in kept.items():
@@ -114,7 +114,7 @@ def _make_shards(policy: Policy, device: torch.device) -> None:
 
 
 def _flat_piece(tensor: DTensor) -> Piece:
-    """The rows of this rank: a range of the flattened tensor."""
+    """This rank's rows of ``tensor`` as a range of the flattened tensor."""
     [chunk] = tensor.__create_chunk_list__()
     return Piece(tensor.to_local().view(-1), chunk.offsets[0] * (tensor.numel() // len(tensor)), tensor.numel())
 

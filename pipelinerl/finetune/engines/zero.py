@@ -1,9 +1,9 @@
 """DeepSpeed ZeRO 1, 2 and 3, set up through Accelerate from a file of `conf/deepspeed`.
 
-What the file says about precision, batch size and clipping is replaced by what `finetune` says. ZeRO-1 reduces
-gradients once per optimizer step; ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch,
-and in bfloat16 add up their shards in float32 (64 micro-batches added in bfloat16 double the gradient's error; ZeRO-1
-can do nothing else).
+The settings of `finetune` override precision, batch size and clipping in the file. ZeRO-1 reduces gradients once per
+optimizer step. ZeRO-2 and 3 never hold whole gradients, so they reduce-scatter in every micro-batch. In bfloat16 they
+accumulate their shards in float32, because 64 micro-batches added in bfloat16 double the gradient's error. ZeRO-1 can
+only accumulate in bfloat16.
 """
 
 import json
@@ -31,11 +31,11 @@ from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
 
 UNCLIPPED = 1e12
-"""DeepSpeed computes the gradient norm only when it clips."""
+"""Threshold that clips nothing. DeepSpeed computes the gradient norm only when it clips."""
 
 
 def deepspeed_settings(cfg: Config, path: Path) -> dict[str, Any]:
-    """The file's settings with what `finetune` decides."""
+    """DeepSpeed's settings: those in the file at ``path``, overridden by those of `finetune`."""
     settings = json.loads(path.read_text())
     half, stage = cfg.finetune.dtype == "bfloat16", settings["zero_optimization"]["stage"]
     if half and stage > 1:
@@ -68,7 +68,7 @@ class ZeroEngine(Engine):
         return self.engine(batch, settings)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """DeepSpeed averages over ranks; the loss of a batch is a sum over them."""
+        """As in ``Engine``. Scales the loss by the world size, because DeepSpeed averages over ranks and we need a sum."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.world_size)
 
@@ -105,7 +105,7 @@ class ZeroEngine(Engine):
         self._refresh_working_copy()
 
     def _piece(self, parameter: Any, key: str | None) -> Piece | None:
-        """This rank's range of the master weights (``key`` None) or of a moment; None where it has none."""
+        """This rank's range of the master weights (``key`` None) or of moment ``key``. None if it has no range."""
         if self.stage == 3:
             shard = parameter._z3_optimizer.get_local_fp32_param(parameter, key)
             start, whole = self.rank * len(shard), parameter.ds_numel
@@ -117,10 +117,10 @@ class ZeroEngine(Engine):
         return Piece(mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start, parameter.numel())
 
     def _create_moments(self) -> None:
-        """Zero states of the inner optimizer before its first step.
+        """Create zero moments in the inner optimizer before its first step.
 
-        Left to itself DeepSpeed makes them in the first step, and with several parameter groups links only the first
-        group's to the parameters (0.19.8). The fused kernel reads the step on the device.
+        By default DeepSpeed (0.19.8) creates them in the first step, and with several parameter groups it links only
+        those of the first group to the parameters. The fused kernel needs the step counter on the device.
         """
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -144,7 +144,7 @@ class ZeroEngine(Engine):
 
 
 def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config, device: torch.device) -> Any:
-    """The DeepSpeed engine around the policy, made by Accelerate."""
+    """Make the DeepSpeed engine for the policy through Accelerate."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -161,7 +161,7 @@ def _prepare(policy: Policy, settings: dict[str, Any], cfg: Config, device: torc
 
 
 def _partition_by_layer(policy: Policy, settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
-    """Memory for this rank's shards, without values: one layer is whole at a time, then embedding and heads."""
+    """Allocate this rank's shards without values: layer by layer, then embedding and heads."""
     import deepspeed
 
     if policy.value_head is not None:
