@@ -97,9 +97,9 @@ def check_record(record: MicroBatch, vocab_size: int, max_lag_steps: int | None)
 def prefers_rows(segment_lengths: np.ndarray, tokens_per_attention_unit: int, dense_mask: bool = True) -> bool:
     """Whether one segment per row costs less than packing.
 
-    The unit of cost is the attention of one token to one other. A token costs ``tokens_per_attention_unit`` in the linear
-    layers, plus the length that it attends over. In a pack this is the whole pack with ``dense_mask``. Without, it is the
-    token's segment, and each segment costs one more call of the kernel.
+    The unit of cost is the attention of one token to one other. A token costs ``tokens_per_attention_unit`` in the
+    linear layers, plus the length that it attends over. In a pack with ``dense_mask`` this is the whole pack. Without
+    it, this is the token's segment, and each segment costs one more call of the kernel.
     """
     lengths = segment_lengths.astype(np.int64)
     total, longest = int(lengths.sum()), int(lengths.max())

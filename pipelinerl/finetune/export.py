@@ -1,8 +1,8 @@
-"""The policy as others load it: Hugging Face parameter names, the run's dtype, LoRA merged, no tied duplicates.
+"""Exports the policy as a Hugging Face model: its parameter names, the run's dtype, LoRA merged, no tied duplicates.
 
-An exported model is the folder `exports/step_<n>/`, published by one rename; every rank writes some of its files.
+An exported model is the folder `exports/step_<n>/`. Every rank writes some of its files, then one rename publishes it.
 
-The value head stays with the trainer: it is in no update and in no exported model, only in a file of its own.
+Weight updates and the exported model leave the value head out. The folder holds it in a separate file.
 """
 
 import copy
@@ -36,7 +36,7 @@ BASE, LORA_A, LORA_B = ".base_layer.", ".lora_A.", ".lora_B."
 T = TypeVar("T")
 
 FILE_BYTES = 2 * 2**30
-"""A file of an exported model is put together by one rank."""
+"""Size at which a file of an exported model is closed. One rank assembles each file."""
 
 
 def export_root(run_dir: Path) -> Path:
@@ -46,7 +46,9 @@ def export_root(run_dir: Path) -> Path:
 def exported_parts(named: Iterable[tuple[str, T]], keep: Callable[[T], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
     """(exported name, parts) of the language model's parameters: one part, or base, A and B of an adapted weight.
 
-    An adapted weight comes when its last part has come; ``keep`` makes a part outlive the next one.
+    Args:
+        named: (name in the policy, value), in the policy's order. The value head is left out.
+        keep: copies a part that must outlive the next item of ``named``. An adapted weight is yielded with its last part.
     """
     held: dict[str, list[T]] = {}
     for full_name, value in named:
@@ -65,7 +67,7 @@ def exported_parts(named: Iterable[tuple[str, T]], keep: Callable[[T], T]) -> It
 
 
 def exported_parameters(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor in ``dtype``) of what a server loads. Collective; rank 0 gets the tensors."""
+    """(Hugging Face name, full tensor in ``dtype``) of each parameter that a server loads. Collective."""
     scaling = engine.policy.lora_scaling
     for name, parts in exported_parts(engine.named_full_parameters(), torch.clone):
         if len(parts) == 1:
@@ -76,7 +78,7 @@ def exported_parameters(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def exported_specs(engine: Engine, dtype: torch.dtype) -> list[ParamSpec]:
-    """Name, dtype and whole shape of each exported parameter, in the same order."""
+    """Name, dtype and full shape of each exported parameter, in the order of ``exported_parameters``."""
     wire = str(dtype).removeprefix("torch.")
     parts = exported_parts(engine.full_shapes(), lambda shape: shape)
     return [ParamSpec(name, wire, tuple(shapes[0])) for name, shapes in parts]
@@ -87,15 +89,15 @@ class StagedExport:
     """This rank's share of an exported model, in host memory."""
 
     files: dict[int, dict[str, Tensor]]
-    """Number of the file → its tensors."""
+    """The tensors by name, by number of their file."""
     num_files: int
     value_head: dict[str, Tensor]
-    """Empty without one, and on ranks above 0."""
+    """Empty if there is none, and on ranks above 0."""
     dtype: torch.dtype
 
 
 def stage_export(engine: Engine, dtype: torch.dtype) -> StagedExport:
-    """Copy the exported parameters to host memory, every rank those of its files. Collective."""
+    """Copy to host memory, in ``dtype``, the exported parameters of the files that this rank writes. Collective."""
     specs = exported_specs(engine, dtype)
     numbers = file_numbers([(spec.name, math.prod(spec.shape) * dtype.itemsize) for spec in specs], FILE_BYTES)
     files: dict[int, dict[str, Tensor]] = defaultdict(dict)
@@ -107,7 +109,7 @@ def stage_export(engine: Engine, dtype: torch.dtype) -> StagedExport:
 
 
 def file_numbers(sizes: Iterable[tuple[str, int]], file_bytes: int) -> dict[str, int]:
-    """Number of the file of each (name, bytes): a file is closed when it has ``file_bytes``."""
+    """Number of the file for each (name, bytes), from 0. A file is closed when it has at least ``file_bytes``."""
     numbers, number, size = {}, 0, 0
     for name, num_bytes in sizes:
         if size >= file_bytes:
@@ -122,8 +124,14 @@ def write_export(
 ) -> Path:
     """Write and publish `step_<n>/`: a Hugging Face model with its tokenizer, and the value head. Collective.
 
+    Args:
+        root: folder of the exports.
+        staged: this rank's share of the model.
+        lm: the model, for its configuration and the names in its own files.
+    Returns:
+        The published folder.
     Raises:
-        CheckpointError: on all ranks; earlier exports are as before.
+        CheckpointError: on all ranks. Earlier exports are intact.
     """
     folder, target = root / unpublished_name(step), root / f"step_{step}"
     try:
@@ -147,7 +155,7 @@ def write_export(
 
 
 def _write_weights(folder: Path, staged: StagedExport, lm: PreTrainedModel) -> list[tuple[str, str, int]]:
-    """This rank's files, synced: (tensor, file, bytes) of what is in them, under the names of the model's own files."""
+    """Write and sync this rank's files. Returns (tensor, file, bytes), with the names of the model's own files."""
     placed = []
     for number, tensors in sorted(staged.files.items()):
         file = f"model-{number + 1:05d}-of-{staged.num_files:05d}.safetensors"
@@ -171,7 +179,7 @@ def _write_index(folder: Path, placed: Iterable[tuple[str, str, int]]) -> None:
 def _write_surroundings(
     folder: Path, staged: StagedExport, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Everything of the model but its weights."""
+    """Write everything but the model's weights: configuration, code, tokenizer and value head."""
     config = copy.deepcopy(lm.config)
     config.architectures = [type(lm).__name__.removeprefix("FSDP")]
     if lm.is_remote_code():
@@ -186,7 +194,7 @@ def _write_surroundings(
 
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Name the dtype of the exported weights in the model's config.json."""
+    """Set the dtype of the exported weights in the model's config.json."""
     config = json.loads(path.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
@@ -194,7 +202,7 @@ def _name_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _stage_value_head(engine: Engine) -> dict[str, Tensor]:
-    """The value head on rank 0, if there is one. Collective."""
+    """Copy the value head, if there is one, to host memory on rank 0. Collective."""
     head: dict[str, Tensor] = {}
     if engine.policy.value_head is not None:
         for name, tensor in engine.named_full_parameters():

@@ -1,8 +1,9 @@
-"""A model's weights from its safetensors files into an engine: every rank reads the ranges that it holds.
+"""Loads a model's weights from safetensors files into an engine. Every rank reads only the ranges that it holds.
 
-The model is built without memory for its weights (``model.empty_lm``), the engine takes only this rank's share of them,
-and ``stream_weights`` fills it. Host memory beyond the share: one rank's piece of one tensor at a time. A checkpoint
-whose tensors are not the model's parameters one by one (fused experts, other names, adapters) is loaded whole instead.
+``model.empty_lm`` builds the model without memory for its weights, the engine allocates this rank's share, and
+``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. If the
+tensors in the files do not match the parameters one by one (fused experts, other names), or LoRA is enabled, every rank
+loads the whole model instead.
 """
 
 import json
@@ -28,13 +29,13 @@ class WeightFiles:
     """The tensors of a model folder."""
 
     def __init__(self, files: Mapping[str, Path]):
-        """``files``: tensor → file."""
+        """``files``: path of the file that holds each tensor, by the tensor's name."""
         self._files = files
         self._open: tuple[Path, safe_open] | None = None
 
     @classmethod
     def find(cls, source: str) -> "WeightFiles | None":
-        """Those of a local folder or of a model in the hub's cache; None without safetensors files."""
+        """Find the files of a local folder or of a model on the hub. None without safetensors files."""
         index = _locate(source, INDEX)
         if index is not None:
             weight_map = json.loads(index.read_text())["weight_map"]
@@ -49,7 +50,7 @@ class WeightFiles:
             return cls(dict.fromkeys(file.keys(), single))
 
     def lacking(self, model: nn.Module) -> list[str]:
-        """Parameters of ``model`` that are not here under their name with their shape, and saved buffers."""
+        """Names of ``model``'s parameters that the files lack with this name and shape, and of its saved buffers."""
         parameters = dict(model.named_parameters())
         absent = [
             name
@@ -59,7 +60,7 @@ class WeightFiles:
         return absent + sorted(model.state_dict().keys() & dict(model.named_buffers()).keys())
 
     def read(self, name: str, start: int, count: int) -> Tensor:
-        """[count] elements of the flattened tensor from ``start`` on; reads whole rows around them."""
+        """[count] elements of the flattened tensor ``name`` from ``start`` on. Reads the whole rows that hold them."""
         part = self._slice(name)
         shape = part.get_shape()
         row = max(torch.Size(shape[1:]).numel(), 1)
@@ -75,7 +76,11 @@ class WeightFiles:
 
 
 def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | None]:
-    """The language model, empty with the files that fill it, or whole where that is not possible."""
+    """The language model, either empty with the files that fill it, or loaded with None.
+
+    Args:
+        attention: name of the implementation in transformers.
+    """
     files = None if cfg.finetune.lora.enabled else WeightFiles.find(cfg.model_path)
     if files is not None:
         lm = empty_lm(cfg.model_path, cfg, attention)
@@ -87,7 +92,7 @@ def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | No
 
 
 def stream_weights(engine: Engine, files: WeightFiles) -> None:
-    """Fill the engine's pieces of the weights; what is not the language model's starts at 0. Collective."""
+    """Fill the engine's pieces of the language model from ``files``, and other pieces with 0. Collective."""
     for name, piece in engine.pieces().items():
         parameter, _, key = name.rpartition(".")
         if key != "param":
@@ -100,7 +105,7 @@ def stream_weights(engine: Engine, files: WeightFiles) -> None:
 
 
 def _locate(source: str, name: str) -> Path | None:
-    """A file of the model: in its folder, or in the hub's cache, downloaded when it is not there."""
+    """Path of the model's file ``name`` in its folder or in the hub's cache, after a download if needed."""
     from transformers.utils import cached_file
 
     found = cached_file(

@@ -3,11 +3,11 @@
 Consumes: topic `training_data` (this rank's partition), topic `evaluation`.
 Produces: optimizer steps, weight updates on the servers, messages on topic `trainer`, checkpoints, metrics.
 Waits for: the servers at the start (deadline `launcher.startup_timeout_s`), the micro-batches of the next step, the
-previous weight update before it begins another. Ends: when asked to stop, which the launcher does once the actor has
-made the last evaluation.
+previous weight update before it begins another. Ends: when asked to stop. The launcher asks once the actor has made the
+last evaluation.
 
-The push of a version runs beside the training of the next step. The trainer's checkpoint is the truth: started again,
-the role loads the newest whole one, pushes its weights and replays the stream from there.
+A version is pushed while the next step trains. The trainer's checkpoint is authoritative: after a restart, the role
+loads the newest complete checkpoint, pushes its weights and replays the stream from its position.
 """
 
 import logging
@@ -47,10 +47,10 @@ STOP, WAIT, TRAIN = 0, 1, 2
 
 
 class Trainer:
-    """One rank of the trainer: it only connects the feed, the engine, the weight updates, the saves and the outputs."""
+    """One rank of the trainer. Connects the feed, the engine, the weight updates, the saves and the outputs."""
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender]):
-        """``make_sender`` makes the way to the servers; called on rank 0 only, with what announces their versions."""
+        """``make_sender`` makes the sender of weights from the callable that announces versions. Called on rank 0 only."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
@@ -72,8 +72,8 @@ class Trainer:
         """Train until done or stopped.
 
         Args:
-            stay: when done, look after the servers until stopped: one that dies during the last evaluation comes back
-                with the weights on disk, and only the trainer can give it the last ones.
+            stay: after the last step, stay until stopped. A server that dies during the last evaluation restarts with
+                the weights on disk, and only the trainer can send it the last version.
         """
         try:
             self.saves.export_again(self.counters)
@@ -90,7 +90,7 @@ class Trainer:
             self.close()
 
     def advance(self) -> bool:
-        """One optimizer step and what follows it; False when asked to stop."""
+        """Train one optimizer step, then push, report and save as due. False when asked to stop."""
         started, step = time.perf_counter(), self.counters.step
         with self.ctx.status.waiting(f"micro-batches of step {step}", on="preprocessor"):
             records = self._await_records(step)
@@ -111,7 +111,7 @@ class Trainer:
         return True
 
     def finish(self) -> None:
-        """Save, wait until the last weights are live, say so."""
+        """Save, wait until the last weights are live, and report that training is done."""
         self.saves.at_end(self.counters)
         live = self.updates.finish(self.counters.step)
         self.saves.wait(self.counters.step)
@@ -126,10 +126,10 @@ class Trainer:
         self.engine.close()
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
-        """The micro-batches of ``step``, at a phase's start when all of the phase are there; None when asked to stop.
+        """Wait for the micro-batches of ``step``, and at the start of a phase for the whole phase. None when asked to stop.
 
-        Meanwhile a deferred update goes out when it may. The ranks go round together, so that they agree on training,
-        on stopping, and on sending weights.
+        Sends a deferred update as soon as that is allowed. The ranks iterate together, so that they agree whether to
+        train, stop or send weights.
         """
         while True:
             last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
@@ -145,7 +145,7 @@ class Trainer:
 
 
 def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None]) -> Saver:
-    """The way to this run's checkpoints and exports."""
+    """Make the saver of this run's checkpoints and exports. ``sync_streams`` as in ``Saver``."""
     cfg = ctx.cfg
     rules = SaveRules(
         run_dir=ctx.run_dir,
@@ -158,7 +158,7 @@ def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None
 
 
 def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchReader:
-    """This rank's partition of every preprocessor's `training_data`, from ``positions`` on."""
+    """Open this rank's partition of every preprocessor's `training_data` at ``positions`` (key → next offset)."""
     readers = []
     for instance in range(max(len(ctx.world.get("preprocessor")), 1)):
         spec = SingleStreamSpec(ctx.run_dir, TRAINING_DATA, instance, rank)
@@ -168,7 +168,7 @@ def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchRe
 
 
 def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
-    """The sender of this run to the policy's servers."""
+    """Make the sender of weights to the policy's servers. ``announce`` writes its messages to topic `trainer`."""
     from pipelinerl.weights.sender import SenderSettings, WeightSender
 
     weights = ctx.cfg.weights
@@ -189,6 +189,6 @@ def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
 
 
 def run(ctx: RoleContext) -> None:
-    """The role."""
+    """Run the trainer role on this rank until it is asked to stop."""
     transformers.utils.logging.disable_progress_bar()
     Trainer(ctx, make_weight_sender).run(stay=True)

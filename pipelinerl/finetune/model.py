@@ -1,7 +1,7 @@
-"""The policy as the trainer sees it: a causal LM whose head gives the loss instead of logits, and maybe a value head.
+"""The trained policy: a causal LM whose head returns the loss instead of logits, with an optional value head.
 
-Parameter names under ``lm.`` are those of the Hugging Face model, so that checkpoints, weight updates and the servers
-speak of the same tensors.
+Parameter names under ``lm.`` are those of the Hugging Face model, so that checkpoints, weight updates and servers use
+the same names.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ class Tokens(NamedTuple):
     position_ids: Tensor
     """int64 [B, L]"""
     targets_N: Tensor | None = None
-    """int64 [B·L]: tokens to score at temperature 1; None asks for hidden states."""
+    """int64 [B·L]: tokens to score at temperature 1. None: return hidden states instead."""
 
 
 class PolicyOutput(NamedTuple):
     loss: Tensor
-    """Scalar: policy, KL, entropy and value terms of this micro-batch, weighted."""
+    """Scalar: weighted policy, KL, entropy and value terms of this micro-batch."""
     logprobs_K: Tensor
     entropy_K: Tensor
     value_loss: Tensor
-    """Scalar: the value term alone, without gradient; 0 without a value head."""
+    """Scalar: the value term alone, without gradient. 0 without a value head."""
     advantages_K: Tensor
-    """The advantages that were trained: the record's, or reward − V."""
+    """The advantages that the loss used: those of the record, or reward − V with a value head."""
 
 
 class Policy(nn.Module):
-    """Causal LM + chunked head (+ value head). ``forward(batch, settings)`` gives the loss of a micro-batch."""
+    """Causal LM with chunked head and optional value head. ``forward(batch, settings)`` returns a micro-batch's loss."""
 
     def __init__(
         self,
@@ -66,9 +66,17 @@ class Policy(nn.Module):
         sequence: SequenceGroup | None = None,
         logit_map: LogitMap | None = None,
     ):
-        """``value_loss_coef`` None: no value head. ``lora_scaling``: factor of the adapters, α/r. ``sequence``: ranks
-        that share each micro-batch; the model then attends with ``sequence.ATTENTION``. ``logit_map``: what the model
-        does to its head's products (``architecture`` measures it)."""
+        """Replace the head of ``lm``, and add a value head if needed.
+
+        Args:
+            temperature: of the trained log-probs.
+            chunk: tokens whose logits the head computes at a time.
+            fp32_head: whether logits of a bfloat16 head are float32 products.
+            value_loss_coef: factor of the value loss. None: no value head.
+            lora_scaling: factor of the adapters, α/r.
+            sequence: ranks that share each micro-batch. The model must then attend with ``sequence.ATTENTION``.
+            logit_map: how the model changes its head's products, as ``architecture`` measures it.
+        """
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
@@ -85,15 +93,16 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.bias)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[B, L, H] final states. No mask and no cache: with either, packed documents attend to each other."""
+        """[B, L, H] final states. Passes no mask and no cache: with either, packed documents would see each other."""
         backbone = self.lm.base_model if self.lm.base_model is not self.lm else self.lm.model
         return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
 
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
-        """The loss of a micro-batch, or without settings the log-probs [K] of its trained tokens at the training
-        temperature; of bare tokens the hidden states [B, L, H], or the targets' log-probs [B·L].
+        """Compute the loss of a micro-batch, or log-probs or hidden states alone.
 
-        Engines gather sharded parameters in here only.
+        A ``Batch`` with settings gives a ``PolicyOutput``. Without settings it gives the log-probs [K] of its trained
+        tokens at the training temperature. ``Tokens`` give the log-probs [B·L] of their targets at temperature 1, or
+        hidden states [B, L, H] without targets. Engines gather sharded parameters only inside this method.
         """
         self._announce_layout(batch)
         hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
@@ -121,7 +130,7 @@ class Policy(nn.Module):
         return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
 
     def _announce_layout(self, batch: Batch | Tokens) -> None:
-        """Attention asks for the documents; their lengths are known on the host."""
+        """Give attention the lengths of the documents, which are known on the host."""
         documents = document_lengths(batch.position_ids) if isinstance(batch, Tokens) else batch.documents
         if self.sequence is None:
             announce(documents, batch.input_ids.device)
@@ -136,7 +145,7 @@ class Policy(nn.Module):
         )[0]
 
     def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
-        """Advantage r − sg(V(s_t)) and the value loss coef·½(V − r)², with the token's weight."""
+        """The inputs with advantages r − sg(V(s_t)), and the value loss Σ weight · coef · ½(V − r)²."""
         assert self.value_head is not None
         assert self.value_loss_coef is not None
         with torch.autocast(hidden_KH.device.type, enabled=False):
@@ -147,7 +156,11 @@ class Policy(nn.Module):
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
-    """The repeated blocks of the language model; not its experts, and not the layers of a vision tower."""
+    """The repeated blocks of the language model, as opposed to its experts or the layers of a vision tower.
+
+    Raises:
+        ConfigError: the model has no list of layers.
+    """
     lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"model_path: {type(lm).__name__} has no list of layers to shard; use finetune.engine=ddp")
@@ -157,7 +170,7 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
 
 
 def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
-    """The causal LM at ``source`` in float32 (engines narrow it), ready for training with ``attention``."""
+    """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``."""
     lm = AutoModelForCausalLM.from_pretrained(
         str(source),
         dtype=torch.float32,
@@ -168,7 +181,7 @@ def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
 
 
 def empty_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
-    """The same model with its parameters on the meta device: an engine makes memory for its share of them."""
+    """As ``load_lm``, but with parameters on the meta device. An engine allocates its share of them."""
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
@@ -181,13 +194,16 @@ def empty_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
             trust_remote_code=cfg.trust_remote_code,
         )
     lm.tie_weights()
-    with contextlib.suppress(OSError):  # a model folder without one
+    with contextlib.suppress(OSError):  # the model folder has none
         lm.generation_config = GenerationConfig.from_pretrained(str(source))
     return _prepared(lm, cfg)
 
 
 def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Give parameters on the meta device memory, without values; tied ones stay tied. The rest moves to ``device``."""
+    """Allocate the parameters on the meta device, without values, and move the rest to ``device``.
+
+    Tied parameters stay tied. ``dtype`` None keeps the dtype of each parameter.
+    """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -201,12 +217,12 @@ def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def is_empty(module: nn.Module) -> bool:
-    """Whether parameters have no memory yet."""
+    """Whether any parameter is on the meta device, without memory."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
-    """Checked and set up for training."""
+    """Set ``lm`` up for training: dropout off, gradient checkpointing, adapters, no cache."""
     turn_dropout_off(lm)
     if cfg.finetune.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -218,7 +234,7 @@ def _prepared(lm: PreTrainedModel, cfg: Config) -> PreTrainedModel:
 
 
 def turn_dropout_off(lm: nn.Module) -> None:
-    """The servers sample without dropout: with it the trained policy would be another one, and never twice the same."""
+    """Set all dropout to 0. Servers sample without it, and log-probs of the trained policy must be reproducible."""
     for module in lm.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
@@ -226,7 +242,11 @@ def turn_dropout_off(lm: nn.Module) -> None:
 
 
 def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTrainedModel:
-    """Freeze the model and put LoRA adapters into its linear layers (arXiv:2106.09685); B starts at 0."""
+    """Freeze the model and insert LoRA adapters into its linear layers (arXiv:2106.09685). B starts at 0.
+
+    Raises:
+        ConfigError: peft is not installed, or the output head would get an adapter.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -250,9 +270,13 @@ def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTraine
 def isolation_error(
     forward: Callable[[Tokens], Tensor], vocab_size: int, device: torch.device, length: int = 8
 ) -> float:
-    """How far a packed document's hidden states move when the one before it changes, relative to their size.
+    """Relative change of a packed document's hidden states when the document before it changes.
 
-    They move by nothing where documents are isolated, in every precision.
+    It is exactly 0 in every precision if documents are isolated.
+
+    Args:
+        forward: returns the hidden states of ``Tokens``.
+        length: tokens of each of the two documents.
     """
     ids = torch.arange(2 * length, device=device).remainder(vocab_size)[None]
     changed = torch.cat([ids[:, :length].add(length).remainder(vocab_size), ids[:, length:]], 1)

@@ -1,4 +1,4 @@
-"""Everything that leaves the trainer but checkpoints: messages, weights, metrics, the log's line. Rank 0 only."""
+"""The trainer's outputs on rank 0, except checkpoints: messages, weights, metrics and a log line per step."""
 
 import logging
 import threading
@@ -28,7 +28,7 @@ LOGGED = (
 
 
 class TrainerTopic:
-    """Topic `trainer`, written by the loop and by the thread that announces weights."""
+    """Writes topic `trainer`. Safe to share between the loop and the thread that announces weights."""
 
     def __init__(self, run_dir: Path):
         self._writer = open_writer(SingleStreamSpec(run_dir, TRAINER), TrainerMessage)
@@ -44,7 +44,7 @@ class TrainerTopic:
 
 
 class Outputs:
-    """Open from the step that training starts or resumes from."""
+    """The outputs of a run that starts or resumes at ``counters``."""
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender], counters: Counters):
         self._topic = TrainerTopic(ctx.run_dir)
@@ -58,7 +58,7 @@ class Outputs:
         self.sender = make_sender(ctx, self._topic.write)
 
     def report(self, counters: Counters, metrics: dict[str, float]) -> None:
-        """A step and its metrics."""
+        """Publish a finished step: a message, metrics and a log line. Adds the sender's statistics to ``metrics``."""
         stats = self.sender.stats
         metrics |= {"pause_ms": stats.pause_ms, "transfer_ms": stats.transfer_ms, "live_version": float(stats.version)}
         samples, step = counters.samples_processed, counters.step
@@ -70,7 +70,7 @@ class Outputs:
         log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
 
     def training_done(self, counters: Counters) -> None:
-        """The last step is saved and its weights are live."""
+        """Announce that the last step is saved and its weights are live."""
         self._topic.write(TrainingDone(step=counters.step, timestamp=time.time()))
         log.info("training done step=%d samples=%d", counters.step, counters.samples_processed)
 
@@ -81,7 +81,7 @@ class Outputs:
         self._topic.close()
 
     def _warn_once(self, text: str | None) -> None:
-        """Log the first warning of the run."""
+        """Log ``text`` if it is the first warning of the run."""
         if text is not None and not self._warned:
             self._warned = True
             log.warning(text)

@@ -1,7 +1,7 @@
-"""The trainer's ranks, talking beside the training: in a Gloo group of their own, from any one thread at a time.
+"""Communication between the trainer's ranks in a separate Gloo group, which does not interfere with training.
 
-Used while a checkpoint is written or read. A step that fails on one rank fails on all of them, so that no rank waits
-for another that gave up.
+It is used while a checkpoint is written or read, by one thread at a time. An operation that fails on one rank fails on
+all of them, so that no rank waits for one that gave up.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Peers:
-    """This rank and all others. With one rank nothing is sent."""
+    """Collective operations among all ranks. With a single rank nothing is sent."""
 
     def __init__(self, rank: int = 0, world_size: int = 1):
-        """Collective when ``world_size`` > 1; the default process group exists then."""
+        """Collective if ``world_size`` > 1. The default process group must exist then."""
         self.rank, self.world_size = rank, world_size
         self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
 
@@ -32,10 +32,10 @@ class Peers:
         return values
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result of its ``work``, by rank. Collective.
+        """Call ``work`` and return every rank's result, by rank. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if any rank's work failed on its files.
+            CheckpointError: on all ranks, if ``work`` failed on any rank.
         """
         result, failure = None, None
         try:

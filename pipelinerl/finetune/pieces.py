@@ -1,7 +1,7 @@
-"""A rank's piece of a flattened tensor, in the terms of torch's distributed checkpoint.
+"""Pieces of flattened tensors, and planners that save and load them with torch's distributed checkpoint.
 
-Every training state is stored flat. Whole tensors (ddp), row shards (FSDP2), and flat ranges (ZeRO) are all ranges of
-the flat tensor, so what one engine wrote on some ranks is read by another on other ranks.
+Every training state is stored flat. Whole tensors (ddp), row shards (FSDP2) and flat ranges (ZeRO) are all ranges of
+the flat tensor. A state that one engine wrote can therefore be read by another engine on another number of ranks.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ class Piece:
     """Elements ``start`` … ``start + len(tensor)`` of a flattened tensor of ``whole`` elements."""
 
     tensor: Tensor
-    """[n] a view of the memory that holds the state: writing into it changes the state."""
+    """[n] a view of the memory that holds the state. Writing into it changes the state."""
     start: int
     whole: int
 
     def cut(self, rank: int, world_size: int) -> "Piece":
-        """An even share of this piece."""
+        """This rank's share of the piece. The shares of all ranks differ by at most one element."""
         first, end = (len(self.tensor) * number // world_size for number in (rank, rank + 1))
         return Piece(self.tensor[first:end], self.start + first, self.whole)
 
@@ -57,7 +57,7 @@ Pieces = Mapping[str, Piece]
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Plans the writing of pieces; refuses pieces of all ranks that overlap or leave gaps."""
+    """Plans how pieces are written. Refuses pieces that overlap or leave gaps over all ranks."""
 
     def __init__(self, pieces: Pieces):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -69,7 +69,7 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
-    """Plans which parts of which files fill the pieces."""
+    """Plans which parts of which files are read into the pieces."""
 
     def __init__(self, pieces: Pieces, metadata: Metadata):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,8 +1,8 @@
-"""log π_prox of the steps that share one proximal policy (`finetune.rl.proximal_every`, docs/algorithms.md §2).
+"""Computes log π_prox for steps that share a proximal policy (`finetune.rl.proximal_every`, docs/algorithms.md §2).
 
-Consumes the micro-batches of a block of N steps before its first step is trained; produces the log-probabilities of
-their trained tokens under the weights of that moment, and keeps them until their step. With N = 1 nothing is needed:
-the loss takes the step's own log-probabilities.
+Consumes the micro-batches of a block of N steps before its first step is trained. Produces the log-probabilities of
+their trained tokens under the weights at that time, and keeps each until its step. With N = 1 it does nothing, because
+the loss uses the step's own log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from pipelinerl.records import MicroBatch
 
 
 class ProximalPolicy:
-    """The log-probabilities of the block under training, by step.
+    """The log-probabilities of the current block of steps.
 
-    A block is the steps from a multiple of N on. A run that was resumed inside one begins a shorter one there.
+    Each block begins at a multiple of N. A run that resumes inside a block begins a shorter block there.
     """
 
     def __init__(self, every: int | None, max_train_steps: int):
@@ -26,7 +26,7 @@ class ProximalPolicy:
         self._known: dict[int, list[Tensor]] = {}
 
     def last_needed(self, step: int) -> int:
-        """The last step whose data must be there before ``step`` is trained."""
+        """The last step whose data must have arrived before ``step`` is trained."""
         if self._every == 1 or step in self._known:
             return step
         return min((step // self._every + 1) * self._every, self._max_train_steps) - 1
@@ -34,7 +34,14 @@ class ProximalPolicy:
     def of_step(
         self, step: int, records: Sequence[MicroBatch], reader: BatchReader, engine: Engine, rules: BatchRules
     ) -> list[Tensor] | None:
-        """[K] log-probabilities of each record of ``step``; None = the step's own. Collective, with equal arguments."""
+        """[K] log π_prox for each record of ``step``, or None for the step's own log-probabilities. Collective.
+
+        Args:
+            records: micro-batches of ``step``.
+            reader: holds the micro-batches of the block's later steps.
+            engine: computes the log-probabilities.
+            rules: by which records are laid out.
+        """
         if self._every == 1:
             return None
         if step not in self._known:

@@ -1,4 +1,4 @@
-"""Where a trainer that was started goes on: its place in the present streams, and what it tells the others."""
+"""Finds where a started trainer resumes: its positions in the streams, and the message that announces it."""
 
 import logging
 import time
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def in_present_streams(found: Counters | None, run_dir: Path) -> Counters:
-    """The counters of a checkpoint, or of no step, without places in streams that are not read any more."""
+    """The checkpoint's counters, or zeros if ``found`` is None. Drops positions in streams of an earlier epoch."""
     number = read_epoch(run_dir).number
     counters = found or Counters()
     return counters if counters.epoch == number else msgspec.structs.replace(counters, epoch=number, positions={})
 
 
 def resumed_message(run_dir: Path, counters: Counters) -> TrainingResumed | None:
-    """From where a run goes on; None when it begins. The steps that come a second time leave its metrics."""
+    """The message of a resumed run, or None for a new one. Deletes the metrics of steps that will be repeated."""
     epoch = read_epoch(run_dir)
     if epoch.step is None and epoch.number > 1:
         write_epoch(run_dir, StreamEpoch(number=epoch.number, step=counters.step))

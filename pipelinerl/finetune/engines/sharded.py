@@ -48,7 +48,7 @@ class ShardedEngine(Engine):
         create_moments(self.optimizer, self._trained.values())
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
-        """Shard the layers, the value head and the policy. The policy's inputs are not cast: loss constants are float32."""
+        """Shard the policy. Its inputs are not cast, because the constants of the loss are float32."""
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in decoder_layers(self.policy.lm):
             fully_shard(layer, mesh=mesh, mp_policy=precision)

@@ -68,7 +68,7 @@ class ZeroEngine(Engine):
         return self.engine(batch, settings)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """As in ``Engine``. Scales the loss by the world size, because DeepSpeed averages over ranks and we need a sum."""
+        """As in ``Engine``. Scales the loss by the world size: DeepSpeed averages over ranks, and we need a sum."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.world_size)
 
