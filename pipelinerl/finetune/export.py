@@ -48,7 +48,8 @@ def exported_parts(named: Iterable[tuple[str, T]], keep: Callable[[T], T]) -> It
 
     Args:
         named: (name in the policy, value), in the policy's order. The value head is left out.
-        keep: copies a part that must outlive the next item of ``named``. An adapted weight is yielded with its last part.
+        keep: copies a part that must outlive the next item of ``named``: an adapted weight is yielded with its last
+            part.
     """
     held: dict[str, list[T]] = {}
     for full_name, value in named:

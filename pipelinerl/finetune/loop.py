@@ -50,7 +50,7 @@ class Trainer:
     """One rank of the trainer. Connects the feed, the engine, the weight updates, the saves and the outputs."""
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender]):
-        """``make_sender`` makes the sender of weights from the callable that announces versions. Called on rank 0 only."""
+        """``make_sender`` makes the sender of weights, which calls its second argument to announce versions. Rank 0 only."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
@@ -126,7 +126,7 @@ class Trainer:
         self.engine.close()
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
-        """Wait for the micro-batches of ``step``, and at the start of a phase for the whole phase. None when asked to stop.
+        """Wait for the micro-batches of ``step``, or at a phase's start of the whole phase. None when asked to stop.
 
         Sends a deferred update as soon as that is allowed. The ranks iterate together, so that they agree whether to
         train, stop or send weights.

@@ -52,7 +52,7 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Causal LM with chunked head and optional value head. ``forward(batch, settings)`` returns a micro-batch's loss."""
+    """Causal LM with chunked head and optional value head. ``forward(batch, settings)`` computes the loss."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Policy(nn.Module):
         Args:
             temperature: of the trained log-probs.
             chunk: tokens whose logits the head computes at a time.
-            fp32_head: whether logits of a bfloat16 head are float32 products.
+            fp32_head: whether the products of a bfloat16 head keep float32 precision.
             value_loss_coef: factor of the value loss. None: no value head.
             lora_scaling: factor of the adapters, α/r.
             sequence: ranks that share each micro-batch. The model must then attend with ``sequence.ATTENTION``.

@@ -8,8 +8,8 @@ from pipelinerl.config.sections import FinetuneSection
 def learning_rate(finetune: FinetuneSection, step: int) -> float:
     """Learning rate of optimizer step ``step`` (0-based).
 
-    Warm-up rises linearly from a positive rate in step 0 to the peak in step ``num_warmup_steps``. `linear` and `cosine`
-    then fall to 0 at step ``max_train_steps``.
+    Warm-up rises linearly from a positive rate in step 0 to the peak in step ``num_warmup_steps``. `linear` and
+    `cosine` then fall to 0 at step ``max_train_steps``.
     """
     kind, warmup = finetune.lr_scheduler_type, finetune.num_warmup_steps
     if kind == "constant":

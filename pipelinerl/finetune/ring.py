@@ -1,11 +1,12 @@
-"""Ring attention over the slices of a packed micro-batch: exact, causal, and documents never see each other.
+"""Ring attention over the slices of a packed micro-batch. Exact and causal: documents never see each other.
 
-Rank i of a group holds tokens i·L … (i+1)·L − 1. In hop s it takes keys and values from the rank s places before it and
-merges what its queries find there by log-sum-exp; gradients go the way back (arXiv:2310.01889). Only the queries of a
-document that began on an earlier rank look back, and only at that document's keys: nothing else travels, and there are
-as many hops as a document reaches over slices. In a hop every such query sees every such key, so no mask is needed.
+Rank i of a group holds tokens i·L … (i+1)·L − 1. In hop s it receives keys and values from the rank s places before it
+and merges the attention over them by log-sum-exp. Gradients take the reverse route (arXiv:2310.01889). Only queries of
+a document that began on an earlier rank need other ranks' keys, and they need only the keys of that document. Nothing
+else is sent, and the number of hops is the number of slices that the longest document crosses. In a hop every such
+query sees every such key, so no mask is needed.
 
-Shapes: L tokens of a rank, H query heads, G key-value heads, D head size; tensors are [heads, tokens, D].
+Shapes: L tokens of a rank, H query heads, G key-value heads, D head size. Tensors are [heads, tokens, D].
 """
 
 from bisect import bisect_right
@@ -23,15 +24,15 @@ from torch import Tensor
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 
 DocumentLengths = Sequence[int] | None
-"""Lengths of documents, each attending causally to itself; None: every query sees every key."""
+"""Lengths of documents, each attending causally to itself. None: every query sees every key."""
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Which queries see which keys; the same on all ranks of a group but for ``index``."""
+    """Which queries see which keys. Ranks of a group differ only in ``index``."""
 
     first_tokens: tuple[int, ...]
-    """Places of the documents' first tokens in the whole micro-batch, ascending from 0."""
+    """Positions of the documents' first tokens in the whole micro-batch, ascending from 0."""
     length: int
     """L"""
     size: int = 1
@@ -39,56 +40,56 @@ class RingPlan:
 
     @cached_property
     def documents(self) -> tuple[int, ...]:
-        """Lengths of the documents in this rank's slice, cut at its ends."""
+        """Lengths of the documents in this rank's slice. Documents are cut at its ends."""
         start, end = self.index * self.length, (self.index + 1) * self.length
         cuts = [start, *(place for place in self.first_tokens if start < place < end), end]
         return tuple(after - before for before, after in pairwise(cuts))
 
     @cached_property
     def num_hops(self) -> int:
-        """Hops of the whole group."""
+        """Number of hops, the same for the whole group."""
         return max(rank - self._begun(rank) // self.length for rank in range(self.size))
 
     @cached_property
     def num_looking_back(self) -> int:
-        """Queries of this rank that see other ranks' keys; they are its first."""
+        """Number of this rank's queries that see other ranks' keys. They are its first queries."""
         return self.documents[0] if self._begun(self.index) < self.index * self.length else 0
 
     def num_keys(self, owner: int, reader: int) -> int:
-        """Keys of ``owner`` that ``reader`` needs; they are its last. 0 where there is no such rank."""
+        """Number of ``owner``'s keys that ``reader`` needs. They are its last keys. 0 if either rank does not exist."""
         if not 0 <= owner < reader < self.size:
             return 0
         return max((owner + 1) * self.length - max(self._begun(reader), owner * self.length), 0)
 
     def _begun(self, rank: int) -> int:
-        """Where the document of the rank's first token begins."""
+        """Position where the document of the rank's first token begins."""
         return self.first_tokens[bisect_right(self.first_tokens, rank * self.length) - 1]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A plan and those who carry it out."""
+    """A plan and the ranks that execute it."""
 
     plan: RingPlan
     group: SequenceGroup | None = None
-    """None: this rank alone has the whole micro-batch."""
+    """None: this rank holds the whole micro-batch."""
 
     def bring(self, hop: int, kv: Tensor) -> "_Transfer":
-        """Begin to fetch keys and values [2, G, n, D] from ``hop`` places before, from everybody's own ``kv``."""
+        """Start to fetch keys and values [2, G, n, D] from the rank ``hop`` places before, and to send part of ``kv``."""
         me = self.plan.index
         leaving = kv[:, :, kv.shape[2] - self.plan.num_keys(me, me + hop) :]
         arriving = kv.new_empty(2, kv.shape[1], self.plan.num_keys(me - hop, me), kv.shape[3])
         return _Transfer(self.group, leaving, me + hop, arriving, me - hop)
 
     def take_back(self, hop: int, gradient: Tensor) -> "_Transfer":
-        """Begin to return the gradient of what hop ``hop`` brought, and to fetch that of what went out."""
+        """Start to return the ``gradient`` of the keys and values that ``hop`` fetched, and to fetch that of those sent."""
         me = self.plan.index
         arriving = gradient.new_empty(2, gradient.shape[1], self.plan.num_keys(me, me + hop), gradient.shape[3])
         return _Transfer(self.group, gradient, me - hop, arriving, me + hop)
 
 
 class _Transfer:
-    """One tensor on its way out and one on its way in; empty ones do not travel."""
+    """One tensor being sent and one being received. Empty tensors are not transferred."""
 
     def __init__(self, group: SequenceGroup | None, leaving: Tensor, to: int, arriving: Tensor, source: int):
         self._leaving, self._arriving = leaving.contiguous(), arriving
@@ -111,10 +112,11 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scale:
 
     Args:
         query: [H, L, D].
-        key, value: [G, L, D] of this rank; H is a multiple of G.
+        key, value: [G, L, D] of this rank. H is a multiple of G.
+        ring: the micro-batch's plan and the group.
         scale: factor of the scores.
     Returns:
-        [H, L, D] in the queries' dtype.
+        [H, L, D] in the dtype of ``query``.
     """
     with torch.autocast(query.device.type, enabled=False):
         return _RingAttention.apply(query, key, value, ring, scale)
@@ -138,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Each block's share follows from the log-sum-exp over all blocks (Ring Attention's and FlashAttention's)."""
+        """Each block's gradient follows from the log-sum-exp over all blocks, as in Ring Attention and FlashAttention."""
         query, kv, out, lse = ctx.saved_tensors
         plan, scale = ctx.ring.plan, ctx.scale
         transfer = ctx.ring.bring(1, kv)
@@ -160,19 +162,19 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Add to the first rows of a softmax over some keys the softmax over others, in place."""
+    """Merge attention over further keys into the first rows of ``out`` and ``lse``, in place."""
     old_out, old_lse = out[:, : new_lse.shape[1]], lse[:, : new_lse.shape[1]]
     both = torch.logaddexp(old_lse, new_lse)
     old_out.mul_((old_lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])
     old_lse.copy_(both)
 
 
-# Two kernels with the same two functions. `forward` gives the output [H, q, D] in float32 or better and the scores'
-# log-sum-exp [H, q]; `backward` the gradients of the queries [H, q, D] and of keys and values [2, G, k, D].
+# Two kernels with the same two functions. `forward` returns the output [H, q, D] in at least float32 and the scores'
+# log-sum-exp [H, q]. `backward` returns the gradients of the queries [H, q, D] and of keys and values [2, G, k, D].
 
 
 def _choose_kernel(query: Tensor) -> SimpleNamespace:
-    """FlashAttention, as torch brings it, takes half precision on CUDA; matrix products take everything."""
+    """torch's FlashAttention for half precision on CUDA, plain matrix products for everything else."""
     return FLASH if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else EXACT
 
 
@@ -238,7 +240,7 @@ def _exact_backward(
 def _flash_bounds(
     query: Tensor, key: Tensor, documents: DocumentLengths
 ) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """Arguments of torch's variable-length kernels: cumulated lengths, longest query and key, dropout, causal."""
+    """Arguments of torch's variable-length kernels: cumulative lengths, longest query and key, dropout, causal."""
     lengths = [[x.shape[1]] if documents is None else list(documents) for x in (query, key)]
     ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=query.device) for x in lengths]
     return ends[0], ends[1], max(lengths[0]), max(lengths[1]), 0.0, documents is not None

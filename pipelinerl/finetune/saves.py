@@ -1,6 +1,6 @@
-"""When the trainer's state is saved: every so many steps, when the newest checkpoint is old, at a stop, at the end.
+"""Schedules saves of the trainer's state: every n steps, when the newest checkpoint is old, at a stop, at the end.
 
-Everything is collective. What a checkpoint no longer needs of the streams is released once it is published.
+All methods are collective. Once a checkpoint is published, the stream records that no checkpoint needs are released.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class SaveSchedule:
-    """Decides for one ``saver``; ``release`` lets go of the stream below the given positions."""
+    """Decides when ``saver`` saves. Calls ``release`` with the positions below which the stream is no longer needed."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class SaveSchedule:
         self._status, self._release_stream = status, release
 
     def after_step(self, counters: Counters) -> None:
-        """Begin what is due after a step; training goes on meanwhile."""
+        """Start the save that is due after a step, if any. Training continues while it is written."""
         if self._is_export_step(counters.step):
             self._save(counters, export=True)
         elif self._is_rolling_due():
@@ -39,25 +39,25 @@ class SaveSchedule:
             self._release(self._saver.poll(), counters.step)
 
     def export_again(self, counters: Counters) -> None:
-        """Export the model of the step that is resumed from, if it was lost between its checkpoint and its export."""
+        """Export the model of the resumed step if the run died between its checkpoint and its export."""
         if counters.step and self._is_export_step(counters.step) and not self._saver.has_export(counters.step):
             self._save(counters, export=True)
 
     def at_stop(self, counters: Counters) -> None:
-        """Asked to stop: every finished step is saved when this returns."""
+        """Save the last finished step, after a request to stop. Returns when it is on disk."""
         if self._saver.step != counters.step:
             self._save(counters, export=False)
         self.wait(counters.step)
         log.info("stopped step=%d saved=%d", counters.step, self._saver.step)
 
     def at_end(self, counters: Counters) -> None:
-        """Begin to save and export the last step; ``wait`` for it."""
+        """Start to save and export the last step. Call ``wait`` to complete it."""
         self.wait(counters.step)
         if self._saver.step != counters.step or not self._saver.has_export(counters.step):
             self._save(counters, export=True)
 
     def wait(self, step: int) -> None:
-        """Until everything that was begun is published; ``step`` is the newest."""
+        """Wait until the save in progress is published. ``step``: finished optimizer steps."""
         with self._status.waiting("the checkpoint to be written"):
             self._release(self._saver.finish(), step)
 
@@ -72,12 +72,12 @@ class SaveSchedule:
         return step % self._finetune.save_checkpoint_steps == 0
 
     def _is_rolling_due(self) -> bool:
-        """Whether the newest checkpoint is so old that all ranks want another."""
+        """Whether on every rank the newest checkpoint is older than `save_checkpoint_minutes`."""
         minutes = self._finetune.save_checkpoint_minutes
         return minutes is not None and self._engine.lowest(int(self._saver.is_idle_since(60 * minutes))) == 1
 
     def _release(self, needed: Positions | None, step: int) -> None:
-        """Let go of the stream below the oldest checkpoint that is kept."""
+        """Release the stream records before the positions of the oldest kept checkpoint."""
         if needed is not None:
             self._release_stream(needed)
             self._status.progress(saved=self._saver.step == step)

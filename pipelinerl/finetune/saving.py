@@ -1,7 +1,7 @@
-"""Checkpoints and exports beside training, and back from a checkpoint into an engine.
+"""Saves checkpoints and exports while training continues, and loads a checkpoint into an engine.
 
-``start`` copies the state to host memory, which takes as long as the copy; a thread of every rank then writes, syncs
-and publishes it while training goes on. One state is written at a time. Everything is collective.
+``start`` blocks only while it copies the state to host memory. A thread on every rank then writes, syncs and publishes
+the copy during training. One state is written at a time. All methods are collective.
 """
 
 import logging
@@ -29,15 +29,15 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRules:
-    """Where states go, and which of them stay."""
+    """Where states are saved, and how many are kept."""
 
     run_dir: Path
     dtype: torch.dtype
-    """Of exported models."""
+    """Dtype of exported models."""
     keep: int
-    """Checkpoints that are kept."""
+    """Number of checkpoints to keep."""
     keep_exports: int | None
-    """Exported models that are kept; None = all."""
+    """Number of exported models to keep. None: all."""
 
     @property
     def checkpoints(self) -> Path:
@@ -58,7 +58,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         sync_streams: Callable[[], None] = lambda: None,
     ):
-        """``sync_streams`` makes the records durable that a checkpoint's positions point behind. Collective."""
+        """``sync_streams`` makes the records before a checkpoint's positions durable. Collective."""
         self._engine, self._rules, self._tokenizer = engine, rules, tokenizer
         self._sync_streams = sync_streams
         self._peers = Peers(engine.rank, engine.world_size)
@@ -67,10 +67,10 @@ class Saver:
         self._writing: Future[Positions] | None = None
         self._saved_at = time.monotonic()
         self.step = 0
-        """Newest step whose state is saved, or being saved."""
+        """Newest step whose state is saved or being saved."""
 
     def resume(self) -> Counters | None:
-        """Load the newest whole checkpoint into the engine; None when there is none. Collective."""
+        """Load the newest complete checkpoint into the engine. None if there is none. Collective."""
         found = checkpoints.newest_whole(self._peers, self._rules.checkpoints)
         if found is None:
             return None
@@ -87,10 +87,11 @@ class Saver:
         return self._peers.gather((self._rules.exports / f"step_{step}").is_dir())[0]
 
     def start(self, counters: Counters, *, export: bool) -> None:
-        """Begin to save the present state, unless its step is saved; call ``finish`` before. Collective.
+        """Start to save the current state, unless its step is already saved. Call ``finish`` before. Collective.
 
         Args:
-            export: write the model in Hugging Face format too.
+            counters: of the current state.
+            export: also export the model in Hugging Face format.
         """
         assert self._writing is None, "one state is saved at a time"
         started = time.perf_counter()
@@ -101,27 +102,27 @@ class Saver:
         self._writing = self._thread.submit(self._write, state, model, counters)
 
     def is_idle_since(self, seconds: float) -> bool:
-        """Whether nothing is being written and the newest state was begun ``seconds`` ago or earlier."""
+        """Whether nothing is being written and the newest save started at least ``seconds`` ago."""
         return self._writing is None and time.monotonic() - self._saved_at >= seconds
 
     def poll(self) -> Positions | None:
-        """``finish`` if it does not have to wait, else None."""
+        """The result of ``finish`` if it does not have to wait, else None."""
         return self.finish() if self._writing is not None and self._writing.done() else None
 
     def finish(self) -> Positions | None:
-        """Wait until what was begun is published.
+        """Wait until the save in progress is published.
 
         Returns:
-            The stream positions from which the oldest kept checkpoint would be resumed: nothing below is needed. None
-            when nothing was begun since the last call.
+            The stream positions from which the oldest kept checkpoint would resume. Records below them are not needed.
+            None if no save was started since the last call.
         Raises:
-            CheckpointError: it could not be saved; earlier ones are intact.
+            CheckpointError: the save failed. Earlier checkpoints are intact.
         """
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
 
     def close(self) -> None:
-        """Give what is being written a moment; other ranks may be gone."""
+        """Wait at most ``CLOSE_S`` for the save in progress, because other ranks may be gone."""
         if self._writing is not None:
             wait([self._writing], timeout=CLOSE_S)
         self._thread.shutdown(wait=False)
@@ -130,7 +131,7 @@ class Saver:
         return checkpoints.rng_pieces(self._engine.rank, self._engine.device)
 
     def _stage(self) -> dict[str, Piece]:
-        """A copy of the state in host memory, page-locked for a GPU; the memory is used again for the next one."""
+        """Copy the state to host memory, which is page-locked for a GPU and reused for the next state."""
         on_gpu = self._engine.device.type == "cuda"
         for name, piece in {**self._engine.own_pieces(), **self._rng()}.items():
             if name not in self._host:
@@ -142,7 +143,7 @@ class Saver:
         return self._host
 
     def _write(self, state: Pieces | None, model: StagedExport | None, counters: Counters) -> Positions:
-        """In the thread: write, publish, delete what is not kept. Collective."""
+        """In the thread: write, publish, and delete states that are not kept. Collective."""
         rules, started = self._rules, time.perf_counter()
         if state is not None:
             self._peers.together(self._sync_streams)

@@ -1,10 +1,10 @@
-"""Sequence parallelism: the ranks of a group share one micro-batch, each holding a slice of its tokens.
+"""Sequence parallelism: the ranks of a group share one micro-batch, and each holds a slice of its tokens.
 
-Everything in a transformer works token by token except attention, so each rank computes its slice, and attention goes
-round in a ring (``ring``). A token's loss is computed where its predecessor lies; sums over a sequence are taken over
-the group. Gradients add up over all ranks.
+A transformer computes each token independently except in attention. So each rank computes its slice, and attention
+exchanges keys and values in a ring (``ring``). The rank that holds a token's predecessor computes the token's loss. Sums
+over a sequence are taken over the group, and gradients are summed over all ranks.
 
-Shapes: T tokens of the micro-batch, padded to a multiple of the group's size; L = T / size tokens of a rank.
+Shapes: T tokens of the micro-batch, padded to a multiple of the group's size, and L = T / size tokens of a rank.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ ATTENTION = "pipelinerl_sequence"
 
 
 def make_sequence_group(size: int) -> SequenceGroup | None:
-    """This rank's group of ``size`` consecutive ranks; None for 1. Collective over all ranks."""
+    """Make this rank's group of ``size`` consecutive ranks. None for size 1. Collective over all ranks."""
     if size == 1:
         return None
     rank, mine = dist.get_rank(), None
@@ -38,7 +38,7 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
 
 
 def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
-    """This rank's part of a packed batch; the layout of the whole goes with it."""
+    """This rank's slice of a packed batch. ``documents`` still describes the whole batch, with its padding."""
     total = batch.input_ids.shape[1]
     padding = -total % group.size
     ids, positions = (F.pad(x, (0, padding)) for x in (batch.input_ids, batch.position_ids))
@@ -70,11 +70,12 @@ _ring: Ring | None = None
 
 
 def set_layout(documents: tuple[int, ...], length: int, group: SequenceGroup | None) -> None:
-    """Announce the batch whose forward (and, with gradient checkpointing, backward) comes next.
+    """Set the layout for the next forward pass and, with gradient checkpointing, its backward pass.
 
     Args:
-        documents: lengths of all documents of the group's ranks, padding included.
-        length: L of this rank. When the documents have no more tokens, this rank has all of them.
+        documents: lengths of all documents of the group's ranks, including padding.
+        length: L of this rank. If it equals the sum of ``documents``, this rank holds the whole batch.
+        group: ranks that share the batch.
     """
     global _ring
     shared = group if sum(documents) > length else None
@@ -97,10 +98,10 @@ def sequence_attention(
     scaling: float | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: local queries [1, heads, L, D] see the keys and values of all ranks.
+    """transformers' attention interface. Local queries [1, heads, L, D] see the keys and values of all ranks.
 
     Raises:
-        ConfigError: the model wants something else than causal softmax attention.
+        ConfigError: the model needs dropout, a sliding window, a softcap or sinks, which the ring does not compute.
     """
     wanted = {"dropout": dropout or None} | {name: other.get(name) for name in ("sliding_window", "softcap", "s_aux")}
     refused = [name for name, value in wanted.items() if value is not None]

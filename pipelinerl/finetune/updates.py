@@ -1,8 +1,8 @@
-"""When weights go out: initially, after every due step, at the end, never during an evaluation.
+"""Decides when weights are sent to the servers: at the start, after every due step, at the end, never in an evaluation.
 
-Gathering sharded parameters is collective, so every rank calls every method; what goes out is decided on rank 0, which
-alone has a sender. A version that must wait, for an evaluation or for the servers that still pull the one before, is
-deferred: training goes on, and the newest version goes out at the first opportunity. Those in between are skipped.
+Gathering sharded parameters is collective, so every rank calls every method. Rank 0 decides, because only it has a
+sender. A version is deferred while an evaluation runs or servers still pull the previous version. Training continues
+meanwhile, and the newest version is sent at the first opportunity. The versions in between are skipped.
 """
 
 import logging
@@ -38,7 +38,7 @@ Announce = Callable[[Announcement], object]
 
 
 class Sender(Protocol):
-    """The part of `pipelinerl.weights.sender.WeightSender` that is used here. Every method may raise its error."""
+    """The methods of `pipelinerl.weights.sender.WeightSender` used here. Each may raise the sender's error."""
 
     @property
     def stats(self) -> PushStats: ...
@@ -62,30 +62,30 @@ class Sender(Protocol):
 
 
 def is_push_due(step: int, interval: int, max_train_steps: int) -> bool:
-    """Whether the weights after ``step`` optimizer steps go out: every ``interval`` steps and at the end."""
+    """Whether the weights after ``step`` optimizer steps are sent: every ``interval`` steps and after the last."""
     return step % interval == 0 or step == max_train_steps
 
 
 def push_interval(cfg: Config) -> int:
-    """Optimizer steps per update: a phase of the conventional schedule, else `finetune.weight_update_interval`."""
+    """Optimizer steps per update: a phase in the conventional schedule, else `finetune.weight_update_interval`."""
     return cfg.steps_per_phase if cfg.schedule == "conventional" else cfg.finetune.weight_update_interval
 
 
 def last_needed(step: int, cfg: Config) -> int:
-    """The last step whose data must be there before ``step`` is trained: a phase is generated whole, then trained."""
+    """The last step whose data must arrive before ``step`` is trained. A phase is generated whole, then trained."""
     if step % cfg.steps_per_phase:
         return step
     return min(step + cfg.steps_per_phase, cfg.finetune.max_train_steps) - 1
 
 
 def max_model_len(cfg: Config) -> int:
-    """Tokens that a server takes in one request; vLLM's option in either spelling."""
+    """Largest number of tokens in a request to a server, from vLLM's option in either spelling."""
     options = {name.replace("-", "_"): value for name, value in cfg.vllm_config.vllm_kwargs.items()}
     return int(options.get("max_model_len") or MAX_LENGTH)
 
 
 def score_text(engine: Engine, text: ProbeText) -> np.ndarray:
-    """float32 [S·(L−1)]: log-probabilities of the probe's text under the trainer's present weights. Collective."""
+    """float32 [S·(L−1)]: log-probabilities of the probe's text under the trainer's current weights. Collective."""
     ids = torch.from_numpy(text.token_ids).long().to(engine.device)
     rows, length = ids.shape
     positions = torch.arange(length, device=engine.device).repeat(rows)
@@ -106,17 +106,23 @@ class WeightUpdates:
         stop: Callable[[], bool],
         run_dir: Path,
     ):
-        """``sender`` and ``lease``: on rank 0 only."""
+        """``sender`` and ``lease`` are None on all ranks but 0. ``stop``: whether the role was asked to stop."""
         self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
         self._sender, self._lease, self._status, self._stop = sender, lease, status, stop
         self._run_dir, self._text = run_dir, None
         self.deferred = False
-        """An update is due that could not go out; equal on all ranks."""
+        """Whether a due update could not be sent yet. Equal on all ranks."""
 
     def start(self, version: int, num_servers: int, resumed: bool) -> None:
-        """Give the servers the weights that training starts from, and wait until they are live.
+        """Send the servers the weights that training starts from, and wait until they are live.
 
-        A new run waits for every server. A resumed one needs one: the others may be restarting and come back later.
+        A new run waits for all ``num_servers`` servers. A resumed run waits for one, because the others may be
+        restarting and join later.
+
+        Args:
+            version: of the weights.
+        Raises:
+            DeadlineError: the servers did not answer within `launcher.startup_timeout_s`.
         """
         deadline = time.monotonic() + self._cfg.launcher.startup_timeout_s
         needed = 1 if resumed else num_servers
@@ -138,7 +144,7 @@ class WeightUpdates:
             )
 
     def _prepare_probe(self, version: int, deadline: float) -> None:
-        """The run's text for the probe with the trainer's scores of version 0: from the run folder, or made now."""
+        """Load the probe's text from the run folder, or sample it and score it with the weights of version 0."""
         text, is_new = None, False
         if self._sender is not None:
             text = ProbeText.load(self._run_dir)
@@ -159,7 +165,7 @@ class WeightUpdates:
             self._sender.attest_with(self._text)
 
     def after_step(self, step: int) -> float:
-        """Send the new version if one is due and can go out; returns the seconds that this took rank 0."""
+        """Send version ``step`` if an update is due and allowed. Returns the seconds that this took."""
         due = is_push_due(step, push_interval(self._cfg), self._cfg.finetune.max_train_steps)
         if not due and not self.deferred:
             return 0.0
@@ -168,7 +174,7 @@ class WeightUpdates:
         return time.perf_counter() - started
 
     def retry(self, step: int) -> None:
-        """Send the version that was deferred, if it can go out now.
+        """Send a deferred update, if sending is allowed now, with the weights of version ``step``.
 
         Raises:
             ServersExpelledError: no server is left.
@@ -179,7 +185,7 @@ class WeightUpdates:
             self._send_or_defer(step)
 
     def finish(self, step: int) -> bool:
-        """Wait until the last weights are live; False when asked to stop before."""
+        """Wait until the last weights are live. False when asked to stop before."""
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
     def _send_or_defer(self, version: int) -> None:
@@ -192,7 +198,7 @@ class WeightUpdates:
             self._send(version, scored)
 
     def _send(self, version: int, scored: bool) -> None:
-        """The push first, the trainer's scores after it: servers are asked when they hold the version anyway."""
+        """Send first, then score the probe: servers are asked for their scores only once they hold the version."""
         parameters = exported_parameters(self._engine, self._dtype)
         scores: Future[np.ndarray] = Future()
         if self._sender is not None:
