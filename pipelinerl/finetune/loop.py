@@ -50,7 +50,7 @@ class Trainer:
     """One rank of the trainer. Connects the feed, the engine, the weight updates, the saves and the outputs."""
 
     def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender]):
-        """``make_sender`` makes the sender of weights, which calls its second argument to announce versions. Rank 0 only."""
+        """``make_sender`` makes the sender of weights, which announces versions by its second argument. Rank 0 only."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))

@@ -75,14 +75,14 @@ class Ring:
     """None: this rank holds the whole micro-batch."""
 
     def bring(self, hop: int, kv: Tensor) -> "_Transfer":
-        """Start to fetch keys and values [2, G, n, D] from the rank ``hop`` places before, and to send part of ``kv``."""
+        """Start to fetch keys and values [2, G, n, D] from the rank ``hop`` places before, and to send from ``kv``."""
         me = self.plan.index
         leaving = kv[:, :, kv.shape[2] - self.plan.num_keys(me, me + hop) :]
         arriving = kv.new_empty(2, kv.shape[1], self.plan.num_keys(me - hop, me), kv.shape[3])
         return _Transfer(self.group, leaving, me + hop, arriving, me - hop)
 
     def take_back(self, hop: int, gradient: Tensor) -> "_Transfer":
-        """Start to return the ``gradient`` of the keys and values that ``hop`` fetched, and to fetch that of those sent."""
+        """Start to return the gradient of what ``hop`` fetched, and to fetch the gradient of what it sent."""
         me = self.plan.index
         arriving = gradient.new_empty(2, gradient.shape[1], self.plan.num_keys(me, me + hop), gradient.shape[3])
         return _Transfer(self.group, gradient, me - hop, arriving, me + hop)
@@ -140,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Each block's gradient follows from the log-sum-exp over all blocks, as in Ring Attention and FlashAttention."""
+        """Each block's gradient follows from the log-sum-exp over all blocks, as in Ring and FlashAttention."""
         query, kv, out, lse = ctx.saved_tensors
         plan, scale = ctx.ring.plan, ctx.scale
         transfer = ctx.ring.bring(1, kv)

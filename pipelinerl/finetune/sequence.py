@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a group share one micro-batch, and each holds a slice of its tokens.
 
 A transformer computes each token independently except in attention. So each rank computes its slice, and attention
-exchanges keys and values in a ring (``ring``). The rank that holds a token's predecessor computes the token's loss. Sums
-over a sequence are taken over the group, and gradients are summed over all ranks.
+exchanges keys and values in a ring (``ring``). The rank that holds a token's predecessor computes the token's loss.
+Sums over a sequence are taken over the group, and gradients are summed over all ranks.
 
 Shapes: T tokens of the micro-batch, padded to a multiple of the group's size, and L = T / size tokens of a rank.
 """

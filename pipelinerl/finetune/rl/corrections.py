@@ -1,7 +1,7 @@
-"""Off-policy corrections: what becomes of the ratio of the proximal policy (or the trained one) to the sampler.
+"""Off-policy corrections of the ratio of the proximal policy, or the trained one, to the sampler.
 
-A ratio is counted ONCE. Truncation (TIS) bounds it, masking (MIS) and veto set it to 0; the loss decides whether it
-multiplies by the corrected ratio or, where it holds the ratio already, by the mask alone (docs/algorithms.md §2).
+A ratio is counted ONCE. Truncation (TIS) bounds it, masking (MIS) and veto set it to 0. A loss multiplies by the
+corrected ratio, or by the mask alone if it already contains the ratio (docs/algorithms.md §2).
 """
 
 import math
@@ -16,7 +16,7 @@ from pipelinerl.finetune.rl.tokens import LARGEST_EXPONENT, TokenInputs, segment
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections:
-    """The configured bounds C; None = off. The sequence forms take ρ as the product over the sequence's tokens."""
+    """The configured bounds C. None: off. In the sequence forms ρ is the product over the sequence's tokens."""
 
     token_tis: float | None = None
     sequence_tis: float | None = None
@@ -26,7 +26,7 @@ class Corrections:
 
     @property
     def truncation(self) -> float | None:
-        """Bound of the weight."""
+        """Bound of the weight. None: not truncated."""
         return self.token_tis if self.token_tis is not None else self.sequence_tis
 
     @property
@@ -39,29 +39,29 @@ class Corrections:
 
     @property
     def weighs_sequences(self) -> bool:
-        """Whether the ratio that is counted is the sequence's instead of the token's: where only its form is set."""
+        """Whether the weight is the sequence's ratio instead of the token's: only the sequence form is set."""
         if self.truncation is not None:
             return self.token_tis is None
         return self.sequence_mis is not None and self.token_mis is None
 
     @property
     def mask_bounds_weight(self) -> bool:
-        """Whether masking alone bounds the ratio that is counted: ρ·1[ρ ≤ C]."""
+        """Whether a mask alone bounds the weight: ρ·1[ρ ≤ C]."""
         own = self.sequence_mis if self.weighs_sequences else self.token_mis
         return self.truncation is None and own is not None
 
 
 class Corrected(NamedTuple):
     weight_K: Tensor
-    """The ratio, truncated and masked; without gradient."""
+    """The truncated and masked ratio, without gradient."""
     mask_K: Tensor
     """0 or 1"""
     changed_K: Tensor
-    """bool: truncated or masked."""
+    """bool: whether the token is truncated or masked."""
 
 
 def correct(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections) -> Corrected:
-    """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within the inputs' group."""
+    """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within ``inputs.group``."""
     log_ratio_K = log_ratio_K.detach()
     kept_K = torch.ones_like(log_ratio_K, dtype=torch.bool)
     whole_K = log_ratio_K

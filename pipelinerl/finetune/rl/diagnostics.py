@@ -1,7 +1,7 @@
-"""What a step says about itself (docs/algorithms.md §6), from UNCLAMPED ratios, in float64.
+"""Metrics of an optimizer step (docs/algorithms.md §6), from UNCLAMPED ratios, in float64.
 
-Every micro-batch adds to running sums on the device; they are reduced over ranks and read once per optimizer step,
-so that diagnostics cost no synchronisation of their own.
+Every micro-batch adds to running sums on the device. They are reduced over ranks and read once per optimizer step, so
+diagnostics need no other synchronisation.
 """
 
 from dataclasses import replace
@@ -39,10 +39,10 @@ SUMS = (
 )
 MAXIMA = ("max_abs_log_ratio", "max_abs_log_ratio_fresh", "max_lag", "max_negative_lag")
 SEQUENCE_SUMS = ("sequence_ratio", "sequence_ratio_squared")
-"""Relative to the largest one of the step, which ESS does not depend on: a long sequence's own may be no float64."""
+"""Ratios are divided by the step's largest one, which leaves the ESS unchanged and avoids overflow of float64."""
 LARGEST_CLIP_FRACTION_LAG0 = 0.1
 LAG_PARTS = ("trained", "in_flight", "queued")
-"""The whole lag of a trained token, the part while its sequence was still sampled, and the rest."""
+"""The whole lag of a trained token, the part that passed while its sequence was being sampled, and the rest."""
 LAG_BIN_ENDS = (0, 1, 2, 4, 8, 16)
 LAG_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
 LAG_COUNTS = tuple(f"lag_histogram/{part}/{name}" for part in LAG_PARTS for name in LAG_BINS)
@@ -60,7 +60,7 @@ class StepDiagnostics:
 
     @torch.no_grad()
     def add(self, output: PolicyOutput, batch: Batch, settings: LossSettings) -> Tensor:
-        """Add one micro-batch; returns bool [K]: the tokens on which the loss's clip or a correction acts."""
+        """Add one micro-batch. Returns bool [K]: the tokens on which the loss's clip or a correction acts."""
         inputs, lags = replace(batch.inputs, advantages_K=output.advantages_K), batch.lags
         logprobs_K, entropy_K = output.logprobs_K, output.entropy_K
         log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
@@ -117,7 +117,7 @@ class StepDiagnostics:
         self._lag_counts.index_add_(0, bins.flatten(), self._lag_counts.new_ones(bins.numel()))
 
     def reduce(self, distributed: bool) -> dict[str, float]:
-        """Totals over all ranks (collective when ``distributed``); the one place that waits for the device."""
+        """Totals over all ranks. Waits for the device, which nothing else here does. Collective if ``distributed``."""
         sequences = torch.cat(self._sequence_log_ratios)
         maxima = torch.cat([self._maxima, sequences.max()[None]])
         if distributed:
@@ -131,7 +131,7 @@ class StepDiagnostics:
 
 
 def step_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Named metrics of the step from its totals."""
+    """Compute the metrics of a step, by name, from the totals of ``StepDiagnostics.reduce``."""
     tokens, sequences = max(totals["tokens"], 1.0), max(totals["sequences"], 1.0)
     trained = totals["tokens"] > 0
     mean_square = totals["ratio_squared"] / tokens
@@ -165,7 +165,10 @@ def step_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 
 def clip_warning(metrics: dict[str, float]) -> str | None:
-    """What to do when the clip acts on tokens of the version in training, where the ratio is numerical noise."""
+    """A warning with a remedy if the clip acts on many tokens of the version in training, else None.
+
+    The ratio of such tokens is only numerical noise.
+    """
     share = metrics["clip_fraction_lag0"]
     if share <= LARGEST_CLIP_FRACTION_LAG0:
         return None

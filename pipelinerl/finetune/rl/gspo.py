@@ -1,4 +1,4 @@
-"""GSPO (arXiv:2507.18071): PPO's clip on the sequence's geometric-mean ratio, the same for each of its tokens."""
+"""GSPO (arXiv:2507.18071): PPO's clip on the sequence's geometric-mean ratio, which all its tokens share."""
 
 from torch import Tensor
 

@@ -1,9 +1,9 @@
-"""The output head: log-probabilities, entropy and their gradient, a chunk of tokens at a time.
+"""The output head: computes log-probabilities, entropy and their gradient for one chunk of tokens at a time.
 
-Full-vocabulary logits exist for ``chunk`` tokens only. The objective is a sum over tokens, so the gradient of a chunk's
-logits is known as soon as the chunk's log-probabilities are: it is formed in the forward pass, from the same softmax,
-and the backward pass only hands it on. Nothing is computed twice. An objective that couples the tokens of a sequence
-(``sequence_level``) and does not fit one chunk needs a first pass for the log-probabilities alone.
+Full-vocabulary logits exist only for ``chunk`` tokens. The objective is a sum over tokens, so a chunk's log-probabilities
+determine the gradient of its logits. The forward pass computes this gradient from the same softmax, and the backward
+pass only scales it. Nothing is computed twice. An exception is an objective that couples the tokens of a sequence
+(``sequence_level``) and does not fit one chunk. It needs a first pass for the log-probabilities alone.
 
 Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is.
 
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 
 class Objective(Protocol):
-    """What the head asks about the loss."""
+    """The loss as the head calls it."""
 
     @property
     def sequence_level(self) -> bool:
-        """True when the loss of a token depends on other tokens: then it is only called for all K tokens at once."""
+        """Whether a token's loss depends on other tokens. If so, it is only called for all K tokens at once."""
         ...
 
     @property
     def all_at_once(self) -> bool:
-        """True when it must be called exactly once, even for no tokens, because other ranks take part."""
+        """Whether it must be called exactly once, even for no tokens, because other ranks take part."""
         ...
 
     @property
     def uses_entropy(self) -> bool:
-        """False promises that the loss has no gradient with respect to the entropy."""
+        """Whether the loss depends on the entropy. If False, the head ignores the gradient of the entropy."""
         ...
 
     def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
-        """Scalar loss of the tokens ``start … start + C``, differentiable in both arguments."""
+        """Scalar loss of the C tokens from ``start`` on, differentiable in both tensors."""
         ...
 
 
@@ -50,14 +50,14 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the product of states and head weight: z ← cap · tanh(scale · z / cap)."""
+    """How a model changes the product z of states and head weight: z ← cap · tanh(scale · z / cap)."""
 
     scale: float = 1.0
     softcap: float | None = None
-    """None: no cap, z ← scale · z."""
+    """The cap. None: no cap, z ← scale · z."""
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Apply the map to ``logits`` in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -68,7 +68,7 @@ class LogitMap:
 @dataclass(frozen=True)
 class _HeadOptions:
     objective: Objective | None
-    """None: log-probabilities and entropy alone, without a graph."""
+    """None: compute only log-probabilities and entropy, without a graph."""
     temperature: float
     chunk: int
     fp32: bool
@@ -76,15 +76,15 @@ class _HeadOptions:
 
 
 class OutputHead(nn.Linear):
-    """Drop-in for a causal LM's ``lm_head``: plain products as before, or the loss without them."""
+    """Replacement for a causal LM's ``lm_head`` that computes plain products, or the loss without all logits."""
 
     logit_map = LogitMap()
 
     @classmethod
     def wrap(cls, linear: nn.Linear, logit_map: LogitMap | None = None) -> "OutputHead":
-        """The same weight and bias (the same Parameter objects, so a tied head stays tied).
+        """Make a head with the same Parameter objects as ``linear``, so that a tied head stays tied.
 
-        ``logit_map``: what the model does to the head's products, which the loss must do too.
+        ``logit_map``: how the model changes the head's products. The loss applies the same map.
         """
         head = cls(1, 1, bias=False, device="meta")
         head.logit_map = logit_map or LogitMap()
@@ -93,7 +93,7 @@ class OutputHead(nn.Linear):
         return head
 
     def forward(self, input: Tensor, *loss_arguments: Any) -> Any:
-        """``forward(hidden)`` gives products; ``forward(hidden_KH, targets_K, options)`` a ``HeadOutput``."""
+        """``forward(hidden)`` returns products, ``forward(hidden_KH, targets_K, options)`` returns a ``HeadOutput``."""
         if not loss_arguments:
             return super().forward(input)
         targets_K, options = loss_arguments
@@ -119,14 +119,23 @@ def head_loss(
     chunk: int,
     fp32: bool,
 ) -> HeadOutput:
-    """Loss, log-probabilities and entropy of ``targets_K`` at ``temperature``, given the states that predict them."""
+    """Loss, log-probabilities and entropy of ``targets_K``.
+
+    Args:
+        hidden_KH: the states that predict the targets.
+        targets_K: int64, token ids.
+        objective: the loss.
+        temperature: divides the logits.
+        chunk: tokens whose logits are computed at a time.
+        fp32: whether the products of a bfloat16 head keep float32 precision.
+    """
     return head(hidden_KH, targets_K, _HeadOptions(objective, temperature, chunk, fp32, head.logit_map))
 
 
 def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) without a graph."""
+    """(log-probabilities [K], entropies [K]) without a graph. Arguments as in ``head_loss``."""
     return head(hidden_KH, targets_K, _HeadOptions(None, temperature, chunk, fp32, head.logit_map))[1:]
 
 
@@ -135,7 +144,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class _Operands:
-    """Hidden states and weight in the dtype of their product; a bfloat16 product accumulates to float32."""
+    """Hidden states and weight in the dtype of their product. With ``fp32``, a half-precision product gives float32."""
 
     def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: _HeadOptions):
         fp32 = options.fp32
@@ -179,7 +188,7 @@ def _rows(total: int, chunk: int) -> Iterator[slice]:
 
 
 def _evaluate(operands: _Operands, targets_K: Tensor, rows: slice, temperature: float) -> _Chunk:
-    """Softmax of one chunk: the two full-vocabulary buffers, and what is read off them."""
+    """Compute the softmax of one chunk: its two full-vocabulary buffers and the values derived from them."""
     targets_C1 = targets_K[rows, None]
     logits_CV = operands.logits(rows)
     if temperature != 1.0:
@@ -195,7 +204,7 @@ def _evaluate(operands: _Operands, targets_K: Tensor, rows: slice, temperature: 
 
 
 def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies alone."""
+    """Compute only log-probabilities and entropies."""
     logprobs_K = torch.zeros(targets_K.shape[0], dtype=operands.dtype, device=targets_K.device)
     entropy_K = torch.zeros_like(logprobs_K)
     for rows in _rows(targets_K.shape[0], chunk):
@@ -204,7 +213,7 @@ def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk:
 
 
 def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float, logit_map: LogitMap) -> Tensor:
-    """Gradient of the head's products from those of log-probability (g) and entropy (e), in the chunk's buffers.
+    """Gradient of the head's products from those of log-probability (g) and entropy (e). Reuses the chunk's buffers.
 
     d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H). With z = cap · tanh(u), d z / d u is
     cap (1 − tanh² u).
@@ -254,7 +263,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of the head's inputs under construction; those that nobody asked for are None."""
+    """Accumulates the gradients of the head's inputs. Those that autograd does not need are None."""
 
     def __init__(self, operands: _Operands, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Any):
         self._operands = operands
@@ -264,7 +273,7 @@ class _Gradients:
         self._weight_dtype = weight_VH.dtype
 
     def add(self, gradient_CV: Tensor, rows: slice) -> None:
-        """Add what the logits of ``rows`` contribute, in the dtype of the products."""
+        """Add the contribution of the logits of ``rows``. Accumulates weight and bias in the dtype of the products."""
         if self.bias is not None:
             self.bias += gradient_CV.sum(0, dtype=self._operands.dtype)
         if self.hidden is not None:
@@ -293,7 +302,7 @@ def _forward(
         loss = logprobs_K.new_zeros(())
 
     def one_chunk(rows: slice) -> tuple[Tensor, Tensor]:
-        """Its loss (0 when known ahead) and its logits' gradient; other full-vocabulary buffers die with this call."""
+        """Loss (0 if known ahead) and gradient of the logits. Returning frees the other full-vocabulary buffers."""
         part = _evaluate(operands, targets_K, rows, temperature)
         if ahead is None:
             logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C

@@ -1,9 +1,9 @@
-"""What a policy loss is given and what it gives back: the interface of the built-in ones and of your own.
+"""The interface of a policy loss, for the built-in losses and for your own.
 
 A policy loss is a function ``loss(logprobs_K, tokens, *, …) -> TokenLoss`` (or the [K] losses alone). It returns one
-number per trained token, to be minimised; advantages and the ratio are its business, while KL, entropy and aggregation
-are added for every loss alike. Its keyword-only parameters come from the configuration: those named like a key of
-`finetune.rl` from there, others from `finetune.rl.policy_loss_kwargs`.
+number per trained token, which is minimised. The loss handles advantages and ratios. KL, entropy and aggregation are
+added to every loss in the same way. Keyword-only parameters come from the configuration: from the key of `finetune.rl`
+with the same name, else from `finetune.rl.policy_loss_kwargs`.
 
 Shapes: K trained tokens of one micro-batch.
 """
@@ -20,22 +20,22 @@ from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, segment_sum
 
 
 class TokenLoss(NamedTuple):
-    """What a policy loss returns."""
+    """Result of a policy loss."""
 
     losses_K: Tensor
-    """Differentiable with respect to the log-probabilities."""
+    """Loss of each token, differentiable with respect to the log-probabilities."""
     clipped_K: Tensor | None = None
-    """bool: where the loss's own clip acts (metric `clip_fraction`); None = it has none."""
+    """bool: where the loss's own clip acts (metric `clip_fraction`). None: it has no clip."""
 
 
 class PolicyTokens:
-    """Constants of the trained tokens, and the ratios that a loss may use. Only ``ratio`` has a gradient."""
+    """Constants and ratios of the trained tokens, for use in a loss. Only ``ratio`` has a gradient."""
 
     def __init__(self, logprobs_K: Tensor, inputs: TokenInputs, corrections: Corrections, proximal: bool):
         self._inputs, self._corrections = inputs, corrections
         self._logprobs_K = logprobs_K.detach()
         self.has_proximal = proximal
-        """Whether ratios are taken to a proximal policy instead of the sampler."""
+        """Whether ``ratio`` is taken to a proximal policy instead of the sampler."""
         self.read_weights = self.read_masks = False
 
     @property
@@ -44,34 +44,34 @@ class PolicyTokens:
 
     @property
     def sampler_logprobs_K(self) -> Tensor:
-        """log μ"""
+        """log μ, the log-probabilities of the policy that sampled the tokens."""
         return self._inputs.sampler_logprobs_K
 
     @property
     def reference_logprobs_K(self) -> Tensor:
-        """log π_prox with a proximal policy, else log μ: what ``ratio`` divides by."""
+        """Log of the denominator of ``ratio``: log π_prox with a proximal policy, else log μ."""
         return self._proximal_logprobs_K if self.has_proximal else self.sampler_logprobs_K
 
     @property
     def weight_K(self) -> Tensor:
-        """π/μ (with a proximal policy π_prox/μ) with all corrections: the factor of −A·log π in a policy gradient."""
+        """π/μ, or π_prox/μ with a proximal policy, with all corrections: the factor of −A·log π in a policy gradient."""
         self.read_weights = True
         return self._corrected.weight_K
 
     @property
     def mask_K(self) -> Tensor:
-        """0 where a correction drops the token, else 1: for a loss that holds π/μ already."""
+        """0 where a correction drops the token, else 1. For a loss that already contains π/μ."""
         self.read_masks = True
         return self._corrected.mask_K
 
     @property
     def outer_weight_K(self) -> Tensor:
-        """Factor of a loss in ``ratio``: π_prox/μ, corrected, or the mask alone where ``ratio`` is π/μ itself."""
+        """Factor of a loss in ``ratio``: the corrected π_prox/μ, or the mask alone if ``ratio`` is π/μ itself."""
         return self.weight_K if self.has_proximal else self.mask_K
 
     @property
     def mask_bounds_weight(self) -> bool:
-        """Whether ``weight_K`` is bounded by a mask (ρ·1[ρ ≤ C]) and needs no clamp."""
+        """Whether a mask bounds ``weight_K`` (ρ·1[ρ ≤ C]), so that it needs no clamp."""
         return self._corrections.mask_bounds_weight
 
     @property
@@ -80,11 +80,11 @@ class PolicyTokens:
         return self._corrected.changed_K
 
     def ratio(self, logprobs_K: Tensor) -> Tensor:
-        """π_θ over the reference policy, differentiable, bounded so that it is a float32."""
+        """[K] π_θ over the reference policy, differentiable, bounded to avoid overflow of float32."""
         return bounded_exp(logprobs_K - self.reference_logprobs_K)
 
     def sequence_mean(self, values_K: Tensor) -> Tensor:
-        """[K] mean over the trained tokens of the token's sequence; only in a loss that is not ``token_level``."""
+        """[K] mean over the trained tokens of each token's sequence. Not for a loss that is ``token_level``."""
         counts_S = segment_sum(torch.ones_like(values_K), self._inputs).clamp(min=1.0)
         return (segment_sum(values_K, self._inputs) / counts_S)[self._inputs.segments_K]
 
@@ -105,8 +105,8 @@ PolicyLoss = Callable[..., TokenLoss | Tensor]
 def token_level(function: PolicyLoss) -> PolicyLoss:
     """Mark a loss in which a token's loss depends on no other token.
 
-    The output head then calls it with a few tokens at a time. Without the mark it gets all tokens of a micro-batch at
-    once, which costs a second pass over the head where they are more than `finetune.head_chunk_tokens`.
+    The output head then calls it for one chunk of tokens at a time. Without the mark it is called for all tokens of a
+    micro-batch at once. If these exceed `finetune.head_chunk_tokens`, this costs a second pass over the head.
     """
     function.token_level = True  # type: ignore[attr-defined]
     return function

@@ -1,8 +1,8 @@
 """The whole objective of a micro-batch: policy loss + KL term − entropy bonus, weighted (docs/algorithms.md §2 to §4).
 
-The loss of an optimizer batch is ``Σ weight_t · loss_t``, where the weight carries the whole aggregation. Every term is
-a pure function of the trained policy's log-probabilities (differentiable) and of constants, so that every loss composes
-with every correction that is defined for it, with KL and with entropy.
+The loss of an optimizer batch is ``Σ weight_t · loss_t``. The weights contain the whole aggregation. Every term is a
+pure function of constants and of the trained policy's log-probabilities, which carry the gradient. Every loss therefore
+combines with KL, with entropy, and with each correction that is defined for it.
 
 Shapes: K trained tokens of one micro-batch.
 """
@@ -25,13 +25,13 @@ from pipelinerl.finetune.rl.tokens import TokenInputs
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:  # structure: one field per key
-    """The part of ``finetune.rl`` that shapes the loss of one optimizer step."""
+    """The settings of ``finetune.rl`` that determine the loss of one optimizer step."""
 
     policy_loss: str = "reinforce"
     """Name in the registry, or dotted name of a function."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     proximal: bool = False
-    """Whether ratios are taken to a proximal policy, whatever the loss is; `decoupled_ppo` always does."""
+    """Whether any loss takes its ratio to a proximal policy. `decoupled_ppo` always does."""
     ratio_clamp: float = 5.0
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -60,7 +60,7 @@ class LossSettings:  # structure: one field per key
 
 
 def settings_at(cfg: Config, step: int) -> LossSettings:
-    """Settings of optimizer step ``step``: coefficients decay linearly and reach their final value in the last step."""
+    """Settings of optimizer step ``step`` (0-based). Coefficients reach their final values linearly in the last step."""
     rl = cfg.finetune.rl
     done = step / max(cfg.finetune.max_train_steps - 1, 1)
     names = LossSettings.__dataclass_fields__.keys() - {"proximal"}
@@ -74,20 +74,23 @@ def settings_at(cfg: Config, step: int) -> LossSettings:
 
 @cache
 def find_loss(name: str) -> PolicyLoss:
-    """The function of a short or dotted name."""
+    """The policy loss with this name in the registry, or with this dotted name."""
     return resolve_function(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)
 
 
 def bound_loss(settings: LossSettings) -> Callable[[Tensor, PolicyTokens], TokenLoss | Tensor]:
-    """The policy loss with its keyword arguments."""
+    """The policy loss with its keyword arguments bound."""
     function = find_loss(settings.policy_loss)
     arguments = keyword_arguments("policy_loss", function, vars(settings), settings.policy_loss_kwargs)
     return partial(function, **arguments)
 
 
 def policy_term(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> tuple[TokenLoss, PolicyTokens]:
-    """The policy loss of each token, corrected, and what it was given.
+    """The policy loss of each token, and the ``PolicyTokens`` that it was computed from.
 
+    Args:
+        logprobs_K: of the trained policy, differentiable.
+        inputs: constants of the tokens.
     Raises:
         ConfigError: a configured correction has no effect on this loss.
     """
@@ -114,7 +117,7 @@ def _refuse_unused_corrections(settings: LossSettings, tokens: PolicyTokens) -> 
 
 
 def kl_k3(logprobs_K: Tensor, ref_logprobs_K: Tensor, clamp: float) -> Tensor:
-    """e^d − d − 1 with d = log π_ref − log π clamped at ±clamp (k3; http://joschu.net/blog/kl-approx.html)."""
+    """[K] e^d − d − 1 with d = log π_ref − log π, clamped to ±clamp (k3, http://joschu.net/blog/kl-approx.html)."""
     d_K = (ref_logprobs_K - logprobs_K).clamp(-clamp, clamp)
     return d_K.exp() - d_K - 1.0
 
@@ -132,7 +135,7 @@ def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, set
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The weighted loss of a micro-batch as the output head evaluates it, chunk by chunk or at once."""
+    """The weighted loss of a micro-batch. The output head calls it chunk by chunk or for all tokens at once."""
 
     inputs: TokenInputs
     settings: LossSettings

@@ -1,4 +1,4 @@
-"""The trained tokens of a micro-batch as the objective is given them, and sums over their sequences.
+"""The objective's inputs for the trained tokens of a micro-batch, and sums over their sequences.
 
 Shapes: K trained tokens of one micro-batch, S its segments (a segment is one training sequence).
 """
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGEST_EXPONENT = 80.0
-"""exp() of more is not a float32: log-ratios are bounded here inside losses (diagnostics are not)."""
+"""Upper bound of log-ratios in losses, because exp() of much more overflows float32. Diagnostics have no bound."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class SequenceGroup:
     group: dist.ProcessGroup | None
     """None: all ranks."""
     index: int
-    """This rank's place, and that of its slice."""
+    """Index of this rank in the group, and of its slice in the micro-batch."""
     size: int
 
 
 class _GroupSum(torch.autograd.Function):
-    """Sum over the ranks of a group; every rank's loss depends on it, so gradients are summed too."""
+    """Sum over the ranks of a group. Every rank's loss depends on the sum, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,9 +56,9 @@ class TokenInputs:
     num_segments: int
     ref_logprobs_K: Tensor | None = None
     proximal_logprobs_K: Tensor | None = None
-    """log π_prox; None = the trained policy's own, where the loss has a proximal policy."""
+    """log π_prox. None: the trained policy's own, if the loss has a proximal policy."""
     group: SequenceGroup | None = None
-    """Ranks that hold the other tokens of these segments; None = all are here."""
+    """Ranks that hold the other tokens of these segments. None: this rank holds all."""
 
     def __getitem__(self, rows: slice) -> "TokenInputs":
         ref, proximal = self.ref_logprobs_K, self.proximal_logprobs_K
@@ -81,11 +81,11 @@ class LagInputs:
     lag_K: Tensor
     """int64"""
     in_flight_K: Tensor
-    """int64: the part of it that passed while the sequence was still being sampled."""
+    """int64: the part of the lag that passed while the sequence was still being sampled."""
 
 
 def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
-    """[S] sums over the trained tokens of each segment. Collective within the inputs' group."""
+    """[S] sums over the trained tokens of each segment. Collective within ``inputs.group``."""
     sums_S = values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)
     return sums_S if inputs.group is None else _GroupSum.apply(sums_S, inputs.group.group)
 
