@@ -1,7 +1,7 @@
-"""From groups of rollouts to packed micro-batches: the road between actor and trainer.
+"""The preprocessor: turns the actor's groups of rollouts into packed micro-batches for the trainer.
 
 Owns: reference log-probabilities, advantages, filters, the lag bound, aggregation weights and packing.
-Consumes topic `actor` of its own replica in order; emits `training_data` (one partition per data-parallel rank) and
+Consumes topic `actor` of its own replica in order. Emits `training_data` (one partition per trainer rank) and
 `preprocessor`. Every rollout that it reads is either packed for exactly one optimizer step or dropped with a reason.
-Imports no torch: everything here is numpy on whole arrays.
+It does not import torch. All computation is numpy on whole arrays.
 """

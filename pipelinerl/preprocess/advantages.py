@@ -1,10 +1,9 @@
 """Advantages of the members of one group (docs/algorithms.md §1). Pure functions, float64.
 
-The reward mode is said by the domain and is the same for all members of a group; nothing is inferred from the numbers.
-With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps` the baseline
-at step t is taken over the returns from t on of ALL members; a member that had ended before t collects nothing more, so
-its return is 0. With `texts` (PipelineRL's) it is taken over the texts at step t, that is, over the members that got
-there.
+The domain sets the reward mode, which is the same for all members of a group. It is never inferred from the rewards.
+With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps`, the baseline
+at step t is computed over the returns from t on of ALL members. A member that ended before t has the return 0 there.
+With `texts` (PipelineRL's mode), it is computed over the texts at step t, so only over the members that reached t.
 
 Worked example, `loo`, `steps`, rewards of three members a = (1, 2), b = (0, 1, 3), c = (2,):
 
@@ -31,47 +30,47 @@ MIN_STD = 1e-6
 
 
 def leave_one_out(returns_nK: np.ndarray) -> np.ndarray:
-    """r_i − mean of the others' (RLOO, 2402.14740)."""
+    """r_i − mean of the others' (RLOO, arXiv:2402.14740). 0 for a single member."""
     n = len(returns_nK)
     return group_mean(returns_nK) * (n / (n - 1)) if n > 1 else np.zeros_like(returns_nK)
 
 
 def group_mean(returns_nK: np.ndarray) -> np.ndarray:
-    """r_i − mean of all (Dr. GRPO, 2503.20783)."""
+    """r_i − mean of all (Dr. GRPO, arXiv:2503.20783)."""
     return returns_nK - returns_nK.mean(axis=0)
 
 
 def group_std(returns_nK: np.ndarray) -> np.ndarray:
-    """(r_i − mean)/(std + 1e-4), std with n − 1 in the denominator (GRPO, 2402.03300)."""
+    """(r_i − mean)/(std + 1e-4), std with ddof = 1 (GRPO, arXiv:2402.03300). 0 for a single member."""
     if len(returns_nK) == 1:
         return np.zeros_like(returns_nK)
     return group_mean(returns_nK) / (returns_nK.std(axis=0, ddof=1) + STD_EPSILON)
 
 
 def returns(returns_nK: np.ndarray) -> np.ndarray:
-    """r_i, from which the trainer subtracts its value estimate."""
+    """r_i. The trainer subtracts its value estimate."""
     return returns_nK.copy()
 
 
 @cache
 def find_advantage(name: str) -> Callable[..., np.ndarray]:
-    """The function of a short or dotted name."""
+    """The advantage function with this name in the registry, or with this dotted name."""
     return resolve_function(ADVANTAGES.get(name, name))
 
 
 def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-    """Advantage of every member at every step.
+    """Compute the advantage of every member at every step.
 
     Args:
-        returns_nK: float64 [n] or [n, K]; members along the first axis.
-        kind: name in the registry, or dotted name of a function ``f(returns_nK, *, …)`` of the same shapes. `batch_std`
-            yields the leave-one-out advantage that `batch_std_scale` divides later, `value` the return itself.
-        kwargs: keyword arguments of a function of your own (`finetune.rl.advantage_kwargs`).
+        returns_nK: float64 [n] or [n, K], members along the first axis.
+        kind: name in the registry, or dotted name of a function ``f(returns_nK, *, …)`` that keeps the shape.
+            `batch_std` gives the leave-one-out advantage, to be scaled by `batch_std_scale`. `value` gives the return.
+        kwargs: keyword arguments of your own function (`finetune.rl.advantage_kwargs`).
 
     Returns:
         float64, shape of ``returns_nK``.
     Raises:
-        ConfigError: the function does not take ``kwargs``, or returned another shape.
+        ConfigError: the function does not accept ``kwargs``, or returned another shape.
     """
     function = find_advantage(kind)
     found = function(returns_nK, **keyword_arguments("advantage", function, {}, kwargs or {}))
@@ -85,9 +84,9 @@ def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any
 
 
 def batch_std_scale(advantages: np.ndarray) -> float:
-    """Factor that gives an optimizer batch's advantages a standard deviation (ddof = 1) of 1 (ScaleRL, 2510.13786).
+    """Factor that scales an optimizer batch's advantages to standard deviation (ddof = 1) 1 (ScaleRL, arXiv:2510.13786).
 
-    1 where there is nothing to normalise: a single advantage, or all (nearly) the same.
+    It is 1 if there is nothing to normalise: a single advantage, or all nearly equal.
     """
     if len(advantages) < 2:
         return 1.0
@@ -96,7 +95,10 @@ def batch_std_scale(advantages: np.ndarray) -> float:
 
 
 def step_returns(rewards: Sequence[np.ndarray], discount: float = 1.0) -> np.ndarray:
-    """float64 [n, K]: Σ_{k ≥ t} discount^(k − t) · r_k for every member at every step t; 0 after its end."""
+    """float64 [n, K]: Σ_{k ≥ t} discount^(k − t) · r_k for every member at every step t. 0 after a member's end.
+
+    ``rewards``: those of each member, one per step.
+    """
     returns_nK = np.zeros((len(rewards), max((len(member) for member in rewards), default=0)))
     for i, member in enumerate(rewards):
         returns_nK[i, : len(member)] = member
@@ -108,7 +110,12 @@ def step_returns(rewards: Sequence[np.ndarray], discount: float = 1.0) -> np.nda
 def text_advantages(
     rewards: Sequence[np.ndarray], kind: str, kwargs: Mapping[str, Any] | None = None
 ) -> list[np.ndarray]:
-    """Advantage of every text among the texts of the same step: those of the members that reached it."""
+    """Advantage of every text among the texts of the same step, so among the members that reached it.
+
+    Args:
+        rewards: of each member's texts, by step.
+        kind, kwargs: as in ``group_advantages``.
+    """
     advantages = [np.zeros(len(member)) for member in rewards]
     for t in range(max((len(member) for member in rewards), default=0)):
         reached = [i for i, member in enumerate(rewards) if len(member) > t]

@@ -1,8 +1,8 @@
 """Weight of every trained token in the optimizer batch's loss (docs/algorithms.md §4).
 
-All four aggregations weigh the tokens of a rollout equally, so a weight per rollout says everything, and the batch's
-loss is `Σ weight · loss_t` however it is packed. A rollout of weight zero (overlong filtering) remains a member of the
-batch and of its group, but its tokens count in no denominator.
+All four aggregations give every token of a rollout the same weight, so there is one weight per rollout. The batch's loss
+is `Σ weight · loss_t`, which does not depend on packing. A rollout of weight zero (overlong filtering) remains a member
+of the batch and of its group, but no denominator counts its tokens.
 
 Shapes: N rollouts of the optimizer batch.
 """
@@ -17,23 +17,23 @@ AggregationKind = Literal["sum_over_batch", "token_mean", "sample_mean", "prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """What decides about the weights of N rollouts."""
+    """The properties of N rollouts that determine their weights."""
 
     tokens_N: np.ndarray
-    """int64, trained tokens of each rollout, all positive."""
+    """int64: trained tokens of each rollout, all positive."""
     weighted_N: np.ndarray
-    """bool, False where the rollout's weight is zero."""
+    """bool: False where the rollout's weight is zero."""
     group_sizes_N: np.ndarray
-    """int64, rollouts of its whole group that can be trained, in whichever step they are."""
+    """int64: rollouts of the whole group that can be trained, in any optimizer step."""
     group_tokens_N: np.ndarray
-    """int64, trained tokens of those that have a weight."""
+    """int64: trained tokens of the group's rollouts whose weight is not zero."""
 
 
 def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
     """float64 [N]: weight of each trained token of each rollout.
 
-    In `prompt_mean` a group is worth 1 / (groups of the batch), shared by its tokens. A group that the end of the batch
-    cuts keeps its weights: a rollout is worth its share of its own group, and counts as 1 / size of a group.
+    In `prompt_mean` the tokens of a group share a total weight of 1 / (groups in the batch). If the end of the batch
+    cuts a group, each rollout keeps its share of its whole group's weight, and counts as 1 / size of a group.
     """
     n, weighted_N = len(members.tokens_N), members.weighted_N
     counted_N = np.where(weighted_N, members.tokens_N, 0).astype(np.float64)

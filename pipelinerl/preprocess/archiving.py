@@ -1,4 +1,4 @@
-"""What of the preprocessor's rollouts stays for people: each with its fate, step by step (`pipelinerl.archive`)."""
+"""Archives the preprocessor's rollouts with their fates, step by step, for people to read (`pipelinerl.archive`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from pipelinerl.records.archive import TRAINED
 
 @dataclass
 class RolloutArchive:
-    """Collects fates until the batch is published."""
+    """Collects the fates of rollouts until their batch is published."""
 
     archive: StepArchive[ArchivedStep] | None
-    """None: nothing is kept."""
+    """None keeps nothing."""
     _decided: list[tuple[Sample, str]] = field(default_factory=list)
 
     def add(self, sample: Sample, drop_reason: str | None) -> None:
@@ -22,7 +22,7 @@ class RolloutArchive:
             self._decided.append((sample, drop_reason or TRAINED))
 
     def write(self, step: int) -> None:
-        """Archives what was decided since the last step."""
+        """Archive the rollouts that were decided since the last call."""
         if self.archive is not None:
             kept, rest = split(self._decided, self.archive.per_step)
             self.archive.write(
@@ -34,7 +34,7 @@ class RolloutArchive:
 def split(
     decided: Sequence[tuple[Sample, str]], count: int
 ) -> tuple[tuple[ArchivedRollout, ...], tuple[ArchivedRollout, ...]]:
-    """The chosen and the flagged, and all others."""
+    """Divide rollouts with their fates into those to keep (``count`` chosen, and all flagged) and the rest."""
     rollouts = [(_group(sample).rollouts[sample.source[1]], fate) for sample, fate in decided]
     flags = flags_of(rollouts)
     keep = chosen((sample.sample_id for sample, fate in decided if fate == TRAINED), count)

@@ -1,8 +1,8 @@
 """Cuts the stream of samples into optimizer batches, oldest first, and enforces the lag bound. Pure.
 
-Every sample is offered exactly once, in the order of topic `actor`, and its fate depends on nothing but what came
-before it: a restarted preprocessor that replays the topic from the place where a batch begins rebuilds that batch.
-Batch ``b`` is trained by step ``b`` on weights of version ``b``, so the lag of a token is ``b − version``.
+Every sample is offered exactly once, in the order of topic `actor`, and its fate depends only on the samples before it.
+A restarted preprocessor that replays the topic from the start of a batch therefore rebuilds the same batch. Step ``b``
+trains batch ``b`` on weights of version ``b``, so the lag of a token is ``b − version``.
 """
 
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ class OptimizerBatch:
     step: int
     samples: tuple[Sample, ...]
     next_source: Source
-    """Where the next batch begins."""
+    """Source of the first sample after this batch."""
 
 
 @dataclass(kw_only=True)
 class BatchCutter:
-    """Fills one batch after the other.
+    """Fills batches one after the other.
 
     >>> cutter = BatchCutter(step=0, batch_size=2, max_lag_steps=None)
-    >>> reason = cutter.offer(sample)          # None: it is in the batch
-    >>> batch = cutter.take()                  # None: not full yet
+    >>> reason = cutter.offer(sample)          # None: the sample is in the batch
+    >>> batch = cutter.take()                  # None: the batch is not full
     """
 
     step: int
@@ -35,12 +35,12 @@ class BatchCutter:
     batch_size: int
     max_lag_steps: int | None
     stride: int = 1
-    """Steps between two batches of this preprocessor = number of preprocessors."""
+    """Steps from one batch of this preprocessor to its next: the number of preprocessors."""
     lag_drop: LagDrop = "rollout"
     samples: list[Sample] = field(default_factory=list)
 
     def offer(self, sample: Sample) -> str | None:
-        """Takes the sample into the batch; returns the reason when it is dropped instead."""
+        """Add the sample to the batch, or return the reason why it is dropped."""
         reason = sample.drop_reason or self._lag_reason(sample)
         if reason is None:
             self.samples.append(sample)
@@ -52,14 +52,14 @@ class BatchCutter:
         return reason
 
     def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
-        """Share of the tokens of a sample that was just offered which the bound on the lag takes away."""
+        """Share of the just offered sample's trained tokens that the lag bound removed. ``drop_reason`` is from ``offer``."""
         if drop_reason is not None:
             return 1.0 if drop_reason == LAG else 0.0
         taken = self.samples[-1]
         return taken.num_masked / sample.num_trained if sample.num_trained else 0.0
 
     def take(self) -> OptimizerBatch | None:
-        """The batch if it is full; the next one begins."""
+        """Return the batch and begin the next one. None if the batch is not full."""
         if len(self.samples) < self.batch_size:
             return None
         batch = OptimizerBatch(step=self.step, samples=tuple(self.samples), next_source=self.samples[-1].after)

@@ -1,4 +1,4 @@
-"""An optimizer batch becomes micro-batches per rank: weights, packing, and one concatenation per array. Pure.
+"""Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays. Pure.
 
 Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimizer batch.
 """
@@ -17,18 +17,18 @@ from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
 
 SENTINEL_TOKENS = 2
-"""The shortest sequence that a language model can predict something in."""
+"""Length of the shortest sequence in which a language model predicts a token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collation:
-    """What of the configuration decides about a whole optimizer batch."""
+    """The part of the configuration that determines how an optimizer batch is collated."""
 
     num_ranks: int
-    """Data-parallel ranks, each with a partition of its own."""
+    """Data-parallel ranks. Each gets its own micro-batches."""
     seq_length: int
     sequences_per_micro_batch: int | None = None
-    """None: pack up to ``seq_length`` tokens; else so many sequences (`finetune.seq_packing=false`)."""
+    """Sequences per micro-batch with `finetune.seq_packing=false`. None: pack up to ``seq_length`` tokens."""
     advantage: str = "loo"
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
@@ -45,7 +45,7 @@ class _Segment:
 
 
 def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank in the order of its rounds; all ranks have the same number."""
+    """Make the micro-batches of every rank, in the order of rounds. All ranks get the same number."""
     segments = _segments(batch.samples, collation)
     lengths = [len(segment.sequence.token_ids) for segment in segments]
     if collation.sequences_per_micro_batch is None:
@@ -63,7 +63,7 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
 
 
 def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> list[list[MicroBatch]]:
-    """The same batches; the first of every rank says how far the problems are settled."""
+    """The same batches, with ``order`` set in the first micro-batch of every rank."""
     return [[msgspec.structs.replace(first, order=order), *others] for first, *others in batches]
 
 
@@ -139,7 +139,7 @@ def _scatter(
     advantages_T: np.ndarray,
     ref_logprobs_T: np.ndarray | None,
 ) -> None:
-    """Writes a segment's per-trained-token values to the places that its spans name."""
+    """Write the values of a segment's trained tokens to the positions of its spans, shifted by ``start``."""
     done = 0
     for first, end, _ in segment.sequence.spans.tolist():
         here = slice(start + first, start + end)
@@ -153,7 +153,7 @@ def _scatter(
 
 
 def _sentinel(batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool) -> MicroBatch:
-    """A filler: one short segment of token 0 with weight 0 and nothing trained."""
+    """A micro-batch that fills an empty slot: one short segment of token 0, weight 0, without trained tokens."""
     zeros_T = np.zeros(SENTINEL_TOKENS, dtype=np.float32)
     return MicroBatch(
         step=batch.step,

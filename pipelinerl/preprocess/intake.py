@@ -1,7 +1,8 @@
-"""Groups on their way to the batch, in the order of topic `actor`; those that need a reference are scored meanwhile.
+"""Reads groups in the order of topic `actor` and has them scored by the reference model if the loss needs it.
 
-Consumes: topic `actor` of one replica. Waits for: the next group, and reference log-probs once as many groups wait for
-them as `preprocess.reference_concurrency` allows. A group leaves only after all before it.
+Consumes: topic `actor` of one replica. Waits for: the next group, and for reference log-probs when
+`preprocess.reference_concurrency` groups are pending. Samples leave in the order of the topic, however long each group
+takes to score.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ BUSY_POLL_S = 0.05
 
 @dataclass
 class _Pending:
-    """A group on its way to the batch; ``scored`` while its reference log-probs are being computed."""
+    """A group that was read but not taken. ``scored``: the future of its reference log-probs. None without a KL term."""
 
     samples: list[Sample]
     scored: Future[list[Sample]] | None = None
@@ -35,7 +36,7 @@ class _Pending:
 
 
 class Intake:
-    """Reads, and has scored, the groups from ``source`` on, where ``order`` says what is settled."""
+    """Reads the groups from ``source`` on and has them scored. ``order``: what is settled at ``source``."""
 
     def __init__(self, ctx: RoleContext, source: Source, order: DataOrder):
         self._ctx = ctx
@@ -46,11 +47,11 @@ class Intake:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether samples get reference log-probs."""
+        """Whether samples are given reference log-probs."""
         return self._scorer is not None
 
     def read(self) -> None:
-        """Take groups from the actor, unless enough of them wait for their reference log-probs."""
+        """Read groups from the actor, unless too many still wait for their reference log-probs."""
         if len(self._pending) >= self._concurrency:
             with self._ctx.status.waiting("reference log-probs", on="preprocessor_llm"):
                 self._ctx.stop.wait(BUSY_POLL_S)
@@ -61,9 +62,10 @@ class Intake:
             self._pending.append(_Pending(samples, self._scorer.submit(samples) if self._scorer else None))
 
     def take(self) -> Iterator[Sample]:
-        """Samples of the oldest groups, as far as they are ready.
+        """Samples of the oldest groups that are ready, in order. Waits for nothing.
 
-        A group that is begun is ended, unless the iteration is left: then the role stops and reads it again.
+        Exhaust the iterator, so that no group is taken in part. A role that stops within a group reads it again after
+        the restart.
         """
         while self._pending and self._pending[0].ready and not self._ctx.stop.is_set():
             group = self._pending.popleft()
@@ -71,19 +73,19 @@ class Intake:
 
     @property
     def resumed(self) -> OrderResumed | None:
-        """The record with which the topic begins after a checkpoint, once it was read."""
+        """The record that opens the topic of a run resumed from a checkpoint. None until it was read."""
         return self._groups.resumed
 
     def settle(self, source: Source, domains: Sequence[str]) -> DataOrder:
-        """What is settled before ``source``, where the next batch begins; ``domains`` of the samples of this one."""
+        """As ``GroupReader.settle``."""
         return self._groups.settle(source, domains)
 
     def commit(self, source: Source) -> None:
-        """Nothing before ``source`` is needed any more."""
+        """Release the groups before ``source``."""
         self._groups.commit(source)
 
     def barrier(self) -> None:
-        """What is written from now on becomes durable only after the groups that were read."""
+        """Ensure that nothing written from now on becomes durable before the groups that were read."""
         self._groups.barrier()
 
     def close(self) -> None:
@@ -93,7 +95,7 @@ class Intake:
 
 
 def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupReader:
-    """This replica's topic `actor`, placed at ``source``."""
+    """Open this replica's topic `actor` at ``source``. ``order``: what is settled there."""
     spec = SingleStreamSpec(ctx.run_dir, ACTOR, ctx.job.replica_idx)
     return GroupReader(
         open_reader(spec, ActorRecord, name=ctx.job.name, start=source[0]),
@@ -107,7 +109,7 @@ def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupRead
 
 
 def make_scorer(ctx: RoleContext) -> ReferenceScorer | None:
-    """The way to the reference servers; None without a KL term."""
+    """Make the scorer on the reference servers. None without a KL term."""
     if not needs_reference(ctx.cfg):
         return None
     check_placed(ctx.world.servers_of(ctx.job))
@@ -120,7 +122,7 @@ def make_scorer(ctx: RoleContext) -> ReferenceScorer | None:
 
 
 def shaping_from_config(cfg: Config) -> Shaping:
-    """What decides about a group."""
+    """The part of the configuration that determines how a group becomes samples."""
     return Shaping(
         advantage=cfg.finetune.rl.advantage,
         advantage_kwargs=cfg.finetune.rl.advantage_kwargs,

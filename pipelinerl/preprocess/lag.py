@@ -1,8 +1,8 @@
-"""What the bound on the lag takes away: masking of too old tokens, and who loses how much. Pure.
+"""Applies the lag bound: masks tokens that are too old, and measures what the bound removes. Pure.
 
-A rollout whose oldest token is beyond `max_lag_steps` is dropped whole, or, with `preprocess.lag_drop=token`, keeps the
-tokens that are young enough. Long rollouts are the old ones, so both select: the first by rollout, the second by the
-place in the rollout. `LengthDeciles` says how much.
+A rollout whose oldest token exceeds `max_lag_steps` is dropped, or, with `preprocess.lag_drop=token`, keeps the tokens
+that are young enough. Long rollouts are the oldest, so both introduce a selection bias: the first among rollouts, the
+second among positions in a rollout. `LengthDeciles` measures it.
 """
 
 from collections import deque
@@ -17,16 +17,16 @@ from pipelinerl.records import TrainingSequence
 LagDrop = Literal["rollout", "token"]
 
 WINDOW = 2000
-"""Rollouts over which the deciles are taken."""
+"""Number of latest rollouts that the deciles cover."""
 FEWEST = 100
-"""Below this many a decile says nothing."""
+"""Rollouts below which deciles are not meaningful."""
 LARGEST_LOSS = 0.1
-"""Of the longest decile, above which there is a warning."""
+"""Lost share of the longest decile above which there is a warning."""
 DECILES = 10
 
 
 def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
-    """``sample`` with the tokens of versions before ``oldest_allowed`` left out of training; None if none is left.
+    """``sample`` without training the tokens of versions before ``oldest_allowed``. None if no trained token is left.
 
     The tokens stay in their sequences as context. Advantages and the group's size do not change.
     """
@@ -50,7 +50,7 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
 
 
 def _young_tokens(sequence: TrainingSequence, oldest_allowed: int) -> np.ndarray:
-    """bool [K]"""
+    """bool [K]: whether each trained token is young enough."""
     lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
     return np.repeat(sequence.spans[:, 2] >= oldest_allowed, lengths)
 
@@ -70,24 +70,30 @@ def _masked(sequence: TrainingSequence, oldest_allowed: int) -> TrainingSequence
 
 @dataclass
 class LengthDeciles:
-    """Share of rollouts that the bound drops (or of tokens that it masks), by length of the rollout."""
+    """Share of tokens that the lag bound drops or masks, by decile of the rollouts' length."""
 
     _seen: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _warned: bool = False
 
     def add(self, num_trained: int, lag: int, lost: float) -> None:
-        """A rollout of ``num_trained`` sampled tokens, the oldest of ``lag`` steps, that lost this share of them."""
+        """Add a rollout.
+
+        Args:
+            num_trained: its trained tokens before the bound.
+            lag: of its oldest token, in steps.
+            lost: share of its tokens that the bound removed.
+        """
         self._seen.append((num_trained, lag, lost))
 
     def values(self) -> dict[str, float]:
-        """`dropped_by_length/1` (the shortest tenth) … `/10` (the longest); empty before there are enough rollouts."""
+        """`dropped_by_length/1` (the shortest tenth) … `/10` (the longest). Empty until there are enough rollouts."""
         if len(self._seen) < FEWEST:
             return {}
         parts = np.array_split(np.array(sorted(self._seen, key=lambda seen: seen[0])), DECILES)
         return {f"dropped_by_length/{i}": float(part[:, 2].mean()) for i, part in enumerate(parts, start=1)}
 
     def warning(self, max_lag_steps: int | None) -> str | None:
-        """Once, when the longest decile loses too much: how much, and which bound would keep it."""
+        """A warning when the longest decile first loses too much, with the bound that would keep it. Else None."""
         values = self.values()
         if self._warned or not values or values[f"dropped_by_length/{DECILES}"] <= LARGEST_LOSS:
             return None

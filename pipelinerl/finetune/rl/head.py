@@ -1,9 +1,9 @@
 """The output head: computes log-probabilities, entropy and their gradient for one chunk of tokens at a time.
 
-Full-vocabulary logits exist only for ``chunk`` tokens. The objective is a sum over tokens, so a chunk's log-probabilities
-determine the gradient of its logits. The forward pass computes this gradient from the same softmax, and the backward
-pass only scales it. Nothing is computed twice. An exception is an objective that couples the tokens of a sequence
-(``sequence_level``) and does not fit one chunk. It needs a first pass for the log-probabilities alone.
+Full-vocabulary logits exist only for ``chunk`` tokens. The objective is a sum over tokens, so a chunk's
+log-probabilities determine the gradient of its logits. The forward pass computes this gradient from the same softmax,
+and the backward pass only scales it. Nothing is computed twice, with one exception: an objective that couples the
+tokens of a sequence (``sequence_level``) and does not fit one chunk needs a first pass for the log-probabilities.
 
 Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is.
 

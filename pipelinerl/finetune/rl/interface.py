@@ -54,7 +54,7 @@ class PolicyTokens:
 
     @property
     def weight_K(self) -> Tensor:
-        """π/μ, or π_prox/μ with a proximal policy, with all corrections: the factor of −A·log π in a policy gradient."""
+        """π/μ, or π_prox/μ with a proximal policy, corrected: the factor of −A·log π in a policy gradient."""
         self.read_weights = True
         return self._corrected.weight_K
 

@@ -60,7 +60,7 @@ class LossSettings:  # structure: one field per key
 
 
 def settings_at(cfg: Config, step: int) -> LossSettings:
-    """Settings of optimizer step ``step`` (0-based). Coefficients reach their final values linearly in the last step."""
+    """Settings of optimizer step ``step`` (0-based). Coefficients move linearly to their final values."""
     rl = cfg.finetune.rl
     done = step / max(cfg.finetune.max_train_steps - 1, 1)
     names = LossSettings.__dataclass_fields__.keys() - {"proximal"}
