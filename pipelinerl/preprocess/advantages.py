@@ -1,9 +1,10 @@
 """Advantages of the members of one group (docs/algorithms.md §1). Pure functions, float64.
 
 The domain sets the reward mode, which is the same for all members of a group. It is never inferred from the rewards.
-With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps`, the baseline
-at step t is computed over the returns from t on of ALL members. A member that ended before t has the return 0 there.
-With `texts` (PipelineRL's mode), it is computed over the texts at step t, so only over the members that reached t.
+With `rollout`, a rollout is ONE member of its group, however many turns and sequences it has. With `steps`, the
+baseline at step t is computed over the returns from t on of ALL members. A member that ended before t has the return 0
+there. With `texts` (PipelineRL's mode), it is computed over the texts at step t, so only over the members that reached
+step t.
 
 Worked example, `loo`, `steps`, rewards of three members a = (1, 2), b = (0, 1, 3), c = (2,):
 
@@ -84,7 +85,7 @@ def group_advantages(returns_nK: np.ndarray, kind: str, kwargs: Mapping[str, Any
 
 
 def batch_std_scale(advantages: np.ndarray) -> float:
-    """Factor that scales an optimizer batch's advantages to standard deviation (ddof = 1) 1 (ScaleRL, arXiv:2510.13786).
+    """Factor that scales a batch's advantages to a standard deviation (ddof = 1) of 1 (ScaleRL, arXiv:2510.13786).
 
     It is 1 if there is nothing to normalise: a single advantage, or all nearly equal.
     """

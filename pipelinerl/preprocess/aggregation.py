@@ -1,8 +1,8 @@
 """Weight of every trained token in the optimizer batch's loss (docs/algorithms.md §4).
 
-All four aggregations give every token of a rollout the same weight, so there is one weight per rollout. The batch's loss
-is `Σ weight · loss_t`, which does not depend on packing. A rollout of weight zero (overlong filtering) remains a member
-of the batch and of its group, but no denominator counts its tokens.
+All four aggregations give every token of a rollout the same weight, so there is one weight per rollout. The batch's
+loss is `Σ weight · loss_t`, which does not depend on packing. A rollout of weight zero (overlong filtering) remains a
+member of the batch and of its group, but no denominator counts its tokens.
 
 Shapes: N rollouts of the optimizer batch.
 """

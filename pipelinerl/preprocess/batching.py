@@ -52,7 +52,7 @@ class BatchCutter:
         return reason
 
     def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
-        """Share of the just offered sample's trained tokens that the lag bound removed. ``drop_reason`` is from ``offer``."""
+        """Share of its trained tokens that the last offered sample lost to the lag bound. ``drop_reason``: from ``offer``."""
         if drop_reason is not None:
             return 1.0 if drop_reason == LAG else 0.0
         taken = self.samples[-1]

@@ -25,7 +25,7 @@ BUSY_POLL_S = 0.05
 
 @dataclass
 class _Pending:
-    """A group that was read but not taken. ``scored``: the future of its reference log-probs. None without a KL term."""
+    """A group that was read but not taken. ``scored``: future of its scored samples. None without a KL term."""
 
     samples: list[Sample]
     scored: Future[list[Sample]] | None = None

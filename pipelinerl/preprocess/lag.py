@@ -70,7 +70,7 @@ def _masked(sequence: TrainingSequence, oldest_allowed: int) -> TrainingSequence
 
 @dataclass
 class LengthDeciles:
-    """Share of tokens that the lag bound drops or masks, by decile of the rollouts' length."""
+    """Mean share of its tokens that a rollout loses to the lag bound, by decile of length."""
 
     _seen: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _warned: bool = False

@@ -2,12 +2,12 @@
 
 Consumes: topic `actor` of its own replica, topic `trainer`. Produces: `training_data`, `preprocessor`, metrics.
 Waits for: the next group (from the actor), reference log-probs (from the reference servers), and the trainer when
-`preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it;
-that wait ends by itself, because the trainer then has a batch to train. Ends: when asked to stop. Restarted, it goes on
-after its last published batch (see ``progress``).
+`preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it.
+The last wait always ends, because the trainer then has a batch to train. Ends: when asked to stop. After a restart, it
+resumes behind its last published batch (see ``progress``).
 
-With several replicas preprocessor r of n reads actor r alone and packs the optimizer steps with step % n == r: each
-stays a pure function of one topic, so exactly-once needs no agreement between them, and the trainer takes the steps in
+With n replicas, preprocessor r reads only actor r and packs the optimizer steps with step % n == r. Its output is a
+pure function of one topic, so exactly-once delivery needs no agreement between replicas. The trainer takes the steps in
 turn.
 """
 
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 COMMIT_EVERY_S = 1.0
 ROLLOUTS_SHARE = 2 / 3
-"""Of the archive's space; the rest is the trainer's."""
+"""The preprocessors' share of the archive's space. The trainer has the rest."""
 
 
 def run(ctx: RoleContext) -> None:
-    """Runs until ``ctx.stop`` is set."""
+    """Run the role until ``ctx.stop`` is set."""
     preprocessor = Preprocessor(ctx)
     try:
         while not ctx.stop.is_set():
@@ -50,12 +50,12 @@ def run(ctx: RoleContext) -> None:
 
 
 def max_ready_steps(cfg: Config) -> int:
-    """Packed batches that may be ahead of the trainer."""
+    """Largest number of packed batches that may be ahead of the trainer."""
     return max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
 
 
 def collation_from_config(cfg: Config, num_ranks: int) -> Collation:
-    """What decides about an optimizer batch."""
+    """The part of the configuration that determines how a batch is collated for ``num_ranks`` data-parallel ranks."""
     return Collation(
         num_ranks=num_ranks,
         seq_length=cfg.finetune.seq_length,
@@ -67,7 +67,7 @@ def collation_from_config(cfg: Config, num_ranks: int) -> Collation:
 
 
 class Preprocessor:
-    """One replica. ``turn`` does what can be done now and waits at most half a second for more."""
+    """One replica. ``turn`` does the work that is ready and waits at most half a second for more groups."""
 
     def __init__(self, ctx: RoleContext):
         cfg, replica = ctx.cfg, ctx.job.replica_idx
@@ -113,7 +113,7 @@ class Preprocessor:
         )
 
     def turn(self) -> None:
-        """Reads, decides, publishes."""
+        """Read groups, decide the fate of samples, and publish full batches."""
         self.intake.read()
         if self.intake.resumed is not None and not self.totals.step:
             self.totals.step = self.intake.resumed.step
@@ -130,7 +130,7 @@ class Preprocessor:
         self.report.close()
 
     def _decide(self, sample: Sample) -> None:
-        """The sample's fate, and the batch's if it is full now."""
+        """Decide the fate of a sample, and publish the batch if it is full."""
         reason = self.cutter.offer(sample)
         self.archive.add(sample, reason)
         if self.totals.decided(sample, reason) or reason is None:
@@ -140,7 +140,7 @@ class Preprocessor:
             self._publish(batch)
 
     def _wait_for_trainer(self, step: int) -> bool:
-        """Back-pressure; False when asked to stop meanwhile (the batch is rebuilt after the restart)."""
+        """Apply back-pressure. False when asked to stop meanwhile (the batch is rebuilt after the restart)."""
         if not self._too_far_ahead(step):
             return True
         self._report_drops()
@@ -156,13 +156,13 @@ class Preprocessor:
         return step - steps_trained > max_ready_steps(self.cfg)
 
     def _report_drops(self) -> None:
-        """Name the drops that no record names yet."""
+        """Write a record of the drops that no record names yet."""
         if self.totals.pending:
             self.intake.barrier()
             self.progress.write(self.totals.to_record())
 
     def _publish(self, batch: OptimizerBatch) -> None:
-        """First the data, then the record that says so, then the actor's records may go; on the disk as well."""
+        """Write the data, then the record of progress, then release the actor's records. Durable in the same order."""
         order = self.intake.settle(batch.next_source, [sample.domain for sample in batch.samples])
         batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
@@ -177,7 +177,7 @@ class Preprocessor:
         self.report.published(batch, step_metrics(batch, quality), self.totals)
 
     def _commit(self) -> None:
-        """Lets go of the groups behind the last published batch."""
+        """Release the groups of published batches."""
         self.progress.barrier()
         self.intake.commit(self.totals.source)
         self.next_commit = time.monotonic() + COMMIT_EVERY_S

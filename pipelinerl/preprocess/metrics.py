@@ -1,7 +1,7 @@
-"""Numbers of the preprocessor: packing, lag, and the survivorship line. Pure.
+"""Metrics of the preprocessor: packing, lag and survivorship. Pure.
 
-Survivorship: what is dropped must not differ from what is trained without anyone noticing, so every reason is reported
-with its count, mean length and mean reward beside those of the trained rollouts.
+Survivorship shows whether the dropped rollouts differ from the trained ones. For each reason of a drop, and for the
+trained rollouts, it reports count, mean length and mean reward.
 """
 
 import math
@@ -20,7 +20,7 @@ TRAINED = "trained"
 
 @dataclass
 class Fates:
-    """Counts and sums of the rollouts that met one fate."""
+    """Counts and sums of the rollouts with one fate."""
 
     count: int = 0
     tokens: int = 0
@@ -36,7 +36,7 @@ class Fates:
 
 
 class Survivorship:
-    """Collects fates from one published batch to the next."""
+    """Collects the fates of rollouts from one published batch to the next."""
 
     def __init__(self) -> None:
         self._fates: dict[str, Fates] = defaultdict(Fates)
@@ -45,7 +45,7 @@ class Survivorship:
         self._fates[drop_reason or TRAINED].add(sample)
 
     def take(self) -> dict[str, float]:
-        """`survivorship/<fate>/{count,mean_tokens,mean_reward}`; begins anew."""
+        """Return `survivorship/<fate>/{count,mean_tokens,mean_reward}` and reset."""
         values: dict[str, float] = {}
         for name, fate in sorted(self._fates.items()):
             values[f"survivorship/{name}/count"] = fate.count
@@ -70,7 +70,7 @@ def survivorship_line(values: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PackingQuality:
-    """How well an optimizer batch fills its micro-batches; sentinels count as empty."""
+    """How well an optimizer batch fills its micro-batches. Sentinels count as empty."""
 
     micro_batches: int
     sentinels: int
@@ -78,15 +78,21 @@ class PackingQuality:
     filled: float
     """Tokens / (micro-batches × capacity)."""
     level: float
-    """Tokens / (micro-batches × longest micro-batch): 1 when all are equal."""
+    """Tokens / (micro-batches × longest micro-batch). 1 when all are equal."""
     rank_imbalance: float
-    """Largest deviation of a rank's tokens from the mean over ranks, relative."""
+    """Largest relative deviation of a rank's tokens from the mean over ranks."""
     lockstep: float
     """Tokens / (ranks × Σ over rounds of the longest micro-batch)."""
 
 
 def packing_quality(tokens: np.ndarray, sentinels: int, capacity: int) -> PackingQuality:
-    """``tokens`` int64 [ranks, rounds]: tokens of each micro-batch, 0 for a sentinel."""
+    """Compute the quality of a packing.
+
+    Args:
+        tokens: int64 [ranks, rounds], tokens of each micro-batch, 0 for a sentinel.
+        sentinels: number of sentinels.
+        capacity: tokens that a micro-batch may hold.
+    """
     ranks, _ = tokens.shape
     total = int(tokens.sum())
     per_rank = tokens.sum(axis=1)
@@ -102,13 +108,13 @@ def packing_quality(tokens: np.ndarray, sentinels: int, capacity: int) -> Packin
 
 
 def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> PackingQuality:
-    """Quality of collated micro-batches, by rank and round."""
+    """Quality of collated micro-batches [rank][round] that may hold ``capacity`` tokens each."""
     tokens = np.array([[0 if mb.sentinel else len(mb.token_ids) for mb in rank] for rank in batches], dtype=np.int64)
     return packing_quality(tokens, sum(mb.sentinel for rank in batches for mb in rank), capacity)
 
 
 def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[str, float]:
-    """Numbers of one published optimizer batch."""
+    """Metrics of one published optimizer batch."""
     lags = np.array([batch.step - sample.oldest_version for sample in batch.samples])
     advantages = np.concatenate([np.asarray(sample.advantages) for sample in batch.samples])
     return {

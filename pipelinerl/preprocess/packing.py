@@ -1,15 +1,16 @@
-"""Which sequence goes into which micro-batch of which rank: pure integer arithmetic, deterministic.
+"""Assigns the sequences of an optimizer batch to micro-batches and ranks. Deterministic, pure integer arithmetic.
 
-An optimizer batch is given; nothing here moves a sequence to another step. Ranks work in lock-step: in every round
-each rank does one micro-batch and the longest decides. So the number of rounds is the smallest that is found to hold
-the tokens, all slots (rank × round) are made as equal as needed, and slots of similar size meet in the same round.
+No sequence moves to another optimizer step. Ranks work in lock-step: in every round each rank computes one micro-batch,
+and the longest determines the time. The planner therefore uses the smallest number of rounds that it finds, makes all
+slots (rank × round) nearly equal, and puts slots of similar size into the same round.
 
-A *plan* is ``plan[rank][round]`` = indices of sequences; a slot is empty only where sequences are fewer than slots.
+A *plan* is ``plan[rank][round]`` = indices of sequences. A slot is empty only if there are fewer sequences than slots.
 
-How rounds are found: a lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2) is tried first, best-fit
-decreasing gives an upper bound, bisection goes between. A try deals the sequences out and then re-divides pairs of
-slots, an overfull one with one that has room, for all pairs at once in numpy.
-Legend of shapes: N sequences, S slots, A slots that are relieved, P partners looked at for each, K picked sequences.
+The number of rounds is searched between a lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2), which is
+tried first, and an upper bound from best-fit decreasing. The search is a bisection. A try deals out the sequences, then
+exchanges sequences between pairs of an overfull slot and one with room, for all pairs at once in numpy.
+
+Shapes: N sequences, S slots, A slots to relieve, P candidate partners of each, K picked sequences.
 """
 
 import heapq
@@ -21,21 +22,21 @@ import numpy as np
 Plan = list[list[list[int]]]
 
 LOCKSTEP = 0.9995
-"""Tokens / (ranks × Σ over rounds of the longest micro-batch) that is good enough."""
+"""Tokens / (ranks × Σ over rounds of the longest micro-batch) at which levelling stops."""
 MAX_FITTING_SWEEPS = 64
 MAX_LEVELLING_SWEEPS = 16
 MAX_IDLE_SWEEPS = 8
-"""Sweeps without an improvement after which a try ends."""
+"""Consecutive sweeps without improvement after which a try ends."""
 PARTNERS_PER_SLOT = 3
-"""Partners that a sweep looks at while slots are overfull, per slot of the plan."""
+"""Candidate partners in a sweep while slots are overfull, per slot of the plan."""
 MAX_PICKED = 5
-"""Sequences of a slot that one exchange may move; all their subsets are compared."""
+"""Sequences of a slot that one exchange may move. All their subsets are compared."""
 SUBSETS = [np.arange(2**k)[None, :] >> np.arange(k)[:, None] & 1 for k in range(MAX_PICKED + 1)]
-"""``SUBSETS[k][i, s]`` int [k, 2^k]: whether subset ``s`` of ``k`` sequences holds the ``i``-th."""
+"""``SUBSETS[k][i, s]`` int [k, 2^k]: whether subset ``s`` of ``k`` sequences contains the ``i``-th."""
 
 
 def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
-    """Pack sequences into equally long micro-batches of at most ``capacity`` tokens.
+    """Pack sequences into micro-batches of nearly equal length, at most ``capacity`` tokens.
 
     Args:
         lengths: tokens of each sequence, each in 1 … ``capacity``.
@@ -51,7 +52,13 @@ def plan_packed(lengths: Sequence[int], num_ranks: int, capacity: int) -> Plan:
 
 
 def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: int) -> Plan:
-    """Micro-batches of at most ``sequences_per_slot`` sequences, neighbours in length so that padding is small."""
+    """Plan micro-batches of at most ``sequences_per_slot`` sequences of similar length, so that padding is small.
+
+    Args:
+        lengths: tokens of each sequence.
+        num_ranks: ranks that work in lock-step.
+        sequences_per_slot: sequences per micro-batch (`finetune.train_batch_size`).
+    """
     rounds = max(1, -(-len(lengths) // (sequences_per_slot * num_ranks)))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     slots = [part.tolist() for part in np.array_split(np.asarray(order, dtype=np.int64), rounds * num_ranks)]
@@ -60,10 +67,15 @@ def plan_unpacked(lengths: Sequence[int], num_ranks: int, sequences_per_slot: in
 
 
 def fewest_slots(lengths_N: np.ndarray, capacity: int) -> int:
-    """Slots that any packing needs (bound L2).
+    """Lower bound of the slots that any packing needs (bound L2).
 
-    Sequences over half a slot need one each. For every threshold ``a``, those over ``capacity - a`` take nothing as
-    long as ``a`` beside them, so what is as long as ``a`` and does not fit beside the other long ones needs more slots.
+    Every sequence longer than half a slot needs its own. For a threshold ``a``, a sequence longer than ``capacity - a``
+    cannot share its slot with one of length ≥ ``a``. So the shorter sequences of length ≥ ``a`` that exceed the room
+    left by the other long ones need additional slots. The bound is the maximum over all ``a``.
+
+    Args:
+        lengths_N: int64, tokens of each sequence.
+        capacity: tokens per slot.
     """
     down_N = np.sort(lengths_N)[::-1]
     total = np.concatenate(([0], np.cumsum(down_N)))
@@ -78,7 +90,7 @@ def fewest_slots(lengths_N: np.ndarray, capacity: int) -> int:
 
 
 def _fewest_rounds(lengths_N: np.ndarray, num_ranks: int, capacity: int) -> tuple[np.ndarray, int]:
-    """(slot of each sequence, number of slots) with as few rounds as are found to fit."""
+    """(slot of each sequence, number of slots) with the fewest rounds that are found to fit."""
     least = -(-fewest_slots(lengths_N, capacity) // num_ranks)
     for deal in (_longest_first, _long_with_long):
         found = _relieve(deal(lengths_N, least * num_ranks), lengths_N, least * num_ranks, num_ranks, capacity)
@@ -106,7 +118,7 @@ def _loads(slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int) -> np.ndar
 
 
 def _longest_first(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
-    """Longest sequence first, each into the emptiest slot: best where slots hold many."""
+    """Put each sequence, longest first, into the emptiest slot. Works best if slots hold many sequences."""
     order = np.argsort(-lengths_N, kind="stable")
     heap = [(0, slot) for slot in range(num_slots)]
     chosen = []
@@ -120,9 +132,9 @@ def _longest_first(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
 
 
 def _long_with_long(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
-    """Slots of ``k`` long sequences and slots of ``k + 1`` shorter ones: best where slots hold few.
+    """Make slots of ``k`` long sequences and slots of ``k + 1`` shorter ones. Works best if slots hold few sequences.
 
-    With lengths of 4–8k and slots of 16k, pairs must be of the longest, or the rest does not fit in threes.
+    With lengths of 4–8k and slots of 16k, for example, the longest must be paired, or the rest does not fit in threes.
     """
     per_slot = len(lengths_N) // num_slots
     num_few = (per_slot + 1) * num_slots - len(lengths_N)
@@ -137,7 +149,7 @@ def _long_with_long(lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
 
 
 def _best_fit(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
-    """Best-fit decreasing: longest first, each into the fullest slot with room, else into a new one."""
+    """Best-fit decreasing: put each sequence, longest first, into the fullest slot with room, else into a new one."""
     order = np.argsort(-lengths_N, kind="stable")
     rooms: list[tuple[int, int]] = []
     chosen: list[int] = []
@@ -157,7 +169,7 @@ def _best_fit(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _without_empty(slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int) -> np.ndarray:
-    """Gives each empty slot one sequence that is not alone, as long as there are such."""
+    """Move one sequence into each empty slot from slots that hold several, as long as there are such."""
     order = np.lexsort((-lengths_N, slot_N))
     shared = order[np.flatnonzero(np.diff(slot_N[order], prepend=-1) == 0)]
     longest = shared[np.argsort(-lengths_N[shared], kind="stable")]
@@ -170,7 +182,7 @@ def _without_empty(slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int) ->
 def _relieve(
     slot_N: np.ndarray, lengths_N: np.ndarray, num_slots: int, num_ranks: int, capacity: int
 ) -> np.ndarray | None:
-    """Re-divides slots until none is overfull and rounds are level; None when they stay overfull."""
+    """Exchange sequences until no slot is overfull and rounds are level. None if slots stay overfull."""
     rng = np.random.default_rng(0)
     slot_N = slot_N.copy()
     tokens = int(lengths_N.sum())
@@ -188,7 +200,7 @@ def _relieve(
             return None if num_overfull else slot_N
         relieved, others = order_S[::-1][:num_relieved], order_S[: num_slots - num_relieved]
         num_partners = max(1, PARTNERS_PER_SLOT * num_slots // num_relieved) if num_overfull else 1
-        at = (rng.random((num_relieved, num_partners)) ** 2 * len(others)).astype(np.int64)  # rather the emptier
+        at = (rng.random((num_relieved, num_partners)) ** 2 * len(others)).astype(np.int64)  # prefers emptier slots
         at[:, 0] = np.arange(num_relieved) % len(others)
         moved = _redivide(slot_N, lengths_N, loads_S, relieved, others[at], rng)
         idle = 0 if moved else idle + 1
@@ -203,9 +215,9 @@ def _redivide(
     partners_AP: np.ndarray,
     rng: np.random.Generator,
 ) -> bool:
-    """Exchanges subsets between each relieved slot and its best partner, in place; whether any were exchanged.
+    """Exchange subsets between each slot to relieve and its best partner, in place. Returns whether any were exchanged.
 
-    No pair's longer slot becomes longer, and a slot takes part in at most one exchange.
+    The longer slot of a pair never becomes longer, and a slot takes part in at most one exchange.
     """
     order_N = np.argsort(slot_N, kind="stable")
     counts_S = np.bincount(slot_N, minlength=len(loads_S))
@@ -214,7 +226,7 @@ def _redivide(
     subsets = SUBSETS[num_picked]
 
     def pick(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sequences, whether there is one) of each slot, [..., K]; of longer slots one from each of K strata."""
+        """(sequences, whether there is one) [..., K] of each slot. From slots with more than K, one of each of K strata."""
         count = counts_S[slots][..., None]
         place = np.arange(num_picked)
         first, end = place * count // num_picked, (place + 1) * count // num_picked
@@ -248,7 +260,7 @@ def _redivide(
 
 
 def _to_ranks(slots: list[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
-    """Slots of similar cost meet in one round; within it the costliest goes to the rank with least so far."""
+    """Put slots of similar cost into one round. In it, the costliest slot goes to the rank with the least cost so far."""
     order = sorted(range(len(slots)), key=lambda s: (-costs[s], s))
     totals = [0] * num_ranks
     plan: Plan = [[] for _ in range(num_ranks)]

@@ -1,9 +1,9 @@
-"""The preprocessor's running totals and its place in the run: what a restart needs, kept in topic `preprocessor`.
+"""The preprocessor's totals and its position in the run. A restart reads them from topic `preprocessor`. Pure.
 
-A record is written after every published batch and whenever rollouts were dropped, so the actor always knows what will
-never be trained. ``source`` is where the batch being filled begins; ``counted_until`` the place up to which drops are
-in the totals. A restarted preprocessor reads topic `actor` from ``source`` on, decides again as before, and counts only
-what lies behind ``counted_until``: totals and ledger stay exact. Pure.
+A record is written after every published batch and whenever rollouts were dropped, so the actor always knows which
+rollouts will never be trained. ``source`` is the place where the current batch begins. ``counted_until`` is the place
+up to which the totals include drops. A restarted preprocessor reads topic `actor` from ``source`` on, makes the same
+decisions again, and counts only samples behind ``counted_until``, so totals and records stay exact.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from pipelinerl.records import DataOrder, PreprocessorProgress
 
 @dataclass(kw_only=True)
 class Totals:
-    """Counts since the start of the run; ``pending`` are the drops that no record names yet."""
+    """Counts since the start of the run. ``pending``: (sample, reason) of the drops that no record names yet."""
 
     step: int = 0
     source: Source = (0, 0)
@@ -29,7 +29,7 @@ class Totals:
 
     @classmethod
     def restore(cls, last: PreprocessorProgress | None) -> "Totals":
-        """Totals as the last record has them; zero without one."""
+        """Totals of the last record, or zeros if there is none."""
         if last is None:
             return cls()
         return cls(
@@ -43,7 +43,7 @@ class Totals:
         )
 
     def decided(self, sample: Sample, drop_reason: str | None) -> bool:
-        """Counts a sample's fate; False when it was counted before the restart."""
+        """Count a sample's fate. False if it was already counted before the restart. ``drop_reason`` None: packed."""
         if sample.after <= self.counted_until:
             return False
         self.counted_until = sample.after
@@ -54,14 +54,20 @@ class Totals:
         return True
 
     def published(self, step: int, num_samples: int, next_source: Source, order: DataOrder) -> None:
-        """Counts an optimizer batch that is in `training_data`; ``order`` is the one at ``next_source``."""
+        """Count an optimizer batch that was written to `training_data`.
+
+        Args:
+            step: of the batch.
+            next_source: place of the first sample after it.
+            order: what is settled at ``next_source``.
+        """
         self.order = order
         self.step = step + 1
         self.source = next_source
         self.samples_packed += num_samples
 
     def to_record(self, packed_sample_ids: Sequence[str] = ()) -> PreprocessorProgress:
-        """The record to write now; empties ``pending``."""
+        """Make the record to write, and empty ``pending``."""
         record = PreprocessorProgress(
             samples_packed=self.samples_packed,
             samples_dropped=self.dropped.total(),
@@ -79,5 +85,5 @@ class Totals:
 
 
 def next_own_step(step: int, replica: int, num_replicas: int) -> int:
-    """The first step from ``step`` on that this preprocessor packs: of n, r packs the steps with ``step % n == r``."""
+    """The first step from ``step`` on with step % ``num_replicas`` == ``replica``, which this preprocessor packs."""
     return step + (replica - step) % num_replicas

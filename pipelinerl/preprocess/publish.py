@@ -1,7 +1,8 @@
 """Writes optimizer batches to topic `training_data`, one partition per trainer rank, each micro-batch exactly once.
 
-A preprocessor that died while it published a batch rebuilds the same batch; what a partition already holds is skipped.
-With sequence parallelism the ranks of a group work on the same micro-batch, so each of their partitions gets it.
+A preprocessor that died while it published a batch rebuilds the same batch, and skips the micro-batches that a
+partition already holds. With sequence parallelism the ranks of a group share a micro-batch, so it is written to each of
+their partitions.
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,16 @@ from pipelinerl.streams import StreamRangeSpec, TopicWriter, open_writer
 
 
 class MicroBatchPublisher:
-    """The writer of all partitions of one preprocessor."""
+    """Writes all partitions of one preprocessor."""
 
     def __init__(self, run_dir: Path, *, instance: int, num_partitions: int, ranks_per_batch: int = 1):
-        """``ranks_per_batch``: trainer ranks that share a micro-batch (`finetune.seq_parallel`)."""
+        """Open all partitions.
+
+        Args:
+            instance: number of the preprocessor.
+            num_partitions: number of trainer ranks.
+            ranks_per_batch: trainer ranks that share a micro-batch (`finetune.seq_parallel`).
+        """
         self._ranks_per_batch = ranks_per_batch
         spec = StreamRangeSpec(run_dir, TRAINING_DATA, instance, (0, num_partitions))
         self._writers: list[TopicWriter[MicroBatch]] = []
@@ -30,7 +37,7 @@ class MicroBatchPublisher:
         self._last = [_last_key(writer) for writer in self._writers]
 
     def check_published(self, last_step: int | None) -> None:
-        """Refuses to go on when a partition lacks a step that topic `preprocessor` says was published."""
+        """Raise ``CorruptStreamError`` if a partition lacks ``last_step``, which topic `preprocessor` lists as published."""
         for writer, (step, _) in zip(self._writers, self._last, strict=True):
             if last_step is not None and step < last_step and (step >= 0 or writer.next_offset == 0):
                 raise CorruptStreamError(
@@ -39,7 +46,7 @@ class MicroBatchPublisher:
                 )
 
     def publish(self, batches: Sequence[Sequence[MicroBatch]]) -> int:
-        """Writes the micro-batches of each data-parallel rank, round by round; returns how many were new."""
+        """Write the micro-batches [rank][round] round by round. Returns how many records were new."""
         written = 0
         for index in range(len(batches[0])):
             for partition, writer in enumerate(self._writers):
@@ -51,7 +58,7 @@ class MicroBatchPublisher:
         return written
 
     def barrier(self) -> None:
-        """What is written from now on becomes durable only after the micro-batches that were published."""
+        """Ensure that nothing written from now on becomes durable before the published micro-batches."""
         for writer in self._writers:
             writer.barrier()
 

@@ -1,7 +1,7 @@
-"""Topic `actor` in order: every group checked and prepared, or refused with its identity.
+"""Reads topic `actor` in order. Checks every group and turns it into samples.
 
-A group that `records.check` refuses reaches no gradient: its rollouts become samples with the reason `invalid`. A
-`GroupDropped` is the actor's own account and yields nothing here.
+A group that `records.check` refuses is never trained: its rollouts become samples with the drop reason `invalid`. A
+`GroupDropped` is the actor's own record of a drop and yields no samples.
 """
 
 import json
@@ -21,19 +21,20 @@ from pipelinerl.streams import TopicReader
 log = logging.getLogger(__name__)
 
 TakenTurn = tuple[str, int, int, int]
-"""Domain, epoch, number of the turn in it, turns of the epoch."""
+"""Domain, epoch, number of the turn in the epoch, number of turns in the epoch."""
 
 
 class GroupReader:
     """Reads samples from ``source`` on.
 
     Args:
-        reader: topic `actor`, placed at ``source[0]``.
-        source: first rollout that is wanted.
+        reader: of topic `actor`, positioned at ``source[0]``.
+        source: first rollout to read.
+        shaping: determines how a group becomes samples.
         vocab_size: token ids must be below it.
-        attempts: rollouts that a group may have at most.
-        order: what is settled at ``source``.
-        num_actors: actors that take turns in an epoch.
+        attempts: largest number of rollouts in a group.
+        order: which problems are settled at ``source``.
+        num_actors: number of actors that take turns in an epoch.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class GroupReader:
         num_actors: int = 1,
     ):
         self.resumed: OrderResumed | None = None
-        """The record that began this stream after a checkpoint, once it was read."""
+        """The record that opens the stream of a run resumed from a checkpoint. None until it was read."""
         self._order = OrderFold(order)
         self._num_actors = num_actors
         self._unsettled: deque[tuple[int, TakenTurn]] = deque()
@@ -59,19 +60,19 @@ class GroupReader:
         self._attempts = attempts
 
     def poll(self, timeout_s: float) -> list[list[Sample]]:
-        """Samples of the next groups, one list per group; empty when none came within ``timeout_s``."""
+        """Samples of the next groups, one list per group. Empty if none arrives within ``timeout_s``."""
         return list(self._groups(self._reader.poll(timeout_s)))
 
     def commit(self, source: Source) -> None:
-        """Nothing before ``source`` is needed any more."""
+        """Release the groups before ``source``."""
         self._reader.commit(source[0])
 
     def settle(self, source: Source, domains: Iterable[str]) -> DataOrder:
-        """What is settled once everything before ``source`` is.
+        """Mark the problems before ``source`` as settled, and return all that are settled.
 
         Args:
-            source: where the next batch begins.
-            domains: one name per sample of the batch before it.
+            source: place where the next batch begins.
+            domains: domain of each sample of the batch before it.
         """
         self._order.count(domains)
         while self._unsettled and (self._unsettled[0][0], 0) < source:
@@ -79,7 +80,7 @@ class GroupReader:
         return self._order.to_record()
 
     def barrier(self) -> None:
-        """What is written from now on becomes durable only after the groups that were read."""
+        """Ensure that nothing written from now on becomes durable before the groups that were read."""
         self._reader.barrier()
 
     def close(self) -> None:
@@ -107,7 +108,7 @@ class GroupReader:
 
 
 def read_vocab_size(model_path: str) -> int:
-    """Vocabulary of a model folder or of a model on the Hugging Face hub."""
+    """Vocabulary size of a model in a local folder or on the Hugging Face hub."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         from huggingface_hub import hf_hub_download

@@ -1,9 +1,9 @@
-"""Log-probabilities of the frozen reference model for exactly the tokens that will be trained (docs/algorithms.md §3).
+"""Adds the frozen reference model's log-probabilities to samples, for exactly the trained tokens (docs/algorithms.md §3).
 
-Consumes samples without, produces samples with reference log-probs, in a thread with an event loop of its own.
-Waits for: the reference servers, at most ``deadline_s`` from a sequence's first failure (a server may be starting or
-restarting); then the role fails and says which server did not answer. Never guesses a value: a sample whose tokens the
-server refuses, or whose log-probs are not finite, is dropped as invalid.
+Consumes and produces samples, in a thread with its own event loop. Waits for: the reference servers, at most
+``deadline_s`` from the first failure of a request, because a server may be starting or restarting. Then the role fails
+and names the server that did not answer. No value is ever guessed: a sample is dropped as invalid if the server refuses
+its tokens or a log-prob is not finite.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 5.0
 REQUEST_TOKENS = 32_768
-"""Short sequences of a group share requests of up to so many tokens."""
+"""Short sequences of a group share requests of up to this many tokens."""
 REFUSED = (400, 413, 422)
-"""Statuses that say that these tokens can never be scored, whatever the server's state."""
+"""HTTP statuses that mean that these tokens can never be scored, whatever the server's state."""
 
 
 def needs_reference(cfg: Config) -> bool:
@@ -43,7 +43,7 @@ def needs_reference(cfg: Config) -> bool:
 
 
 def check_placed(servers: Sequence[Job]) -> None:
-    """Refuse a run whose loss has a KL term and whose world has no reference server."""
+    """Raise ``ConfigError`` if there is no reference server. Call it if the loss has a KL term."""
     if not servers:
         raise ConfigError(
             "finetune.rl.kl_coef is positive but no reference server is placed: "
@@ -52,25 +52,25 @@ def check_placed(servers: Sequence[Job]) -> None:
 
 
 def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarray:
-    """float32 [K]: the values at the trained tokens of a sequence."""
+    """float32 [K]: the entries of ``values_T`` at the trained tokens of ``sequence``."""
     parts = [values_T[start:end] for start, end, _ in sequence.spans.tolist()]
     return np.concatenate(parts).astype(np.float32, copy=False)
 
 
 Result = np.ndarray | RecordError
-"""float32 [K], or why there is none."""
+"""float32 [K], or the reason why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A sequence and the sample that it belongs to."""
+    """A sequence to score, and its sample."""
 
     sample_id: str
     sequence: TrainingSequence
 
 
 def _batches(asked: Sequence[_Asked]) -> list[list[_Asked]]:
-    """What goes into one request: sequences of at most ``REQUEST_TOKENS`` together, or one."""
+    """Divide sequences into requests of at most ``REQUEST_TOKENS`` tokens. A longer sequence gets its own."""
     batches: list[list[_Asked]] = []
     room = 0
     for one in asked:
@@ -95,7 +95,7 @@ def _with_scores(sample: Sample, results: Sequence[Result]) -> Sample:
 
 
 class ReferenceScorer:
-    """Scores samples on the reference servers, a bounded number of requests per server at a time.
+    """Scores samples on the reference servers, with a bounded number of concurrent requests to each.
 
     >>> scorer = ReferenceScorer(lambda: servers, concurrency=64, deadline_s=600)
     >>> samples = scorer.submit(samples).result()
@@ -103,7 +103,13 @@ class ReferenceScorer:
     """
 
     def __init__(self, servers: Callable[[], Collection[Job]], *, concurrency: int, deadline_s: float):
-        """``servers``: those that live now; asked before every request."""
+        """Start the thread.
+
+        Args:
+            servers: returns the servers that are live now. Called before every request.
+            concurrency: largest number of concurrent requests to a server.
+            deadline_s: how long a failed request is retried.
+        """
         self._servers = servers
         self._deadline_s = deadline_s
         self._turns = itertools.count()
@@ -114,11 +120,11 @@ class ReferenceScorer:
         self._thread.start()
 
     def submit(self, samples: list[Sample]) -> Future[list[Sample]]:
-        """Starts scoring; the future yields the samples in order."""
+        """Start to score ``samples``. The future returns them in order."""
         return self._run(self._score_all(samples))
 
     def close(self) -> None:
-        """Cancels what is under way and ends the thread."""
+        """Cancel the requests in progress and end the thread."""
         self._run(self._shut_down()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -146,7 +152,7 @@ class ReferenceScorer:
         ]
 
     async def _score(self, asked: list["_Asked"]) -> list[Result]:
-        """Tries the servers in turn until the deadline; what a server refuses together is asked one by one."""
+        """Try the servers in turn until the deadline. Sequences that are refused together are sent one by one."""
         deadline: float | None = None
         backoff_s = FIRST_BACKOFF_S
         while True:

@@ -1,4 +1,4 @@
-"""Everything that the preprocessor tells people: metrics, the log's line, the status. It decides nothing."""
+"""Reports the preprocessor's work to people: metrics, a log line per batch, the status. It makes no decisions."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchReport:
-    """The fates of samples and the batches of one replica."""
+    """Reports the fates of samples and the batches of one replica."""
 
     def __init__(self, ctx: RoleContext):
         self._status, self._max_lag_steps = ctx.status, ctx.cfg.max_lag_steps
@@ -26,14 +26,14 @@ class BatchReport:
         self._last_publish = time.monotonic()
 
     def decided(self, sample: Sample, reason: str | None, cutter: BatchCutter) -> None:
-        """A sample's fate, right after the cutter decided it."""
+        """Record a sample's fate. Call it right after ``cutter`` decided it."""
         self._survivorship.add(sample, reason)
         if reason in (None, LAG):
             lag = cutter.step - sample.oldest_version
             self._deciles.add(sample.num_trained, lag, cutter.lost_share(sample, reason))
 
     def published(self, batch: OptimizerBatch, values: dict[str, float], totals: Totals) -> None:
-        """An optimizer batch and its metrics."""
+        """Report a published optimizer batch. ``values``: its metrics. ``totals``: the replica's."""
         now = time.monotonic()
         seconds, self._last_publish = now - self._last_publish, now
         fates = self._survivorship.take() | self._deciles.values()

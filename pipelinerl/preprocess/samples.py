@@ -1,7 +1,7 @@
-"""A group becomes samples: every rollout with its advantages, or with the reason why it will not be trained. Pure.
+"""Turns a group into samples: each is a rollout with its advantages, or with the reason why it is dropped. Pure.
 
-A sample is one rollout, `sample_id` = `<group_id>/<attempt>`, in the order in which the actor published it. All its
-training sequences are trained in the same optimizer step.
+A sample is one rollout, `sample_id` = `<group_id>/<attempt>`. Samples keep the order in which the actor published them.
+All training sequences of a sample are trained in the same optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from pipelinerl.preprocess.shaping import (
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 
 Source = tuple[int, int]
-"""(offset in topic `actor`, rollout index in that group): the place of a sample in the run."""
+"""Place of a sample in the run: (offset of its group in topic `actor`, index of the rollout in the group)."""
 
 INVALID = "invalid"
 NO_TRAINED_TOKENS = "no_trained_tokens"
@@ -34,47 +34,47 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:  # structure: a record of all that a rollout brings to its micro-batch
-    """One rollout on its way to a micro-batch. K trained tokens of a sequence."""
+    """One rollout, prepared for a micro-batch. K trained tokens of a sequence."""
 
     sample_id: str
     group_id: str
     domain: str
     source: Source
     reward: float
-    """The rollout's reward as the domain gave it; NaN in a group that was refused."""
+    """The rollout's reward as the domain gave it. NaN in a refused group."""
     sequences: tuple[tuple[int, TrainingSequence], ...] = ()
-    """(index in the rollout, sequence) of every sequence that trains something."""
+    """(index in the rollout, sequence) of every sequence with trained tokens."""
     advantages: tuple[float, ...] = ()
     """One per entry of ``sequences``."""
     members: tuple[float, ...] = ()
-    """The advantages as members of their group: one of a rollout, or one per text where each has its own reward."""
+    """The advantages without repetition: one per rollout, or one per sequence if each text has its own reward."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
-    """float32 [K] per entry of ``sequences``; None without a KL term."""
+    """float32 [K] per entry of ``sequences``. None without a KL term."""
     weighted: bool = True
-    """False: weight zero (overlong filtering)."""
+    """False if the weight in the loss is zero (overlong filtering)."""
     num_tokens: int = 0
     num_trained: int = 0
     num_masked: int = 0
-    """Sampled tokens that are not trained because they were too old (`preprocess.lag_drop=token`)."""
+    """Sampled tokens that are not trained because they are too old (`preprocess.lag_drop=token`)."""
     group_size: int = 1
-    """Rollouts of the group that can be trained, this one included."""
+    """Rollouts of the group that can be trained, including this one."""
     group_tokens: int = 0
-    """Trained tokens of those that have a weight."""
+    """Trained tokens of those rollouts whose weight is not zero."""
     oldest_version: int = 0
     newest_version: int = 0
     drop_reason: str | None = None
     group: RolloutGroup | None = None
-    """Where it comes from, for the archive."""
+    """The rollout's group, for the archive."""
 
     @property
     def after(self) -> Source:
-        """The place right behind this sample."""
+        """The place directly behind this sample."""
         return (self.source[0], self.source[1] + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaping:
-    """What of the configuration decides about a single group."""
+    """The part of the configuration that determines how a group becomes samples."""
 
     advantage: str = "loo"
     seq_length: int
@@ -83,16 +83,18 @@ class Shaping:
     overlong_buffer_tokens: int = 0
     advantage_kwargs: Mapping[str, Any] = field(default_factory=dict)
     step_discount: float = 1.0
-    """Of returns, per step (`finetune.rl.step_discount`)."""
+    """Discount of returns per step (`finetune.rl.step_discount`)."""
     max_tokens: int = field(default=0)
-    """`llm.parameters.max_tokens`; used with ``overlong_buffer_tokens`` only."""
+    """`llm.parameters.max_tokens`. Only used with ``overlong_buffer_tokens``."""
 
 
 def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sample]:
-    """Samples of a group that passed `records.check`.
+    """Make the samples of a group that passed `records.check`.
 
+    Args:
+        offset: of the group in topic `actor`.
     Raises:
-        RecordError: an advantage is not finite, or a first token is marked as trained.
+        RecordError: a reward or advantage is not finite in float32, or a first token is marked as trained.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         advantages = sequence_advantages(group.rollouts, shaping)
@@ -109,7 +111,7 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
 
 
 def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
-    """Samples of a group that may not be trained."""
+    """Make the samples, all dropped as invalid, of a group that may not be trained. ``offset``: in topic `actor`."""
     return [
         Sample(
             sample_id=f"{group.group_id}/{rollout.attempt}",
@@ -125,7 +127,7 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
 
 
 def sequence_advantages(rollouts: Sequence[Rollout], shaping: Shaping) -> list[np.ndarray]:
-    """For every rollout of a group the advantage of each of its sequences, from shaped rewards."""
+    """Advantage of each sequence of each rollout of a group, from shaped rewards."""
     kind, kwargs = shaping.advantage, shaping.advantage_kwargs
     if rollouts[0].rewards == "rollout":
         rewards_n = np.array([r.reward + _penalty(r.sequences, shaping) for r in rollouts], np.float64)
@@ -148,7 +150,7 @@ def _penalty(sequences: Sequence[TrainingSequence], shaping: Shaping) -> float:
 
 
 def _shaped_text_rewards(rollout: Rollout, shaping: Shaping) -> np.ndarray:
-    """Reward of every text; the penalty of a completion falls on its own text."""
+    """Reward of every text, plus the length penalty of the text's own completion."""
     rewards = np.array(rollout.text_rewards, np.float64)
     for sequence in rollout.sequences:
         rewards[sequence.turn] += _penalty([sequence], shaping)
@@ -156,7 +158,7 @@ def _shaped_text_rewards(rollout: Rollout, shaping: Shaping) -> np.ndarray:
 
 
 def _check_numbers(group: RolloutGroup, advantages: Sequence[np.ndarray]) -> None:
-    """Rewards and advantages are finite in float32; no first token is trained, since nothing predicts it."""
+    """Check that rewards and advantages are finite in float32, and that no first token is trained."""
     for rollout, member in zip(group.rollouts, advantages, strict=True):
         for name, values in (("advantage", member), ("reward", np.array([rollout.reward]))):
             if not (np.abs(values) < MAX_FLOAT32).all():

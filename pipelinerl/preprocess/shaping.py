@@ -1,4 +1,4 @@
-"""Filters and shaping of rewards (docs/algorithms.md §5). Pure functions on one rollout or one group."""
+"""Filters and reward shaping (docs/algorithms.md §5). Pure functions of one rollout or one group."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,18 @@ ZERO_TOLERANCE = 1e-6
 
 
 def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
-    """DAPO's penalty (2503.14476, eq. 13): 0 up to ``max_tokens − buffer_tokens``, then linear, −1 at the end.
+    """DAPO's penalty (arXiv:2503.14476, eq. 13): 0 up to ``max_tokens − buffer_tokens``, then linear to −1.
 
     Args:
         num_tokens: |y|, tokens of the completion.
-        max_tokens: L_max, where the server cuts.
+        max_tokens: L_max, at which the server ends a completion.
         buffer_tokens: L_buffer > 0.
     """
     return float(np.clip((max_tokens - num_tokens) / buffer_tokens - 1.0, -1.0, 0.0))
 
 
 def longest_completion(sequences: Sequence[TrainingSequence]) -> int:
-    """Tokens of the longest completion: a run of adjacent spans, whatever weight versions sampled it."""
+    """Tokens of the longest completion. A completion is a run of adjacent spans, which may differ in version."""
     return max((_longest_run(sequence.spans) for sequence in sequences), default=0)
 
 
@@ -39,5 +39,5 @@ def is_overlong(rollout: Rollout) -> bool:
 
 
 def all_advantages_zero(advantages: np.ndarray) -> bool:
-    """Whether a group teaches nothing: |A| ≤ 1e-6 for every member."""
+    """Whether a group gives no gradient: |A| ≤ 1e-6 for every member."""
     return bool((np.abs(advantages) <= ZERO_TOLERANCE).all())
