@@ -52,7 +52,10 @@ class BatchCutter:
         return reason
 
     def lost_share(self, sample: Sample, drop_reason: str | None) -> float:
-        """Share of its trained tokens that the last offered sample lost to the lag bound. ``drop_reason``: from ``offer``."""
+        """Share of the last offered sample's trained tokens that the lag bound removed.
+
+        ``drop_reason``: what ``offer`` returned.
+        """
         if drop_reason is not None:
             return 1.0 if drop_reason == LAG else 0.0
         taken = self.samples[-1]

@@ -6,9 +6,9 @@ slots (rank × round) nearly equal, and puts slots of similar size into the same
 
 A *plan* is ``plan[rank][round]`` = indices of sequences. A slot is empty only if there are fewer sequences than slots.
 
-The number of rounds is searched between a lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2), which is
-tried first, and an upper bound from best-fit decreasing. The search is a bisection. A try deals out the sequences, then
-exchanges sequences between pairs of an overfull slot and one with room, for all pairs at once in numpy.
+The number of rounds is found by bisection. The lower bound (Martello and Toth, *Knapsack Problems*, 1990, bound L2) is
+tried first, and best-fit decreasing gives the upper bound. A try deals out the sequences, then exchanges sequences
+between pairs of an overfull slot and one with room, for all pairs at once in numpy.
 
 Shapes: N sequences, S slots, A slots to relieve, P candidate partners of each, K picked sequences.
 """
@@ -215,7 +215,7 @@ def _redivide(
     partners_AP: np.ndarray,
     rng: np.random.Generator,
 ) -> bool:
-    """Exchange subsets between each slot to relieve and its best partner, in place. Returns whether any were exchanged.
+    """Exchange subsets between each slot to relieve and its best partner, in place. Returns whether any moved.
 
     The longer slot of a pair never becomes longer, and a slot takes part in at most one exchange.
     """
@@ -226,7 +226,7 @@ def _redivide(
     subsets = SUBSETS[num_picked]
 
     def pick(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sequences, whether there is one) [..., K] of each slot. From slots with more than K, one of each of K strata."""
+        """(sequences, whether there is one) [..., K] of each slot. Fuller slots give one of each of K strata."""
         count = counts_S[slots][..., None]
         place = np.arange(num_picked)
         first, end = place * count // num_picked, (place + 1) * count // num_picked

@@ -37,7 +37,10 @@ class MicroBatchPublisher:
         self._last = [_last_key(writer) for writer in self._writers]
 
     def check_published(self, last_step: int | None) -> None:
-        """Raise ``CorruptStreamError`` if a partition lacks ``last_step``, which topic `preprocessor` lists as published."""
+        """Raise ``CorruptStreamError`` if a partition lacks a published step.
+
+        ``last_step``: the last one according to topic `preprocessor`. None: none was published.
+        """
         for writer, (step, _) in zip(self._writers, self._last, strict=True):
             if last_step is not None and step < last_step and (step >= 0 or writer.next_offset == 0):
                 raise CorruptStreamError(

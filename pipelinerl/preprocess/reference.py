@@ -1,4 +1,4 @@
-"""Adds the frozen reference model's log-probabilities to samples, for exactly the trained tokens (docs/algorithms.md §3).
+"""Adds the frozen reference model's log-probs of exactly the trained tokens to samples (docs/algorithms.md §3).
 
 Consumes and produces samples, in a thread with its own event loop. Waits for: the reference servers, at most
 ``deadline_s`` from the first failure of a request, because a server may be starting or restarting. Then the role fails
