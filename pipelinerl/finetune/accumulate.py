@@ -72,6 +72,8 @@ def train_step(
 
     Args:
         settings: of the loss in this step.
+        rules: for the layout of the records.
+        learning_rate: of this step.
         proximal: [K] log π_prox of the trained tokens of each record. None: the policy's own.
         observe: called after each micro-batch. It must not wait for the device.
 

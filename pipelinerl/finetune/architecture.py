@@ -94,7 +94,7 @@ def examine_config(
     seq_parallel: int = 1,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """``examine`` for a transformers configuration that is already loaded."""
+    """As ``examine``, for a transformers configuration that is already loaded."""
     register(PACKED, packed_attention)
     register(ATTENTION, sequence_attention)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -118,7 +118,7 @@ class Comparison:
         vocab_size = lm.config.get_text_config().vocab_size
         self.documents = [torch.randint(1, min(vocab_size, 200), (1, length)) for length in LENGTHS]
         self.logit_map = measure_logit_map(lm, self.documents[0])
-        with contextlib.suppress(ValueError):  # eager is the reference; sdpa ignores softcaps
+        with contextlib.suppress(ValueError):  # eager is the reference, sdpa ignores softcaps
             lm.set_attn_implementation("eager")
         with torch.no_grad():
             self.own = [self._own_logprobs(ids) for ids in self.documents]

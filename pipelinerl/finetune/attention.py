@@ -101,6 +101,14 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: queries [B, H, L, D], keys and values [B, G, L, D], result [B, L, H, D].
 
+    Args:
+        module: the layer that calls.
+        attention_mask: must be None.
+        scaling: factor of the scores. None: D^-½.
+        sliding_window: keys that a query sees, including its own. None: all.
+        softcap: bound of the scores. None: none.
+        s_aux: [H] attention sinks.
+        is_causal: must not be False. None: as ``module.is_causal`` says.
     Raises:
         ConfigError: the model passes a mask of its own or is not causal.
     """

@@ -106,7 +106,7 @@ def unpublished_name(step: int) -> str:
 
 
 def begin(peers: Peers, root: Path, step: int) -> Path:
-    """Make an empty folder that all ranks write into. Collective.
+    """Make an empty folder for ``step`` in ``root`` that all ranks write into. Collective.
 
     Raises:
         CheckpointError: on all ranks, if a rank does not see the folder.
@@ -140,7 +140,7 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
-    """Write and publish a checkpoint; returns its folder. Collective.
+    """Write and publish a checkpoint, and return its folder. Collective.
 
     Args:
         root: folder of the checkpoints.
@@ -166,7 +166,7 @@ def write(peers: Peers, root: Path, pieces: Pieces, counters: Counters) -> Path:
         peers.together(finish if peers.rank == 0 else lambda: None)
     except CheckpointError as error:
         if peers.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # make room again
+            shutil.rmtree(folder, ignore_errors=True)  # free its disk space
         raise CheckpointError(
             f"the checkpoint of step {counters.step} cannot be written in {root}: {error}; earlier ones are intact"
         ) from error
@@ -203,7 +203,7 @@ def _synced_entry(path: Path) -> FileEntry:
 
 
 def newest_whole(peers: Peers, root: Path) -> tuple[Path, Counters] | None:
-    """The newest checkpoint whose files all match its manifest. Logs each damaged one that is skipped. Collective."""
+    """The newest checkpoint in ``root`` whose files all match its manifest. Logs each skipped one. Collective."""
     for _, path in peers.gather(list_steps(root) if peers.rank == 0 else [])[0]:
         try:
             return path, peers.together(partial(_verify, path, peers.rank, peers.world_size))[0]

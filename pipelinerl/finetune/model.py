@@ -242,7 +242,10 @@ def turn_dropout_off(lm: nn.Module) -> None:
 
 
 def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTrainedModel:
-    """Freeze the model and insert LoRA adapters into its linear layers (arXiv:2106.09685). B starts at 0.
+    """Freeze ``lm`` and insert LoRA adapters into its linear layers (arXiv:2106.09685). B starts at 0.
+
+    ``seed``: of A's random values.
+
 
     Raises:
         ConfigError: peft is not installed, or the output head would get an adapter.
@@ -276,6 +279,7 @@ def isolation_error(
 
     Args:
         forward: returns the hidden states of ``Tokens``.
+        vocab_size: token ids stay below it.
         length: tokens of each of the two documents.
     """
     ids = torch.arange(2 * length, device=device).remainder(vocab_size)[None]

@@ -22,7 +22,7 @@ def in_present_streams(found: Counters | None, run_dir: Path) -> Counters:
 
 
 def resumed_message(run_dir: Path, counters: Counters) -> TrainingResumed | None:
-    """The message of a resumed run, or None for a new one. Deletes the metrics of steps that will be repeated."""
+    """The message of a run resumed at ``counters``, or None for a new one. Deletes the metrics of repeated steps."""
     epoch = read_epoch(run_dir)
     if epoch.step is None and epoch.number > 1:
         write_epoch(run_dir, StreamEpoch(number=epoch.number, step=counters.step))

@@ -30,7 +30,7 @@ class Members:
 
 
 def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
-    """float64 [N]: weight of each trained token of each rollout.
+    """float64 [N]: weight of each trained token of each rollout, for aggregation ``kind``.
 
     In `prompt_mean` the tokens of a group share a total weight of 1 / (groups in the batch). If the end of the batch
     cuts a group, each rollout keeps its share of its whole group's weight, and counts as 1 / size of a group.

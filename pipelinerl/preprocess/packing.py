@@ -260,7 +260,7 @@ def _redivide(
 
 
 def _to_ranks(slots: list[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
-    """Put slots of similar cost into one round. In it, the costliest slot goes to the rank with the least cost so far."""
+    """Put slots of similar cost into one round. Its costliest slot goes to the rank with the least cost so far."""
     order = sorted(range(len(slots)), key=lambda s: (-costs[s], s))
     totals = [0] * num_ranks
     plan: Plan = [[] for _ in range(num_ranks)]

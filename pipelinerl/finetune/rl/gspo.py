@@ -8,7 +8,7 @@ from pipelinerl.finetune.rl.tokens import bounded_exp
 
 
 def gspo(logprobs_K: Tensor, tokens: PolicyTokens, *, epsilon_low: float, epsilon_high: float) -> TokenLoss:
-    """−w·min(sA, clip(s, 1 − ε_low, 1 + ε_high)A), s = exp(mean of log u over the sequence)."""
+    """−w·min(sA, clip(s, 1 − ε_low, 1 + ε_high)A), with s = exp(mean of log u over the sequence)."""
     ratio_K = bounded_exp(tokens.sequence_mean(logprobs_K - tokens.reference_logprobs_K))
     loss = clipped_surrogate(ratio_K, tokens.advantages_K, epsilon_low, epsilon_high)
     return TokenLoss(tokens.outer_weight_K * loss.losses_K, loss.clipped_K)

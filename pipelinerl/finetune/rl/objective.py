@@ -117,13 +117,18 @@ def _refuse_unused_corrections(settings: LossSettings, tokens: PolicyTokens) -> 
 
 
 def kl_k3(logprobs_K: Tensor, ref_logprobs_K: Tensor, clamp: float) -> Tensor:
-    """[K] e^d − d − 1 with d = log π_ref − log π, clamped to ±clamp (k3, http://joschu.net/blog/kl-approx.html)."""
+    """[K] e^d − d − 1, where d = log π_ref − log π is clamped to ±clamp (k3, http://joschu.net/blog/kl-approx.html)."""
     d_K = (ref_logprobs_K - logprobs_K).clamp(-clamp, clamp)
     return d_K.exp() - d_K - 1.0
 
 
 def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> Tensor:
-    """[K] loss of each token: corrected policy loss + KL term − entropy bonus, before the token's weight."""
+    """[K] loss of each token: corrected policy loss + KL term − entropy bonus, without the token's weight.
+
+    Args:
+        logprobs_K, entropy_K: of the trained policy, differentiable.
+        inputs: constants of the tokens.
+    """
     losses_K = policy_term(logprobs_K, inputs, settings)[0].losses_K
     if settings.kl_coef:
         assert inputs.ref_logprobs_K is not None, "a KL term without the reference's log-probs would be no KL term"
