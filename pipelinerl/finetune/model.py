@@ -246,7 +246,6 @@ def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTraine
 
     ``seed``: of A's random values.
 
-
     Raises:
         ConfigError: peft is not installed, or the output head would get an adapter.
     """

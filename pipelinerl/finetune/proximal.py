@@ -37,6 +37,7 @@ class ProximalPolicy:
         """[K] log π_prox for each record of ``step``, or None for the step's own log-probabilities. Collective.
 
         Args:
+            step: the same on all ranks.
             records: micro-batches of ``step``.
             reader: holds the micro-batches of the block's later steps.
             engine: computes the log-probabilities.

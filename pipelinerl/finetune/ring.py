@@ -3,8 +3,8 @@
 Rank i of a group holds tokens i·L … (i+1)·L − 1. In hop s it receives keys and values from the rank s places before it
 and merges the attention over them by log-sum-exp. Gradients take the reverse route (arXiv:2310.01889). Only queries of
 a document that began on an earlier rank need other ranks' keys, and they need only the keys of that document. Nothing
-else is sent, and the number of hops is the number of slices that the longest document crosses. In a hop every such
-query sees every such key, so no mask is needed.
+else is sent, and the number of hops is the largest number of slice boundaries that a document crosses. In a hop every
+such query sees every such key, so no mask is needed.
 
 Shapes: L tokens of a rank, H query heads, G key-value heads, D head size. Tensors are [heads, tokens, D].
 """

@@ -18,6 +18,7 @@ class RolloutArchive:
     _decided: list[tuple[Sample, str]] = field(default_factory=list)
 
     def add(self, sample: Sample, drop_reason: str | None) -> None:
+        """Add a decided rollout. ``drop_reason`` None: it is trained."""
         if self.archive is not None:
             self._decided.append((sample, drop_reason or TRAINED))
 
@@ -46,6 +47,7 @@ def split(
 
 
 def archived(sample: Sample, fate: str, flags: tuple[str, ...]) -> ArchivedRollout:
+    """The archive's record of a rollout. ``fate``: `trained` or the reason of the drop."""
     group = _group(sample)
     rollout = group.rollouts[sample.source[1]]
     advantages = {index: a for (index, _), a in zip(sample.sequences, sample.advantages, strict=True)}

@@ -18,7 +18,7 @@ class OptimizerBatch:
     step: int
     samples: tuple[Sample, ...]
     next_source: Source
-    """Source of the first sample after this batch."""
+    """Place directly behind the last sample, where the next batch begins."""
 
 
 @dataclass(kw_only=True)

@@ -42,6 +42,7 @@ class Survivorship:
         self._fates: dict[str, Fates] = defaultdict(Fates)
 
     def add(self, sample: Sample, drop_reason: str | None) -> None:
+        """Add a decided rollout. ``drop_reason`` None: it is trained."""
         self._fates[drop_reason or TRAINED].add(sample)
 
     def take(self) -> dict[str, float]:

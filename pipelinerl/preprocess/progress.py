@@ -58,7 +58,7 @@ class Totals:
 
         Args:
             step: of the batch.
-            next_source: place of the first sample after it.
+            next_source: place directly behind it, where the next batch begins.
             order: what is settled at ``next_source``.
         """
         self.order = order

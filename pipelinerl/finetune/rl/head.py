@@ -273,7 +273,7 @@ class _Gradients:
         self._weight_dtype = weight_VH.dtype
 
     def add(self, gradient_CV: Tensor, rows: slice) -> None:
-        """Add the contribution of the logits of ``rows``. Accumulates weight and bias in the dtype of the products."""
+        """Add the contribution of ``rows``. ``gradient_CV``: gradient of their logits, in the dtype of the products."""
         if self.bias is not None:
             self.bias += gradient_CV.sum(0, dtype=self._operands.dtype)
         if self.hidden is not None:

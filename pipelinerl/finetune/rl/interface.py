@@ -113,4 +113,5 @@ def token_level(function: PolicyLoss) -> PolicyLoss:
 
 
 def is_token_level(function: Callable[..., Any]) -> bool:
+    """Whether ``token_level`` marked the loss ``function``."""
     return bool(getattr(function, "token_level", False))

@@ -31,7 +31,7 @@ class LossSettings:  # structure: one field per key
     """Name in the registry, or dotted name of a function."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     proximal: bool = False
-    """Whether any loss takes its ratio to a proximal policy. `decoupled_ppo` always does."""
+    """Whether every loss takes its ratio to a proximal policy. `decoupled_ppo` always does."""
     ratio_clamp: float = 5.0
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -60,7 +60,10 @@ class LossSettings:  # structure: one field per key
 
 
 def settings_at(cfg: Config, step: int) -> LossSettings:
-    """Settings of optimizer step ``step`` (0-based). Coefficients move linearly to their final values."""
+    """Settings of optimizer step ``step`` (0-based).
+
+    Coefficients change linearly and have their final values in the last step.
+    """
     rl = cfg.finetune.rl
     done = step / max(cfg.finetune.max_train_steps - 1, 1)
     names = LossSettings.__dataclass_fields__.keys() - {"proximal"}

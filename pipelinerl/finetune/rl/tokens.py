@@ -91,4 +91,5 @@ def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def bounded_exp(log_K: Tensor) -> Tensor:
+    """exp() of log-ratios, bounded to avoid overflow of float32."""
     return log_K.clamp(max=LARGEST_EXPONENT).exp()
