@@ -106,7 +106,7 @@ class WeightUpdates:
         stop: Callable[[], bool],
         run_dir: Path,
     ):
-        """``sender`` and ``lease`` are None on all ranks but 0. ``stop``: whether the role was asked to stop."""
+        """``sender`` and ``lease`` are None on all ranks but 0. ``stop`` tells whether the role was asked to stop."""
         self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
         self._sender, self._lease, self._status, self._stop = sender, lease, status, stop
         self._run_dir, self._text = run_dir, None
