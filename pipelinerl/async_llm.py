@@ -1,10 +1,10 @@
-"""Asks a server for a completion and turns the answer into training data.
+"""Requests a completion from a server and turns the answer into training data.
 
-Public is what stands above ``DirectTransport``.
+The names defined above ``DirectTransport`` are public.
 
-The prompt is rendered once, here, and travels as token ids; the answer is the sampled ids with log-probabilities and
+The prompt is rendered once, here, and sent as token ids. The answer holds the sampled ids, their log-probabilities and
 the weight version of each token (``records.answers``). Nothing is ever re-tokenised. A completion without a finite
-log-probability for every token is a server failure, never a shorter or padded list.
+log-probability for every token counts as a server failure. It never becomes a shorter or padded list.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from pipelinerl.rollouts import CallTokens, TrainingText, apply_rollout_reward
 from pipelinerl.streams.codec import Codec
 
 MISSING_LOGPROB = -9999.0
-"""vLLM's floor: what it sends for a token that has no log-probability."""
+"""vLLM sends this value for a token that has no log-probability."""
 MAX_BACKOFF_S = 10.0
 LONG_TOKENS = 4000
-"""Completions from this length on are decoded beside the event loop: about a millisecond."""
+"""Completions of at least this length are decoded in a thread: they would block the event loop for about 1 ms."""
 UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
 
 
 class RetryableAbortedCompletionError(ServerError):
-    """The server ended a completion before the model did: no data, and another try may succeed."""
+    """The server ended a completion before the model did. It yields no data, but another try may succeed."""
 
 
 async def llm_async_generate(
@@ -50,7 +50,7 @@ async def llm_async_generate(
         llm: the server and its sampling parameters.
         prompt: messages (and tools) in OpenAI format.
         session: HTTP session of the rollout.
-        max_tokens_override: longest completion of this call; None = that of ``llm.parameters``.
+        max_tokens_override: longest completion of this call, in tokens. None: as in ``llm.parameters``.
 
     Returns:
         The call: ``output.content``, ``output.tool_calls``, ``logprobs`` (one per sampled token), token counts and
@@ -58,7 +58,7 @@ async def llm_async_generate(
 
     Raises:
         TransportError: no server answered within the retries.
-        ServerError: the server refused the request (its message is in the error).
+        ServerError: the server refused the request. The error holds its message.
         DomainError: the prompt's ``response_format`` would constrain the sampler.
     """
     llm.load_tokenizer()
@@ -79,7 +79,7 @@ async def llm_async_generate(
     try:
         tokens = await transport.generate(llm, request, session)
     except TransportError as error:
-        if is_retryable(error):  # a refusal is the domain's to handle; a failure may not become a reward
+        if is_retryable(error):  # the domain may handle a refusal, but a failure must not become a reward
             llm._failure = error
         raise
     llm._sent_tokens += len(tokens.prompt_ids)
@@ -89,7 +89,10 @@ async def llm_async_generate(
 
 
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
-    """The call as training data: prompt tokens masked, sampled tokens trained. Set ``reward`` on what it returns."""
+    """Turns a call into training data: prompt tokens are masked, sampled tokens are trained.
+
+    Set ``reward`` on the returned text. Raises ValueError if the call has no log-probabilities.
+    """
     tokens = llm_call._tokens
     if tokens is None or tokens.logprobs is None:
         raise ValueError("llm_call has no log-probabilities: create the TrainableLLM with collect_logprobs=True")
@@ -107,13 +110,13 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
 def make_training_texts_from_llm_calls(
     llm: TrainableLLM, llm_calls: Iterable[LLMCall], reward: float | None = None
 ) -> list[TrainingText]:
-    """One training text per call, each with the rollout's reward where it is given."""
+    """Makes one training text per call. If ``reward`` is given, every text gets it."""
     texts = [make_training_text(llm, call) for call in llm_calls]
     return texts if reward is None else apply_rollout_reward(texts, reward)
 
 
 class DirectTransport:
-    """Posts to ``llm.base_url``, repeating what failed in transport; what users have outside the actor."""
+    """Posts to ``llm.base_url`` and repeats requests that failed in transport. The default outside the actor."""
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         for repetition in range(request.retries + 1):
@@ -130,19 +133,22 @@ _DIRECT = DirectTransport()
 
 
 def is_retryable(error: TransportError) -> bool:
-    """Whether another try can help: not when the server understood the request and refused it."""
+    """Whether another try can help. It cannot if the server understood the request and refused it."""
     return not isinstance(error, ServerError) or error.status >= 500 or error.status in (408, 429)
 
 
 def backoff_s(repetition: int, base_s: float) -> float:
-    """Seconds before repetition 0, 1, …: doubling from ``base_s`` up to a cap, with jitter against convoys."""
+    """Returns the delay in seconds before repetition 0, 1, …
+
+    It doubles from ``base_s`` up to a cap. The jitter keeps clients from repeating in step.
+    """
     return min(MAX_BACKOFF_S, base_s * 2.0**repetition) * random.uniform(0.5, 1.0)
 
 
 async def post_generate(
     session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str
 ) -> list[CallTokens]:
-    """One HTTP request for ``n`` completions of one prompt."""
+    """Sends one HTTP request for ``n`` completions of one prompt. ``token`` is the bearer token, or empty."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = base_url.rstrip("/") + ANSWER_PATH
     try:
@@ -162,7 +168,7 @@ _answer_codec: Codec[Answer] = Codec(Answer)
 
 
 def encode_request(request: GenerateRequest, n: int) -> bytes:
-    """The HTTP body that asks for ``n`` samples."""
+    """Encodes the HTTP body that requests ``n`` samples."""
     sampling = msgspec.json.decode(request.body_key)
     if n > 1:
         sampling["n"] = n
@@ -177,7 +183,7 @@ def encode_request(request: GenerateRequest, n: int) -> bytes:
 
 
 def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTokens]:
-    """The completions of a server's answer, checked; anything that does not fit is a server failure."""
+    """Decodes and checks the completions of a server's answer. Raises ``ServerError`` if anything does not fit."""
     try:
         answer = _answer_codec.decode(payload)
     except StreamError as error:
@@ -216,7 +222,7 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
 
 
 def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
-    """int32 [R, 3]; empty when the server's weights are not those of an optimizer step."""
+    """Checks and returns the spans, int32 [R, 3]. They are empty if the weights are not those of an optimizer step."""
     if spans is None:
         return np.empty((0, 3), dtype=np.int32)
     is_table = spans.dtype == np.int32 and spans.ndim == 2 and spans.shape[1:] == (3,)
@@ -227,7 +233,7 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
 
 
 def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[str, np.ndarray, int | None]:
-    """(text, token ids, weight version of the first token of the conversation that it continues)"""
+    """Returns (text, token ids, weight version of the first token of the conversation that the prompt continues)."""
     if prompt.token_ids:
         return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32), None
     if not prompt.messages:
@@ -267,7 +273,7 @@ def _sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
 
 
 def _call_seed(seed: int, rollout: str, call: int) -> int:
-    """A seed of its own for every call of every rollout: with one seed for all, a group's attempts would be equal."""
+    """Derives a separate seed for every call of every rollout. With one seed, a group's attempts would be equal."""
     digest = hashlib.blake2b(f"{seed}/{rollout}/{call}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # vLLM takes int64
 
@@ -301,7 +307,7 @@ def _to_call(
     if llm._turns is not None:
         llm._turns.append(
             Turn(
-                copy.deepcopy(prompt.messages),  # a domain may edit its own later
+                copy.deepcopy(prompt.messages),  # the domain may edit its list later
                 prompt.tools,
                 tokens.prompt_ids,
                 tokens.completion_ids,
@@ -331,7 +337,7 @@ def _to_call(
 
 
 def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
-    """The assistant's message for sampled text as it was read."""
+    """Builds the assistant's message from the sampled text and the tool calls found in it."""
     if not said.calls:
         return LLMOutput(content=text)
     tool_calls = [
@@ -342,14 +348,14 @@ def _output_of(text: str, said: ReadText, call_prefix: str) -> LLMOutput:
 
 
 async def _texts(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
-    """See ``_split_end``; long completions one at a time beside the loop, which goes on between them."""
+    """Runs ``_split_end``. Long completions are decoded one at a time in a thread, which keeps the loop free."""
     if len(tokens.completion_ids) < LONG_TOKENS:
         return _split_end(renderer, tokens)
     return await asyncio.get_running_loop().run_in_executor(_decoding, _split_end, renderer, tokens)
 
 
 def _split_end(renderer: ChatRenderer, tokens: CallTokens) -> tuple[str, str]:
-    """(sampled text, text of the token that ended it, empty when none did)."""
+    """Returns (sampled text, text of the token that ended it). The second is empty if no such token was sampled."""
     token_ids = tokens.completion_ids.tolist()
     if token_ids and tokens.finish_reason == "stop" and renderer.is_end_token(token_ids[-1]):
         return renderer.decode(token_ids[:-1]), renderer.token_text(token_ids[-1])

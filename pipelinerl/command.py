@@ -1,6 +1,6 @@
-"""The command `pipelinerl`: one name for everything that is started by hand. `python -m` forms do the same.
+"""The command `pipelinerl` runs every program that a user starts by hand. The `python -m` forms do the same.
 
-A new command is one line of `COMMANDS`.
+To add a command, add a line to `COMMANDS`.
 """
 
 import os
@@ -17,7 +17,7 @@ EXIT_REFUSED = 2
 
 class Command(NamedTuple):
     module: str
-    """Run as `python -m` would."""
+    """Module to run, as with `python -m`."""
     summary: str
 
 
@@ -37,7 +37,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line (None: `sys.argv`) and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         show(help_text())
@@ -50,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(text: str) -> None:
-    """Print, and be content when the reader has seen enough (`pipelinerl --help | head`)."""
+    """Prints, and ignores a reader that closes the pipe early (`pipelinerl --help | head`)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
 
 
 def run(module: str, argv: list[str]) -> int:
-    """Run a module as the program `argv[0]`."""
+    """Runs a module as the program `argv[0]` and returns its exit code."""
     sys.argv = argv
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -85,7 +85,7 @@ def help_text() -> str:
 
 
 def first_comment(name: str) -> str:
-    """The first line of a configuration, which says what it is."""
+    """Returns the comment in the first line of a configuration, which says what it is."""
     path = next(path for folder in search_path() if (path := Path(folder) / f"{name}.yaml").is_file())
     with path.open() as file:
         line = file.readline()

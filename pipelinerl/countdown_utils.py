@@ -1,4 +1,4 @@
-"""What domains written for PipelineRL import to judge countdown answers in a box."""
+"""Functions that domains written for PipelineRL import to judge countdown answers in ``\\boxed{}``."""
 
 import re
 from collections import Counter
@@ -11,12 +11,12 @@ THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 def extract_solution(solution_str: str) -> str | None:
-    r"""Content of the last ``\boxed{}`` in the output's last line; None when there is none or it is empty."""
+    r"""Returns the content of the last ``\boxed{}`` in the last line. None if there is none or it is empty."""
     return last_boxed(solution_str.rpartition("\n")[2]) or None
 
 
 def validate_format(solution_str: str) -> bool:
-    """Whether the output holds a thought, ``<think>…</think>``, that is not blank."""
+    """Whether the output contains ``<think>…</think>`` with text in it."""
     thought = THOUGHT.search(solution_str)
     return thought is not None and bool(thought[1].strip())
 
@@ -30,7 +30,7 @@ def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bo
 
 
 def evaluate_equation(equation_str: str) -> float | None:
-    """The value of an expression; None when it cannot be read or divides by zero. Nothing is ever executed."""
+    """Returns the value of an expression, without executing code. None if it is not valid or divides by zero."""
     try:
         return float(evaluate(equation_str).value)
     except ExpressionError:

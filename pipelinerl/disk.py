@@ -1,17 +1,18 @@
-"""Files and folders on disk: a file is replaced whole or not at all."""
+"""Atomic writes and syncs of files and folders: a file is replaced completely or not at all."""
 
 import os
 from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: bool = False) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part.
+    """Writes a file atomically: a reader sees the old content or the new, never a part.
 
     Args:
         path: its folder must exist.
         content: text is written as UTF-8.
-        mode: permission bits, less those of the umask.
-        sync: content and name are on the disk when this returns, the content first: a power cut leaves no empty file.
+        mode: permission bits, before the umask is applied.
+        sync: return only when content and name are on the disk. The content is synced first, so that a power cut
+            leaves no empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
@@ -25,7 +26,7 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
 
 
 def make_folder(path: Path, *, sync: bool = True) -> None:
-    """Make a folder and its parents; with ``sync`` their names are on the disk when this returns."""
+    """Makes a folder and its parents. With ``sync`` it returns only when their names are on the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing if sync else ():
@@ -33,9 +34,9 @@ def make_folder(path: Path, *, sync: bool = True) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Return when a file's content, or a folder's entries (names, renames, deletions), are on the disk.
+    """Waits until a file's content, or a folder's entries (names, renames, deletions), are on the disk.
 
-    Whoever wrote them: any process's descriptor will do.
+    This includes what other processes wrote: fsync works through any descriptor of the file.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

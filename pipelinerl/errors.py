@@ -1,4 +1,4 @@
-"""Every exception PipelineRL raises on purpose.
+"""The exceptions that PipelineRL raises on purpose.
 
     PipelineRLError
     ├── ConfigError (ValueError)     the configuration, before anything starts
@@ -11,13 +11,13 @@
     │   └── ServerError              an HTTP status that says the server failed
     ├── VerifierError                the verifier could not judge (never a reward)
     ├── WeightUpdateError            a server did not take an update
-    │   └── ServersExpelledError     no server is left that uses what it is sent
+    │   └── ServersExpelledError     no server is left that uses the weights it is sent
     ├── CheckpointError              a checkpoint cannot be written or read
     ├── LeftError                    a role was asked to leave the run, and did
     ├── DeadlineError (TimeoutError) a named wait expired: who was awaited, where its log is
     └── RoleFailed                   a role ended the run: name, log file, last error
 
-Users catch ``PipelineRLError``; messages name the key, the value received, the constraint and the fix.
+Users catch ``PipelineRLError``. Messages name the key, the value received, the constraint and the fix.
 """
 
 import sys
@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 
 def told_in_one_line(main: Callable[[], int]) -> int:
-    """The exit code of a command; a refusal is one line on stderr and exit code 2."""
+    """Runs a command and returns its exit code. A ``PipelineRLError`` becomes one line on stderr and exit code 2."""
     try:
         return main()
     except PipelineRLError as error:
@@ -38,7 +38,7 @@ class PipelineRLError(Exception):
 
 
 class ConfigError(PipelineRLError, ValueError):
-    """The configuration is refused; the message names key, value, constraint and fix."""
+    """The configuration is invalid. The message names key, value, constraint and fix."""
 
 
 class WorldError(PipelineRLError, ValueError):
@@ -50,7 +50,7 @@ class DomainError(PipelineRLError, ValueError):
 
 
 class RecordError(PipelineRLError, ValueError):
-    """A record is invalid; the message carries its identity (group, attempt, sequence)."""
+    """A record is invalid. The message carries its identity (group, attempt, sequence)."""
 
 
 class StreamError(PipelineRLError):
@@ -58,7 +58,7 @@ class StreamError(PipelineRLError):
 
 
 class RecordTooLarge(StreamError):
-    """A record exceeds ``streams.max_record_mb``; the message says by how much."""
+    """A record exceeds ``streams.max_record_mb``. The message says by how much."""
 
 
 class CorruptStreamError(StreamError):
@@ -78,15 +78,15 @@ class ServerError(TransportError):
 
 
 class VerifierError(PipelineRLError):
-    """The verifier could not judge an answer; this is never turned into a reward."""
+    """The verifier could not judge an answer. This error is never turned into a reward."""
 
 
 class WeightUpdateError(PipelineRLError):
-    """An inference server did not take a weight update."""
+    """An inference server did not accept a weight update."""
 
 
 class ServersExpelledError(WeightUpdateError):
-    """No inference server is left: each of them did not use the weights that it was sent."""
+    """No inference server is left, because none of them used the weights that it was sent."""
 
 
 class CheckpointError(PipelineRLError):
@@ -94,12 +94,12 @@ class CheckpointError(PipelineRLError):
 
 
 class LeftError(PipelineRLError):
-    """A role was asked to leave the run and has ended what was under way: no failure, and no reason to restart it."""
+    """A role left the run on request, after finishing its work in progress. It has not failed: do not restart it."""
 
 
 class DeadlineError(PipelineRLError, TimeoutError):
-    """A named wait expired; the message says who was awaited and where that log is."""
+    """A named wait expired. The message says which role was awaited and where its log is."""
 
 
 class RoleFailed(PipelineRLError):
-    """A role failed for good; carries its name, log file and last error line."""
+    """A role failed for good. The message carries its name, log file and last error line."""

@@ -1,7 +1,7 @@
 """The entry point: `python -m pipelinerl.launch --config-name=quickstart output_dir=results/quickstart`.
 
-A Hydra application over `conf/`. Nothing heavy is imported before the command line has been parsed, and every refusal
-is one message on stderr and exit code 2.
+A Hydra application over `conf/`. It imports nothing heavy before the command line has been parsed. If it refuses a
+command line, it prints one message on stderr and exits with code 2.
 """
 
 import difflib
@@ -43,7 +43,11 @@ UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 
 
 def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line (None: `sys.argv`) and returns the exit code.
+
+    Args:
+        command_of: builds the command that starts a role. None: the launcher's own.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = 
 
 
 class Interrupted(BaseException):
-    """A stop signal before the launcher's event loop takes them."""
+    """A stop signal arrived before the launcher's event loop handles them."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -94,7 +98,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
             codes.append(refuse(str(error)))
 
     sys.argv = [sys.argv[0], *hydra_arguments(arguments)]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us as exceptions, and become one message here
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     try:
         task()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -108,7 +112,10 @@ def refuse(message: str) -> int:
 
 
 def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of `--config-dir`, and the other arguments: Hydra would let the packaged names win over that folder."""
+    """Returns the value of `--config-dir` and the other arguments.
+
+    Hydra must not see the option, because it would let the packaged names win over that folder.
+    """
     found, rest = None, []
     waiting = iter(arguments)
     for argument in waiting:
@@ -121,10 +128,10 @@ def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
-    """The user's arguments as Hydra takes them.
+    """Rewrites the user's arguments for Hydra.
 
-    Options come first (its parser wants all overrides side by side), keys of ours may be written with `+`, and Hydra
-    keeps its own files to itself.
+    Options come first, because its parser needs all overrides next to each other. A needless `+` before a key of the
+    configuration is removed. Hydra is told to write no files of its own.
     """
     options: list[str] = []
     overrides: list[str] = []
@@ -139,7 +146,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def without_needless_plus(override: str) -> str:
-    """`+dry_run=true` → `dry_run=true`: Hydra would refuse to add what is there."""
+    """`+dry_run=true` → `dry_run=true`: Hydra refuses to add a key that exists."""
     from pipelinerl.config.load import config_keys
 
     added = re.match(r"\+([\w.]+)=", override)
@@ -147,7 +154,12 @@ def without_needless_plus(override: str) -> str:
 
 
 def explain(error: Exception, names: Sequence[str] = ()) -> str:
-    """An error of Hydra or YAML in one line, with what was probably meant."""
+    """Describes an error of Hydra or YAML in one line, with a suggestion.
+
+    Args:
+        error: what Hydra, OmegaConf or PyYAML raised.
+        names: the configurations that exist.
+    """
     from hydra.errors import MissingConfigException, OverrideParseException
     from yaml import MarkedYAMLError
 
@@ -175,7 +187,7 @@ def explain(error: Exception, names: Sequence[str] = ()) -> str:
 
 
 def unreadable(override: str) -> str:
-    """What to do about an override that Hydra's grammar does not take."""
+    """Explains how to fix an override that Hydra's grammar does not accept."""
     key, equals, value = override.partition("=")
     if not equals:
         return f"`{override}` is not of the form key=value; a value with spaces needs quotes: 'output_dir=\"my run\"'"

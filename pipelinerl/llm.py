@@ -1,7 +1,7 @@
-"""The language model as a domain sees it: prompts, calls, and where to send them. Public; field names are frozen.
+"""The language model as a domain sees it: prompts, calls and server settings. Public: its field names are frozen.
 
-``TrainableLLM`` holds no connection: how a request travels is its transport (``async_llm``), which the actor and the
-test kit replace.
+``TrainableLLM`` holds no connection. A transport (``async_llm``) carries its requests, and the actor and the test kit
+install their own.
 """
 
 import datetime
@@ -26,7 +26,7 @@ TOKEN_VARIABLE = "PIPELINERL_LLM_TOKEN"
 
 
 class Prompt(BaseModel):
-    """Messages (and tools) in OpenAI format; ``token_ids``, where given, are sent instead of the rendered messages."""
+    """Messages (and tools) in OpenAI format. If ``token_ids`` is set, it is sent instead of the rendered messages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,8 +35,8 @@ class Prompt(BaseModel):
     messages: list[dict] = Field(default_factory=list)
     token_ids: list[int] = Field(default_factory=list)
     response_format: dict | type[BaseModel] | None = None
-    """Only `{"type": "text"}`: any other constrains the sampler, and what is sampled then has another distribution than
-    the one that is trained. `llm_async_generate` refuses it."""
+    """None or `{"type": "text"}`. Any other format constrains the sampler, so that tokens come from a different
+    distribution than the one that is trained. `llm_async_generate` refuses it."""
 
     @staticmethod
     def from_user_message(content: str) -> "Prompt":
@@ -82,7 +82,7 @@ class LLMOutput(BaseModel):
 
 
 class LLMEvent(BaseModel):
-    """A piece of an answer, or all of it."""
+    """A chunk of an answer, the whole answer, or the finished call."""
 
     chunk: str | None = None
     output: LLMOutput | None = None
@@ -90,11 +90,11 @@ class LLMEvent(BaseModel):
 
 
 class LLMStream:
-    """The events of one answer, as agent frameworks take them; remembers the call when it comes by.
+    """Iterates over the events of one answer, the form that agent frameworks expect, and keeps the call it sees.
 
     Args:
-        generator: the events; None makes a null stream, which is false and cannot be iterated.
-        prompt: what was asked.
+        generator: the events. None makes a null stream, which is false and cannot be iterated.
+        prompt: the prompt of the call.
     """
 
     def __init__(self, generator: Iterator[LLMEvent] | None, prompt: Prompt):
@@ -118,21 +118,21 @@ class LLMStream:
         return event
 
     def get_output(self) -> LLMOutput:
-        """The first whole answer; raises ValueError when there is none."""
+        """Returns the first complete answer. Raises ValueError if there is none."""
         output = next((event.output for event in self if event.output), None)
         if output is None:
             raise ValueError("the stream ended without an output")
         return output
 
     def get_text(self) -> str:
-        """The text of the first whole answer; raises ValueError when it has none."""
+        """Returns the text of the first complete answer. Raises ValueError if it has none."""
         content = self.get_output().content
         if content is None:
             raise ValueError("the output has no text")
         return content
 
     def get_llm_call(self) -> "LLMCall":
-        """The call, read to its end where need be; raises ValueError when there is none."""
+        """Returns the call, reading events until it arrives. Raises ValueError if there is none."""
         while self.llm_call is None and next(self, None) is not None:
             pass
         if self.llm_call is None:
@@ -141,7 +141,7 @@ class LLMStream:
 
 
 class LLMCall(LazyModel):
-    """One call: what was asked, what came back, and the exact tokens with their log-probabilities."""
+    """One call: the prompt, the answer, and the exact tokens with their log-probabilities."""
 
     timestamp: str = Field(default_factory=lambda: datetime.datetime.now().isoformat())
     prompt: Prompt
@@ -150,7 +150,7 @@ class LLMCall(LazyModel):
     output_length_tokens: int = -1
     cached: bool = False
     model_version: int | None = None
-    """Oldest weight version that sampled a token of the call; None when the server names none."""
+    """Oldest weight version that sampled a token of the call. None if the server reports no version."""
     llm_info: dict = Field(default_factory=dict)
     cost: float = 0
     logprobs: list[TokenLogprob] = Field(default_factory=list, exclude=True)
@@ -176,7 +176,7 @@ _TOKENIZERS: dict[str, Any] = {}
 
 
 def load_tokenizer(name: str) -> Any:
-    """The Hugging Face tokenizer of a name or folder, loaded once per process and without importing torch."""
+    """Loads a Hugging Face tokenizer by name or folder, once per process and without importing torch."""
     tokenizer = _TOKENIZERS.get(name)
     if tokenizer is None:
         from transformers import PreTrainedTokenizerFast
@@ -189,7 +189,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One completion to sample; requests with equal ``key`` may share an HTTP request with ``n`` > 1."""
+    """One completion to sample. Requests with equal ``key`` may share an HTTP request with ``n`` > 1."""
 
     token_ids: np.ndarray
     """int32 [P]"""
@@ -208,7 +208,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Transport(Protocol):
-    """How a request reaches a model."""
+    """Carries requests to a model."""
 
     async def generate(
         self, llm: "TrainableLLM", request: GenerateRequest, session: "aiohttp.ClientSession"
@@ -226,39 +226,39 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     base_url: str = ""
     model_name: str
     tokenizer_name: str = ""
-    """Name or folder of the tokenizer; empty = ``model_name``."""
+    """Name or folder of the tokenizer. Empty: ``model_name``."""
     tokenizer: Any = None
     parameters: dict = Field(default_factory=dict)
     """Sampling parameters of the request (``max_tokens``, ``temperature``, ``stop``, …)."""
     context_size: int = 32000
-    """Longest prompt + completion that the server takes, in tokens."""
+    """Longest prompt + completion that the server accepts, in tokens."""
     collect_logprobs: bool = False
-    """Training texts need log-probabilities."""
+    """Whether to request log-probabilities. Training texts need them."""
     chat_template_kwargs: dict = Field(default_factory=dict)
     tool_parser: str = ""
-    """Format of tool calls: empty = Hermes, else the name of vLLM's parser (``--tool-call-parser``)."""
+    """Format of tool calls. Empty: Hermes. Otherwise the name of vLLM's parser (``--tool-call-parser``)."""
     api_token: str = Field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), exclude=True)
     max_retries: int = 5
-    """Repetitions of a request that failed in transport."""
+    """How often a request that failed in transport is repeated."""
     base_delay: float = 0.5
-    """Seconds before the first repetition; doubled for each further one."""
+    """Seconds before the first repetition. Every further delay is twice as long."""
 
     _transport: Transport | None = PrivateAttr(default=None)
     _turns: list[Turn] | None = PrivateAttr(default=None)
     _num_calls: int = PrivateAttr(default=0)
     _rollout: str = PrivateAttr(default="")
-    """The actor's name of the rollout: a seed in ``parameters`` becomes one of this rollout and call."""
+    """Name of the rollout in the actor. A seed in ``parameters`` is combined with it and the call's index."""
     _sent_tokens: int = PrivateAttr(default=0)
     _cached_tokens: int = PrivateAttr(default=0)
     _failure: BaseException | None = PrivateAttr(default=None)
 
     def load_tokenizer(self) -> None:
-        """Loads ``tokenizer`` once; later calls cost nothing."""
+        """Loads ``tokenizer`` unless it is loaded already."""
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_name or self.model_name)
 
     def count_tokens(self, messages: list[dict] | str) -> int:
-        """Tokens of a text, or of messages rendered with the chat template."""
+        """Counts the tokens of a text, or of messages rendered with the chat template."""
         self.load_tokenizer()
         renderer = renderer_of(self.tokenizer)
         if isinstance(messages, str):

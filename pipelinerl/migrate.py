@@ -1,6 +1,6 @@
 """``pipelinerl migrate OLD.yaml``: an experiment of ServiceNow's PipelineRL as one of this project.
 
-Prints the new file. Its head says what was changed, what is not needed, and what has no equivalent.
+Prints the new file. The comment at its top lists the changed keys, the keys left out, and those without an equivalent.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WIDTH = 118
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines keep their lines."""
+    """Writes multi-line text in block style, so that it keeps its line breaks."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -31,7 +31,7 @@ _Dumper.add_representer(str, _text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line (None: `sys.argv`) and returns the exit code."""
     parser = argparse.ArgumentParser(prog="pipelinerl migrate", description=__doc__.partition("\n\n")[0])
     parser.add_argument("file", type=Path, help="an experiment's YAML file")
     path = parser.parse_args(sys.argv[1:] if argv is None else argv).file
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def written(old: dict[str, object], name: str) -> str:
-    """The new file."""
+    """Returns the text of the new file. ``name`` is the old file's name."""
     new = migrate(old)
     document = yaml.dump(new.document(), Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
     return "\n".join([*head(new, name), "", document])

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself: to end with its parent, and as many open files as it may have."""
+"""Kernel settings of the current process: end together with the parent, and raise the limit on open files."""
 
 import ctypes
 import os
@@ -7,13 +7,16 @@ import signal
 
 PR_SET_PDEATHSIG = 1
 MAX_OPEN_FILES = 2**20
-"""More than any role needs. Programs that close every possible descriptor at their start take seconds beyond it."""
+"""More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
 
-_libc = ctypes.CDLL(None, use_errno=True)  # here: nothing is loaded between a fork and its exec
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, because nothing may be loaded between fork and exec
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies, however it dies. May run between a fork and its exec."""
+    """Asks the kernel to send this process a signal when its parent dies for any reason.
+
+    May run between a fork and its exec.
+    """
     parent = os.getppid()
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -21,7 +24,10 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def raise_open_files() -> int:
-    """Raise this process's soft limit on open files to the hard one; return the limit that holds now."""
+    """Raises this process's soft limit on open files to the hard limit, at most ``MAX_OPEN_FILES``.
+
+    Returns the limit that now applies.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
-"""What a domain's rollout function returns: training texts with rewards, and metrics. Public; field names are frozen.
+"""What a domain's rollout function returns: training texts with rewards, and metrics. Public: field names are frozen.
 
-Token lists are built only when somebody looks at them: a text made by ``make_training_text`` carries numpy arrays, and
-a list that a domain reads, replaces or edits in place becomes the truth from then on (see ``actor/sequences.py``).
+A text made by ``make_training_text`` carries numpy arrays, and a token list is built from them at its first access.
+From then on the list is authoritative: a domain may replace it or edit it in place (see ``actor/sequences.py``).
 """
 
 import math
@@ -28,12 +28,12 @@ class CallTokens:
     completion_ids: np.ndarray
     """int32 [C]"""
     logprobs: np.ndarray | None
-    """float32 [C]; None when they were not asked for."""
+    """float32 [C]. None if they were not requested."""
     version_spans: np.ndarray
-    """int32 [R, 3]: (start, end exclusive, weight version) over the completion; empty when the server names none."""
+    """int32 [R, 3]: (start, end exclusive, weight version) over the completion. Empty if the server reports none."""
     finish_reason: str
     cached_tokens: int = 0
-    """Prompt tokens that the server did not compute again."""
+    """Prompt tokens that the server took from its prefix cache."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -42,7 +42,7 @@ class CallTokens:
 
 
 class LazyModel(BaseModel):
-    """A model some of whose fields are computed at first access, from the arrays in ``_tokens``."""
+    """A model with fields that are computed from the arrays in ``_tokens`` at their first access."""
 
     _tokens: CallTokens | None = PrivateAttr(default=None)
 
@@ -60,7 +60,7 @@ class LazyModel(BaseModel):
 
     def __getattr__(self, name: str) -> Any:
         private = object.__getattribute__(self, "__pydantic_private__")
-        if private is not None and name in private:  # much faster than pydantic's own way to them
+        if private is not None and name in private:  # much faster than pydantic's own lookup
             return private[name]
         build = type(self)._lazy_fields().get(name)
         if build is None:
@@ -78,7 +78,7 @@ class LazyModel(BaseModel):
 
 
 class BaseMetrics(BaseModel):
-    """Metrics of one rollout; subclass it to add numeric fields of your own."""
+    """Metrics of one rollout. Subclass it to add numeric fields."""
 
     reward: float
     success: bool
@@ -89,8 +89,9 @@ class BaseMetrics(BaseModel):
 class TrainingText(LazyModel):  # structure: public, its fields are frozen
     """One LLM call as training data.
 
-    ``labels`` equals ``input_ids`` where a token is trained and -100 elsewhere; ``logprobs`` has one entry per sampled
-    token. Setting more labels to -100 removes those tokens from training. ``reward`` left unset = the metrics' reward.
+    ``labels`` equals ``input_ids`` where a token is trained and is -100 elsewhere. Setting more labels to -100 removes
+    those tokens from training. ``logprobs`` has one entry per sampled token. If ``reward`` is not set, the text gets
+    the reward of the metrics.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -138,7 +139,7 @@ _TEXT_FIELDS: dict[str, Callable[[CallTokens], list]] = {
 
 
 class RolloutResult(BaseModel):
-    """Everything one attempt at a problem yields."""
+    """The result of one attempt at a problem."""
 
     training_texts: list[TrainingText]
     metrics: BaseMetrics
@@ -147,24 +148,24 @@ class RolloutResult(BaseModel):
     dataset_name: str | None = None
     group_id: str | None = None
     rewards: RewardMode | None = None
-    """None = `actor.rewards` of the configuration."""
+    """How the texts' rewards are meant. None: as `actor.rewards` says."""
     domain: str | None = None
-    """Which domain a dispatcher chose; metrics are divided by the configuration's `domains`."""
+    """The domain that a dispatcher chose. Metrics are grouped by the configuration's `domains`, not by this field."""
 
 
 @dataclass(frozen=True)
 class TrainingTextSummary:
-    """The sizes of a rollout's texts, in order."""
+    """Token counts of a rollout's texts, in order."""
 
     prompt_tokens: list[int]
     output_tokens: list[int]
     overflow: bool
-    """Whether a text was cut."""
+    """Whether a text was cut by a length limit."""
     num_turns: int
 
 
 def summarize_training_texts(training_texts: Iterable[TrainingText]) -> TrainingTextSummary:
-    """Token counts of a rollout's texts, and whether one was cut."""
+    """Collects the token counts of a rollout's texts, and whether one was cut by a length limit."""
     texts = list(training_texts)
     return TrainingTextSummary(
         prompt_tokens=[text.prompt_tokens for text in texts],
@@ -175,7 +176,7 @@ def summarize_training_texts(training_texts: Iterable[TrainingText]) -> Training
 
 
 def apply_rollout_reward(training_texts: Iterable[TrainingText], reward: float) -> list[TrainingText]:
-    """The texts, each with the rollout's one reward."""
+    """Sets the rollout's reward on every text, in place, and returns the texts."""
     texts = list(training_texts)
     for text in texts:
         text.reward = reward
@@ -183,20 +184,20 @@ def apply_rollout_reward(training_texts: Iterable[TrainingText], reward: float) 
 
 
 def rollout_has_overflow(training_texts: Iterable[TrainingText]) -> bool:
-    """Whether a text did not end by itself."""
+    """Whether a text was cut by a length limit, that is, not finished by the model."""
     return not all(text.finished for text in training_texts)
 
 
 def check_result(result: Any, rewards: RewardMode = "rollout", *, trains: bool = True) -> RolloutResult:
-    """The result, as the actor takes it.
+    """Checks a result as the actor does, and returns it.
 
     Args:
-        result: what a rollout function returned.
-        rewards: mode of a result that does not say its own (``actor.rewards``).
-        trains: whether there must be something to train on.
+        result: the return value of a rollout function.
+        rewards: reward mode of a result that sets none (``actor.rewards``).
+        trains: whether the result must hold at least one training text.
     Raises:
-        DomainError: it is no ``RolloutResult``.
-        RecordError: a field is missing or wrong; the message names it.
+        DomainError: the result is not a ``RolloutResult``.
+        RecordError: a field is missing or wrong. The message names it.
     """
     if not isinstance(result, RolloutResult):
         raise DomainError(f"it returned {type(result).__name__}: it must return a pipelinerl.rollouts.RolloutResult")
@@ -208,7 +209,7 @@ def check_result(result: Any, rewards: RewardMode = "rollout", *, trains: bool =
 
 
 def numeric_metrics(result: RolloutResult) -> dict[str, float]:
-    """The numeric fields of the domain's metrics, finite or refused."""
+    """Returns the numeric fields of the domain's metrics. Raises ``RecordError`` if one is not finite."""
     metrics = {"reward": finite("metrics.reward", result.metrics.reward)}
     for name, value in result.metrics.model_dump().items():
         if isinstance(value, (bool, int, float, np.number)):
@@ -217,7 +218,10 @@ def numeric_metrics(result: RolloutResult) -> dict[str, float]:
 
 
 def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
-    """Reward of every text; one that was left unset is the rollout's, in mode `rollout` only."""
+    """Returns the reward of every text. In mode `rollout` a text without its own gets the rollout's reward.
+
+    Raises ``RecordError`` if a reward is missing in another mode, differs within mode `rollout`, or is not finite.
+    """
     texts = result.training_texts
     said = ["reward" in text.model_fields_set for text in texts]
     if mode != "rollout" and not all(said):
@@ -240,7 +244,7 @@ def text_rewards(result: RolloutResult, mode: RewardMode) -> tuple[float, ...]:
 
 
 def finite(name: str, value: Any) -> float:
-    """A domain's number; text, None, NaN and infinities are refused by name."""
+    """Converts a domain's number to float. Raises ``RecordError`` with ``name`` for text, None, NaN and infinities."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):

@@ -1,7 +1,8 @@
-"""What a role knows of the trainer: its newest weight version, the servers in service, totals, and whether it is done.
+"""A role's view of the trainer: newest weight version, servers in service, totals, and whether training is done.
 
-Consumes topic ``trainer`` from its oldest record in a thread of its own; never writes, and keeps nothing from deletion.
-If the thread dies, every property and wait raises ``StreamError`` with the cause, so a role cannot go on with old news.
+A separate thread reads topic ``trainer`` from its oldest record. It never writes, and it does not protect records from
+deletion. If the thread dies, every property and wait raises ``StreamError`` with the cause, so that no role continues
+with outdated state.
 """
 
 import threading
@@ -28,7 +29,7 @@ _POLL_S = 0.5
 
 
 class TrainerState:
-    """Listens to the trainer of the run in ``exp_path``.
+    """Follows the trainer of the run in ``exp_path``.
 
     Example:
         state = TrainerState(run_dir)
@@ -40,7 +41,8 @@ class TrainerState:
         """
         Args:
             exp_path: run folder.
-            last_step: optimizer step that ends training now; a run that was done earlier may have been extended.
+            last_step: optimizer step that ends training. It may be later than the step of a recorded end, because a
+                finished run can be extended.
         """
         self.exp_path = Path(exp_path)
         self._last_step = last_step
@@ -57,21 +59,21 @@ class TrainerState:
 
     @property
     def propagated_weight_version(self) -> int | None:
-        """Newest version that a server serves; None before the first update."""
+        """Newest version that a server serves. None before the first update."""
         return self._read(lambda: self._version)
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Job names of the servers in service: exactly those may be used."""
+        """Job names of the servers in service. No other server may be used."""
         return self._read(lambda: tuple(self._serving))
 
     @property
     def weights(self) -> tuple[int | None, dict[str, int]]:
-        """``propagated_weight_version``, and the servers in service with the version that each serves."""
+        """``propagated_weight_version``, and the version that each server in service serves."""
         return self._read(lambda: (self._version, dict(self._serving)))
 
     def take_misses(self) -> list[ProbeMissed]:
-        """Weight probes that servers have missed since the last call, in order."""
+        """Returns the weight probes that servers missed since the last call, in order."""
         with self._changed:
             self._raise_failure()
             misses, self._misses = self._misses, []
@@ -79,21 +81,21 @@ class TrainerState:
 
     @property
     def resumed(self) -> TrainingResumed | None:
-        """Where the trainer went on when it was last started; None when it began at step 0, or has not begun."""
+        """Where the trainer resumed at its last start. None if it began at step 0 or has not begun."""
         return self._read(lambda: self._resumed)
 
     @property
     def samples_processed(self) -> int | None:
-        """Rollouts trained since the start of the run; None before the first optimizer step."""
+        """Rollouts trained since the start of the run. None before the first optimizer step."""
         return self._read(lambda: self._samples)
 
     @property
     def training_done(self) -> bool:
-        """True once the trainer has reached its last step and its last weights are live."""
+        """Whether the trainer has reached its last step and its last weights are live."""
         return self._read(lambda: self._done)
 
     def start_listening(self) -> None:
-        """Starts the thread; once."""
+        """Starts the thread. May be called only once."""
         assert self._thread is None, "TrainerState listens already"
         self._thread = threading.Thread(target=self._listen, name="trainer-state", daemon=True)
         self._thread.start()
@@ -105,21 +107,21 @@ class TrainerState:
             self._thread.join()
 
     def wait_for_model_version(self, timeout_s: float | None = None) -> int:
-        """Waits until servers hold a version and returns it; raises ``DeadlineError`` after ``timeout_s``."""
+        """Waits until servers hold a version and returns it. Raises ``DeadlineError`` after ``timeout_s``, if given."""
         if not self._wait(lambda: self._version is not None, timeout_s):
             raise DeadlineError(self._late("its first weight update", timeout_s))
         assert self._version is not None
         return self._version
 
     def wait_for_processed_samples(self, timeout_s: float | None = None) -> int:
-        """Waits for the first optimizer step; returns the rollouts trained. Raises ``DeadlineError``."""
+        """Waits for the first optimizer step and returns the number of rollouts trained. Raises ``DeadlineError``."""
         if not self._wait(lambda: self._samples is not None, timeout_s):
             raise DeadlineError(self._late("its first optimizer step", timeout_s))
         assert self._samples is not None
         return self._samples
 
     def wait_for_training_done(self, timeout: float | None = None) -> bool:
-        """Waits up to ``timeout`` seconds; returns whether training is done."""
+        """Waits up to ``timeout`` seconds (None: without limit) and returns whether training is done."""
         return self._wait(lambda: self._done, timeout)
 
     def _read(self, value: Callable[[], T]) -> T:
@@ -147,7 +149,7 @@ class TrainerState:
         return f"no news of {what} from finetune_0 within {timeout_s} s; see {self.exp_path / 'finetune_0' / 'log.txt'}"
 
     def _listen(self) -> None:
-        """Consumes trainer messages; ends with ``stop`` or a failure, which it hands to whoever asks next."""
+        """Reads trainer messages until ``stop`` or a failure. The next property or wait raises the failure."""
         try:
             spec = SingleStreamSpec(self.exp_path, TRAINER)
             with open_reader(spec, TrainerMessage, name=None, over_damage=True) as reader:

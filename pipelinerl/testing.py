@@ -1,8 +1,8 @@
-"""What a domain's tests need: a language model without a server, and a server without a language model.
+"""Test doubles for a domain's tests: a language model without a server, and a server without a language model.
 
-``FakeLLM`` answers from a script inside the process; ``FakeServer`` answers over HTTP exactly as our servers do
-(``records.answers``), with weight versions that a test can change. Both use a small byte-level tokenizer unless given
-another.
+``FakeLLM`` answers from a script inside the process. ``FakeServer`` answers over HTTP exactly as our servers do
+(``records.answers``), with weight versions that a test can change. ``FakeLLM`` uses a small byte-level tokenizer unless
+it is given another.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Any:
-    """A tokenizer with one token per byte, ChatML markers and tool calls; made in milliseconds, from nothing."""
+    """Makes a tokenizer with one token per byte, ChatML markers and tool calls, in milliseconds and without files."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,13 +53,16 @@ def byte_tokenizer(chat_template: str = CHAT_TEMPLATE) -> Any:
 
 
 class FakeLLM(TrainableLLM):
-    """A language model that says what it is told to.
+    """A language model that returns scripted replies.
 
     Args (``FakeLLM.saying``):
-        replies: texts in the order of the calls, or a function from the prompt's text to a text (it may be a coroutine
-            function and may raise what a server may raise). A reply ends with its first ``stop`` string, if any, and
-            is cut at ``max_tokens``.
+        replies: texts in the order of the calls, or a function from the prompt's text to a text. The function may be a
+            coroutine function, and may raise the errors of a server. A reply ends after its first ``stop`` string, if
+            any, and is cut at ``max_tokens``.
+        tokenizer: None: ``byte_tokenizer()``.
         version: weight version of the tokens.
+        logprob: log-probability of every token.
+        finish_reason: of every reply that is not cut.
 
     Example:
         >>> llm = FakeLLM.saying(["<answer>512</answer>", "<answer>256</answer>"])
@@ -77,7 +80,7 @@ class FakeLLM(TrainableLLM):
         finish_reason: str = "stop",
         **fields: Any,
     ) -> "FakeLLM":
-        """A language model with these replies; ``fields`` are those of ``TrainableLLM``."""
+        """Makes a language model with these replies. ``fields`` are fields of ``TrainableLLM``."""
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
         llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
         llm._transport = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
@@ -131,13 +134,16 @@ async def run_rollout(
     cfg: DictConfig | dict | None = None,
     **fields: Any,
 ) -> RolloutResult:
-    """One rollout of a domain's function with a ``FakeLLM``, its result checked as the actor does.
+    """Runs a domain's rollout function once with a ``FakeLLM`` and checks the result as the actor does.
 
     Args:
-        cfg: the run's configuration as the function gets it; `actor.rewards` is the mode of the result's rewards.
-        fields: go to ``FakeLLM.saying``.
+        function: the domain's rollout function.
+        problem: the problem that it gets.
+        replies: see ``FakeLLM``.
+        cfg: the run's configuration that the function gets. `actor.rewards` is the mode of the result's rewards.
+        fields: passed to ``FakeLLM.saying``.
     Raises:
-        DomainError, RecordError: the actor would refuse the result; the message names the field.
+        DomainError, RecordError: the actor would refuse the result. The message names the field.
     """
     config = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(cfg or {})
     async with aiohttp.ClientSession() as session:
@@ -153,11 +159,13 @@ _answer_codec: Codec[Answer] = Codec(Answer)
 
 
 class FakeServer:
-    """An HTTP server that answers as ours do; every prompt token scores log ½.
+    """An HTTP server that answers as our inference servers do. Every prompt token scores log ½.
 
-    Attributes a test may change while it runs: ``version`` (label of the tokens; "default" = weights from disk),
-    ``status`` (not 200: every request fails with it), ``delay_s`` (before the answer), ``hold`` (an unset event:
-    answers wait for it).
+    A test may change these attributes while the server runs:
+        version: weight version of the tokens. "default" means weights from disk.
+        status: if it is not 200, every request fails with it.
+        delay_s: seconds before each answer.
+        hold: an event. Answers wait until it is set.
 
     Example:
         >>> # async with FakeServer(lambda prompt_ids, params, i: [72, 105]) as server: ... server.url
@@ -172,7 +180,7 @@ class FakeServer:
         self.hold.set()
         self.requests: list[dict[str, Any]] = []
         self.num_answering = 0
-        """Requests under way."""
+        """Requests being answered now."""
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -184,7 +192,7 @@ class FakeServer:
         await self.stop()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listens on ``port`` (0 = a free one)."""
+        """Listens on ``port`` (0: any free port) and sets ``url``."""
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post(ANSWER_PATH, self._generate)
         app.router.add_get("/health", self._health)
@@ -195,7 +203,7 @@ class FakeServer:
         self.url = f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Closes every connection, also of requests under way."""
+        """Closes every connection, including those of unanswered requests."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -231,7 +239,13 @@ class FakeServer:
 
 
 def completion(token_ids: Sequence[int], params: dict[str, Any], version: int | str) -> Completion:
-    """One completion as our servers send it; cut at ``max_tokens``."""
+    """Builds a completion as our servers send it, cut at ``max_tokens``.
+
+    Args:
+        token_ids: the sampled tokens.
+        params: sampling parameters of the request.
+        version: weight version of the tokens. Text that is not a number makes a completion without versions.
+    """
     limit = params.get("max_tokens", 16)
     count = min(len(token_ids), limit)
     spans = [(0, count, version)] if count else []
@@ -244,6 +258,6 @@ def completion(token_ids: Sequence[int], params: dict[str, Any], version: int | 
 
 
 def save_tokenizer(folder: Path, tokenizer: Any = None) -> Path:
-    """Writes a tokenizer where ``model_path`` can point to; returns the folder."""
+    """Saves a tokenizer (None: ``byte_tokenizer()``) in a folder for ``model_path`` and returns the folder."""
     (tokenizer or byte_tokenizer()).save_pretrained(str(folder))
     return folder

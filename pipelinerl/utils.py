@@ -1,4 +1,4 @@
-"""What domains written for PipelineRL import from here: where the run's services listen."""
+"""Functions that domains written for PipelineRL import to find the run's services."""
 
 from omegaconf import DictConfig
 
@@ -6,10 +6,10 @@ from pipelinerl.world import Job
 
 
 def resolve_environment_key(cfg: DictConfig, default: str | None = None) -> str | None:
-    """The name of the environment to ask; here every verifier judges every kind of answer, so it selects nothing."""
+    """Returns the configured environment name. It selects nothing here: every verifier judges every kind of answer."""
     return cfg.get("environment_key") or default
 
 
 def get_environment_jobs(cfg: DictConfig, key: str | None = None) -> list[Job]:
-    """The run's verifiers, as jobs of kind "environment"."""
+    """Returns the run's verifiers, as jobs of kind "environment". ``key`` has no effect."""
     return [Job(**job) for job in cfg.get("jobs") or () if job["kind"] == "environment"]
