@@ -1,9 +1,10 @@
-"""The actor: problems in, whole groups of rollouts out.
+"""The actor turns problems into complete groups of rollouts.
 
-In the actor: ``problems`` chooses what comes next, ``lag`` when it may start; ``training`` carries groups from dispatch
-to publication, ``evaluator`` evaluations; ``work`` holds the tickets of both, ``workers`` knows the worker processes,
-``progress`` remembers what is settled, ``journal`` writes it, ``loop`` connects them.
+In the actor process, ``problems`` chooses the next problem and ``lag`` decides when it may start. ``training`` takes
+groups from dispatch to publication, and ``evaluator`` does the same for evaluations. ``work`` holds the tickets of
+both. ``workers`` manages the worker processes. ``progress`` records which dispatches are settled, ``journal`` writes
+that to disk, and ``loop`` connects them all.
 
-In a ``worker``: ``executor`` runs the rollouts, ``transport`` carries their requests to ``servers``, ``sequences``
-turns a domain's result into a record. ``connection`` is between the two.
+In a ``worker`` process, ``executor`` runs the rollouts, ``transport`` carries their requests to ``servers``, and
+``sequences`` turns a domain's result into a record. ``connection`` links the actor and a worker.
 """

@@ -2,9 +2,9 @@
 
     message = length (uint64, little-endian) | payload
 
-Neither end ever blocks. The actor's end keeps what the socket does not take and sends it when the socket is writable
-again. The worker's end belongs to its event loop: ``send`` waits, without blocking the loop, until the actor has read
-most of what was sent before, so that results wait where they are and not in a buffer.
+Neither end ever blocks. The actor's end buffers bytes that the socket does not accept and sends them when the socket
+is writable again. The worker's end runs in its event loop. There ``send`` waits, without blocking the loop, until the
+actor has read most of the earlier messages, so that a slow actor slows the worker down instead of filling a buffer.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pipelinerl.errors import StreamError
 _LENGTH = struct.Struct("<Q")
 MAX_MESSAGE_BYTES = 2**32 - 1
 READ_BUDGET_BYTES = 32 * 2**20
-"""The actor reads at most this much of one worker before it looks at the others."""
+"""The actor reads at most this much from one worker before it turns to the others."""
 
 
 class ActorConnection:
@@ -48,13 +48,13 @@ class ActorConnection:
         return bool(self._outgoing)
 
     def send(self, payload: bytes) -> None:
-        """Sends the message, or as much of it as the socket takes; the rest is sent by ``flush``."""
+        """Sends as much of the message as the socket accepts. ``flush`` sends the rest."""
         self._outgoing.append(memoryview(_LENGTH.pack(len(payload))))
         self._outgoing.append(memoryview(payload))
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes; raises ``OSError`` when the worker is gone."""
+        """Sends as much as the socket accepts. Raises ``OSError`` if the worker is gone."""
         while self._outgoing:
             try:
                 sent = self._socket.send(self._outgoing[0])
@@ -66,9 +66,9 @@ class ActorConnection:
                 self._outgoing.popleft()
 
     def receive(self) -> list[memoryview]:
-        """The messages that are here as a whole; raises ``EOFError`` or ``OSError`` when the worker is gone.
+        """Returns the messages that have arrived completely. Raises ``EOFError`` or ``OSError`` if the worker is gone.
 
-        What came before the worker's end is returned by an earlier call.
+        Messages that the worker sent before it ended are returned before the error is raised.
         """
         messages: list[memoryview] = []
         budget = READ_BUDGET_BYTES
@@ -95,7 +95,7 @@ class ActorConnection:
         self._socket.close()
 
     def _complete(self) -> list[memoryview]:
-        """The buffer is full: a length, whose payload is read next, or a payload."""
+        """Handles a full buffer. It is either a length, after which the payload is read, or a payload."""
         whole, self._filled = self._incoming, 0
         if self._in_payload:
             self._in_payload = False
@@ -118,13 +118,13 @@ class WorkerConnection:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "WorkerConnection":
-        """Takes the socket over."""
+        """Takes ownership of the socket."""
         sock.set_inheritable(False)
         sock.setblocking(False)
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=2**20))
 
     async def send(self, payload: bytes) -> None:
-        """Sends one message; waits for its turn and for the actor. A cancelled ``send`` leaves no half message."""
+        """Sends one message, after waiting for its turn and for the actor. Cancelling it never sends half a message."""
         if len(payload) > MAX_MESSAGE_BYTES:
             raise StreamError(f"a message of {len(payload)} bytes: at most {MAX_MESSAGE_BYTES} can be sent")
         async with self._turn:
@@ -133,7 +133,7 @@ class WorkerConnection:
             await self._writer.drain()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """The actor's messages, until it closes the connection."""
+        """Yields the actor's messages until it closes the connection."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -142,7 +142,7 @@ class WorkerConnection:
             return
 
     async def close(self) -> None:
-        """Sends what is left, then closes."""
+        """Sends the remaining bytes, then closes."""
         self._writer.close()
         try:
             await self._writer.wait_closed()

@@ -1,8 +1,9 @@
-"""One evaluation: every test problem, all attempts, one weight version. Pure; the loop carries it out.
+"""One evaluation: all attempts at every test problem on one weight version. Pure: the evaluator does the I/O.
 
-A rollout counts only if each of its tokens was sampled by the announced version. When servers move to another version
-the evaluation is announced again for that one and starts over. What fails for infrastructure reasons is repeated and
-finally left out, never scored; at the deadline the evaluation ends with what it has, and says how complete it is.
+A rollout counts only if each of its tokens was sampled by the announced version. When servers move to another version,
+the evaluation is announced again for that version and starts over. An attempt that fails for infrastructure reasons is
+repeated. If it keeps failing it is left out and never scored. At the deadline the evaluation ends with the results so
+far and reports how complete it is.
 """
 
 import time
@@ -39,10 +40,10 @@ class TestItem:
 
 @dataclass(eq=False)
 class Evaluation:
-    """An evaluation under way.
+    """A running evaluation.
 
-    Example: announce ``started()``, give each ``next_item()`` to a worker and its result to ``take``; when
-    ``finished``, publish ``done()``.
+    Example: announce ``started()``, give each ``next_item()`` to a worker and its result to ``take``. Publish
+    ``done()`` once ``finished`` is true.
     """
 
     problems: Sequence[TestProblem]
@@ -62,7 +63,7 @@ class Evaluation:
         return EvaluationStarted(version=self.version, deadline=self.deadline)
 
     def restart(self, version: int) -> None:
-        """Begins again on another version; what is under way must be cancelled by the caller."""
+        """Starts over on another version. The caller must cancel the running items."""
         self.version = version
         self.rollouts.clear()
         self.queue.clear()
@@ -76,7 +77,10 @@ class Evaluation:
         return self.queue.popleft()
 
     def take(self, item: TestItem, rollouts: Iterable[Rollout], *, worth_repeating: bool) -> None:
-        """The item has ended; attempts that are missing or of another version are made again within the budget."""
+        """Records the rollouts of an item that has ended.
+
+        Attempts that are missing, or were sampled by another version, are queued again up to ``max_repeats`` times.
+        """
         self.under_way -= 1
         good = [rollout for rollout in rollouts if versions_of(rollout) <= {self.version}]
         self.rollouts.setdefault(_key(item.problem), []).extend(good)
@@ -90,7 +94,7 @@ class Evaluation:
 
     @property
     def progress(self) -> str:
-        """`120/512` attempts have a result."""
+        """Attempts with a result and attempts in all, as `120/512`."""
         return f"{sum(map(len, self.rollouts.values()))}/{len(self.problems) * self.attempts}"
 
     @property
@@ -98,7 +102,7 @@ class Evaluation:
         return time.time() > self.deadline
 
     def done(self) -> EvaluationDone:
-        """The results so far."""
+        """Builds the result from the rollouts so far."""
         by_dataset: dict[str, list[Rollout]] = {}
         for (_, dataset, _), rollouts in self.rollouts.items():
             by_dataset.setdefault(dataset, []).extend(rollouts)
@@ -122,7 +126,7 @@ class Evaluation:
 
 
 def versions_of(rollout: Rollout) -> set[int]:
-    """Weight versions that sampled the rollout."""
+    """Returns the weight versions that sampled the rollout."""
     return {int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}
 
 

@@ -1,4 +1,4 @@
-"""When an evaluation is due, and its course: announced, carried out on one weight version, its result published."""
+"""Decides when an evaluation is due, announces it, runs it on one weight version and publishes its result."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRules:
-    """What the configuration says about evaluations."""
+    """The configuration's settings for evaluations."""
 
     every_n_versions: int
     at_start: bool
@@ -30,7 +30,7 @@ class EvaluationRules:
 
 @dataclass(eq=False, kw_only=True)
 class TestWork(Work):
-    """Attempts at a test problem under way."""
+    """Attempts at a test problem, as work for a worker."""
 
     __test__ = False
 
@@ -39,7 +39,7 @@ class TestWork(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTopics:
-    """Where evaluations are announced and their rollouts kept for people."""
+    """Topics on which evaluations are announced, and on which their rollouts are kept for inspection."""
 
     announce: Callable[[EvaluationMessage], int]
     publish: Callable[[RolloutGroup], int]
@@ -49,9 +49,10 @@ class Evaluator:
     """The evaluations of this actor, one at a time. One thread.
 
     Args:
-        problems: empty = there are no evaluations.
+        problems: the test problems. Without any there are no evaluations.
         domains: names of the run's domains.
-        last: the newest message on topic ``evaluation``; one that only began is made again.
+        actor: replica index of this actor.
+        last: the newest message on topic ``evaluation``. An evaluation that began and did not end is repeated.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Evaluator:
 
     @property
     def progress(self) -> str | None:
-        """`120/512` of the evaluation under way."""
+        """Progress of the running evaluation, as `120/512`. None if none is running."""
         return self._current.progress if self._current else None
 
     def is_due(self, version: int | None, finishing: bool) -> bool:
-        """Whether an evaluation begins with this live version. ``finishing``: training is done."""
+        """Whether to start an evaluation of the live ``version``. ``finishing``: training is done."""
         if not self._problems or version is None:
             return False
         last, rules = self._last, self._rules
@@ -93,7 +94,7 @@ class Evaluator:
         return every > 0 and version >= (last.version if last else 0) + every
 
     def start(self, version: int) -> None:
-        """Announces an evaluation of this version."""
+        """Announces an evaluation of this version and makes it the current one."""
         self._current = Evaluation(
             problems=self._problems,
             attempts=self._rules.attempts,
@@ -105,7 +106,7 @@ class Evaluator:
         log.info("evaluation started version=%d problems=%d", version, len(self._problems))
 
     def move_to(self, version: int) -> None:
-        """Servers have other weights: an evaluation under way begins again on them."""
+        """Restarts the running evaluation when the servers have moved to another version."""
         current = self._current
         if current is None or current.version == version:
             return
@@ -132,7 +133,7 @@ class Evaluator:
             self._table.submit(TestWork(start=start, item=item))
 
     def take(self, ended: WorkEnded) -> None:
-        """Counts what came of an item."""
+        """Adds the outcome of an item to the running evaluation and publishes its rollouts."""
         work, current = ended.work, self._current
         assert isinstance(work, TestWork)
         if current is None:
@@ -143,7 +144,7 @@ class Evaluator:
             self._topics.publish(self._group(work, ended, current.version))
 
     def finish(self) -> EvaluationDone | None:
-        """Publishes the result of an evaluation that is complete or whose time is up; None = nothing ended."""
+        """Publishes and returns the result of an evaluation that is complete or past its deadline, else None."""
         current = self._current
         if current is None or not (current.finished or current.expired):
             return None

@@ -1,7 +1,8 @@
-"""The executor in a worker: runs groups with the domains' functions, the attempts of a group side by side.
+"""The executor in a worker runs groups with the domains' functions, all attempts of a group concurrently.
 
-Consumes ``StartGroup``; produces each attempt's rollout or failure as it ends, then ``GroupEnded``. An attempt has a
-deadline; a failure is typed and never becomes a reward, even if the domain swallows it.
+It consumes ``StartGroup``. It produces each attempt's rollout or failure as soon as the attempt ends, then
+``GroupEnded``. Every attempt has a deadline. A failure is typed and never becomes a reward, even if the domain's code
+swallows the exception.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ TakeOutcome = Callable[[Rollout | Failure], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRules:
-    """What the configuration says about a rollout."""
+    """The configuration's settings for a rollout."""
 
     timeout_s: float
     seq_length: int
@@ -64,7 +65,7 @@ class Executor:
         self.servers = ServerPool()
 
     async def run_group(self, start: StartGroup) -> GroupFinished:
-        """Every attempt at the problem, side by side; ends when all have ended."""
+        """Runs all attempts at the problem concurrently and returns when all have ended."""
         outcomes: list[Rollout | Failure] = []
 
         async def collect(outcome: Rollout | Failure) -> None:
@@ -80,9 +81,10 @@ class Executor:
         )
 
     async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
-        """Reports every attempt as it ends; returns how many requests ended without a completion.
+        """Reports every attempt as it ends. Returns how many requests ended without a completion.
 
-        An attempt lasts until its report is taken: who reads slowly slows down the rollouts and fills no memory.
+        An attempt ends only when its report has been accepted, so a slow reader slows the rollouts down instead of
+        filling memory.
         """
         route = GroupRoute(self.servers, self._client, len(start.attempts), start.version)
         join_limit = min(len(start.attempts), self._client.limits.max_completions)
@@ -126,7 +128,7 @@ class Executor:
             return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
 
     def _llm(self, start: StartGroup, attempt: int, transport: GroupTransport, server_url: str) -> TrainableLLM:
-        """The language model of one attempt."""
+        """Makes the language model of one attempt."""
         template = self._eval_llm if start.evaluation else self._train_llm
         llm = template.model_copy()
         llm.base_url = server_url
@@ -168,7 +170,7 @@ def function_name(function: Callable) -> str:
 
 
 class GroupTasks:
-    """The groups under way in a worker, by ticket. What goes wrong outside a domain's function ends ``tasks``."""
+    """The running groups of a worker, by ticket. An error outside a domain's function ends the task group ``tasks``."""
 
     def __init__(self, executor: Executor, send: Callable[[FromWorker], Awaitable[None]], tasks: asyncio.TaskGroup):
         self._executor, self._send, self._tasks = executor, send, tasks

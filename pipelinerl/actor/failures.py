@@ -1,4 +1,4 @@
-"""Why a rollout failed. One word per cause, so that each has its own counter and budget. Pure."""
+"""Classifies the failures of rollouts. Each cause has one word, its own counter and its own budget. Pure."""
 
 import asyncio
 import traceback
@@ -30,7 +30,7 @@ TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISO
 )
 REASONS = (TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS)
 WORTH_REPEATING = frozenset({TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, POISONOUS})
-"""Causes outside the problem itself: the missing attempts are tried again."""
+"""Causes outside the problem itself. Attempts that fail for one of these are tried again."""
 
 MAX_ERROR_CHARS = 2000
 
@@ -38,7 +38,7 @@ _TOO_LONG_WORDS = ("maximum model length", "maximum context length", "max_model_
 
 
 def classify(error: BaseException) -> str:
-    """The reason for an exception that ended a rollout."""
+    """Returns the reason, one of ``REASONS``, for an exception that ended a rollout."""
     if isinstance(error, VerifierError):
         return VERIFIER
     if isinstance(error, WeightUpdateError):
@@ -57,7 +57,7 @@ def classify(error: BaseException) -> str:
 
 
 def describe(error: BaseException, function: str, problem: dict) -> str:
-    """One line for people: function, exception with its place, problem."""
+    """Describes a failure in one line: function, exception and where it was raised, problem."""
     place = ""
     if not isinstance(error, PipelineRLError):
         frames = traceback.extract_tb(error.__traceback__)
@@ -68,20 +68,20 @@ def describe(error: BaseException, function: str, problem: dict) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The beginning of the text, in characters that UTF-8 knows."""
+    """Cuts the text to ``limit`` characters and escapes those that UTF-8 cannot encode."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class DomainErrors:
-    """Failures in the domain's code; more than ``limit`` (``actor.max_domain_errors``) of them end the role."""
+    """Counts failures in the domain's code. More than ``limit`` (``actor.max_domain_errors``) of them end the role."""
 
     def __init__(self, limit: int):
         self._limit = limit
         self.count = 0
 
     def add(self, detail: str) -> None:
-        """Counts one; raises ``DomainError`` beyond the limit."""
+        """Counts one failure. Raises ``DomainError`` beyond the limit."""
         self.count += 1
         if self.count > self._limit:
             raise DomainError(

@@ -1,4 +1,4 @@
-"""The actor's side of its topics: its groups with what is settled behind them, and the preprocessor's drops."""
+"""The actor's access to its topics: it writes its groups and a snapshot of them, and reads the preprocessor's drops."""
 
 import logging
 import threading
@@ -17,7 +17,14 @@ SAVE_EVERY_S = 5.0
 
 
 class TopicJournal:
-    """Publishes on topic ``actor`` and keeps the snapshot of what was published behind it."""
+    """Publishes on topic ``actor`` and keeps a snapshot of the progress that the records add up to.
+
+    Args:
+        folder: the job's folder, for the snapshot.
+        groups: writer of topic ``actor``.
+        keeper: reader that protects records from deletion until a snapshot covers them.
+        progress: counts the records.
+    """
 
     def __init__(self, folder: Path, groups: TopicWriter, keeper: TopicReader, progress: ActorProgress):
         self._folder, self._groups, self._progress = folder, groups, progress
@@ -25,7 +32,7 @@ class TopicJournal:
         self._next_save = time.monotonic() + SAVE_EVERY_S
 
     def replay(self) -> None:
-        """Takes up where an earlier process of this job stopped."""
+        """Restores the progress of an earlier process of this job from the snapshot and the records after it."""
         snapshot = load_snapshot(self._folder)
         if snapshot is not None:
             self._progress.restore(snapshot)
@@ -38,21 +45,21 @@ class TopicJournal:
             log.info("continued records=%d published=%d", self._groups.next_offset, self._progress.published)
 
     def begin(self, record: OrderResumed) -> None:
-        """Begins an empty topic after a checkpoint."""
+        """Writes the first record of an empty topic, after a restart from a checkpoint."""
         self._groups.write(record)
         self._progress.apply(record)
         self._progress.resume()
         self.save()
 
     def publish(self, record: ActorRecord) -> None:
-        """Appends the record and counts it; saves now and then."""
+        """Appends the record and counts it. Saves first if the last save is ``SAVE_EVERY_S`` ago."""
         if time.monotonic() >= self._next_save:
             self.save()
         self._groups.write(record)
         self._progress.apply(record)
 
     def save(self) -> None:
-        """Syncs the records, writes the snapshot of them, then gives them up for deletion."""
+        """Syncs the records, writes a snapshot that covers them, then permits their deletion."""
         offset = self._groups.next_offset
         self._groups.sync()
         save_snapshot(self._folder, self._progress.snapshot(offset))
@@ -61,7 +68,7 @@ class TopicJournal:
 
 
 class DropListener:
-    """Samples that the preprocessor dropped, from topic ``preprocessor``, read by a thread of its own."""
+    """Counts the samples that the preprocessor dropped. A separate thread reads them from topic ``preprocessor``."""
 
     def __init__(self, run_dir: Path, replica: int):
         self._spec = SingleStreamSpec(run_dir, topics.PREPROCESSOR, instance=replica)
@@ -85,7 +92,7 @@ class DropListener:
         self._thread.join()
 
     def _listen(self) -> None:
-        """Consumes progress records; ends with ``stop`` or a failure, which the next ``total`` raises."""
+        """Reads progress records until ``stop`` or a failure, which the next ``total`` raises."""
         try:
             with open_reader(self._spec, PreprocessorProgress, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():

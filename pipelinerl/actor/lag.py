@@ -1,8 +1,8 @@
-"""When the next group may start: the pacing rule of docs/architecture.md. Pure.
+"""Decides when the next group may start: the pacing rule of docs/architecture.md. Pure.
 
-Samples are trained in publication order, exactly ``batch_size`` per optimizer step, so what is dispatched and not
-dropped says at which version it will be trained. A drop (failure, filter, lag) makes room at once: no filter can starve
-the rule. With ``max_lag_steps`` 0 the rule is synchronous training.
+Samples are trained in publication order, exactly ``batch_size`` per optimizer step. The number of samples dispatched
+and not dropped therefore tells at which version the next sample will be trained. A drop (failure, filter, lag) makes
+room at once, so no filter can starve training. ``max_lag_steps`` 0 gives synchronous training.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class Pacing:
 
     batch_size: int
     max_lag_steps: int | None
-    """Steps between sampling and training; None = no bound but the end of training."""
+    """Steps between sampling and training. None: bounded only by the end of training."""
     max_train_steps: int
     schedule: Literal["pipeline", "conventional"] = "pipeline"
     steps_per_phase: int = 1
-    """conventional: optimizer steps whose data are generated on one version."""
+    """With schedule "conventional": optimizer steps whose data are generated on one version."""
     actor: int = 0
     num_actors: int = 1
 
     def limit(self, version: int) -> int:
-        """Samples of this actor that may be dispatched (less those dropped) while ``version`` is live.
+        """Returns how many samples this actor may have dispatched, without those dropped, while ``version`` is live.
 
         Actor r of n fills the optimizer steps with ``step % n == r``, as preprocessor r packs them.
         """
@@ -41,5 +41,5 @@ class Pacing:
         return self.batch_size * len(range(self.actor, steps, self.num_actors))
 
     def may_start(self, *, dispatched: int, dropped: int, version: int) -> bool:
-        """Whether another group may start."""
+        """Whether another group may start. ``dispatched`` and ``dropped`` are totals in samples."""
         return dispatched - dropped < self.limit(version)

@@ -1,10 +1,10 @@
-"""The actor's main loop: connects the trainer's news, the work table, training groups and evaluations.
+"""The actor's main loop connects the trainer's state, the work table, training groups and evaluations.
 
-Consumes: the trainer's news (version, servers, end), the preprocessor's drops, the workers' results.
-Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``; evaluations on
+Consumes: the trainer's state (version, servers, end), the preprocessor's drops, the workers' results.
+Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``, and evaluations on
 ``evaluation`` and ``actor_test``.
-Waits for: a version and a server, room under the pacing rule, completions (of several domains: also of the one that is
-furthest behind its weight, see ``mixing``); each named in the role's status.
+Waits for: a version and a server, room under the pacing rule, or completions. With several domains it also waits for
+the domain that is furthest behind its weight (see ``mixing``). The role's status names the current wait.
 Ends: when training is done and the last evaluation is published, when asked to stop, or with a ``DomainError``.
 """
 
@@ -31,7 +31,7 @@ MIN_POLL_S, MAX_POLL_S = 0.005, 0.05
 
 
 class TrainerNews(Protocol):
-    """What the loop reads of ``state.TrainerState``."""
+    """The part of ``state.TrainerState`` that the loop reads."""
 
     @property
     def weights(self) -> tuple[int | None, Mapping[str, int]]: ...
@@ -41,10 +41,10 @@ class TrainerNews(Protocol):
 
 
 class ActorLoop:
-    """State of the actor between polls. One thread.
+    """State of the actor between polls. Used by one thread.
 
     Args:
-        live: this actor's servers that live now, by name.
+        live: returns this actor's servers with a valid lease, by name.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ActorLoop:
         self._finishing = False
 
     def run(self, should_stop: Callable[[], bool]) -> None:
-        """Until training is done or a stop is asked for."""
+        """Runs until training is done or ``should_stop`` returns true."""
         try:
             while not should_stop() and not self._ended():
                 self._refresh()
@@ -89,7 +89,7 @@ class ActorLoop:
             self._reporter.log(self._numbers, self._version or 0, force=True)
 
     def _ended(self) -> bool:
-        """Once training is done: give up training groups, evaluate the last version, end."""
+        """Whether the loop is done. The end of training gives up training groups and leaves one evaluation to run."""
         if not self._trainer.training_done:
             return False
         if not self._finishing:
@@ -99,7 +99,7 @@ class ActorLoop:
         return not self._evaluator.is_running and not self._evaluator.is_due(self._version, finishing=True)
 
     def _refresh(self) -> None:
-        """Takes the trainer's newest version and servers."""
+        """Adopts the trainer's newest version and servers."""
         self._withdraw_missed()
         version, serving = self._trainer.weights
         if version is None:
@@ -114,8 +114,10 @@ class ActorLoop:
         self._evaluator.move_to(version)
 
     def _withdraw_missed(self) -> None:
-        """Servers that missed a weight probe go, even if they are back already: their requests are repeated, and
-        attempts under way that have used them are tried again."""
+        """Withdraws servers that missed a weight probe, even if they are back already.
+
+        Their requests are repeated elsewhere, and running attempts that used them are tried again.
+        """
         missed = {miss.server: miss.since for miss in self._trainer.take_misses()}
         if not missed:
             return
@@ -124,7 +126,7 @@ class ActorLoop:
         self._table.set_servers(msgspec.structs.replace(self._servers, missed=missed))
 
     def _usable(self, version: int, serving: Mapping[str, int]) -> Servers:
-        """The trainer says which server serves which version, their leases say which of them live, and where."""
+        """Combines two sources: the trainer knows each server's version, the leases know which live, and their URLs."""
         live = self._live()
         urls = {name: live[name].job.url for name in serving if name in live}
         return Servers(
@@ -189,5 +191,8 @@ class ActorLoop:
 
 
 def poll_timeout_s(quiet_s: float) -> float:
-    """How long to wait for workers before looking at the trainer's news: a tenth of how long it has been quiet."""
+    """Returns how long to wait for workers before checking the trainer's state again.
+
+    It is a tenth of the time ``quiet_s`` since the last event, within ``MIN_POLL_S`` and ``MAX_POLL_S``.
+    """
     return min(MAX_POLL_S, max(MIN_POLL_S, quiet_s / 10))

@@ -1,6 +1,6 @@
-"""What the actor and its workers tell each other, as msgpack over a ``connection``. Frozen; no pickle.
+"""The messages between the actor and its workers, sent as msgpack over a ``connection``. Frozen, never pickled.
 
-A rollout travels as soon as it has ended, by itself: no message is larger than one rollout.
+Each rollout is sent in a message of its own as soon as it ends, so no message is larger than one rollout.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
     """The servers in service. Requests on any other server are moved at once."""
 
     version: int
-    """Newest that one of them serves."""
+    """Newest version that one of them serves."""
     urls: dict[str, str]
     """Job name → URL."""
     serving: dict[str, int]
-    """Job name → the version that it serves."""
+    """Job name → version that it serves."""
     draining: tuple[str, ...] = ()
-    """Those of them that take no new request."""
+    """Names of the servers in service that accept no new request."""
     missed: dict[str, int] = {}
-    """Servers that have just missed their weight probe → the first version that they may not have used."""
+    """Servers that have just missed their weight probe → first version that they may not have used."""
 
 
 class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Roll out one problem."""
 
     ticket: int = 0
-    """The actor's number of this piece of work; the answer carries it."""
+    """The actor's number for this piece of work. Replies carry it."""
     group_id: str
     domain: int
     """Index of the domain in the run."""
@@ -38,24 +38,24 @@ class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     attempts: tuple[int, ...]
     evaluation: bool
     version: int
-    """Live version at dispatch: the oldest that a token can have."""
+    """Live version at dispatch. No token of the group has an older one."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Give this work up; no answer is expected."""
+    """Cancel this work. The worker sends no reply."""
 
     ticket: int
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End now."""
+    """End the process now."""
 
 
 ToWorker = Servers | StartGroup | Cancel | Stop
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without a result: never a reward."""
+    """An attempt without a result. It never becomes a reward."""
 
     attempt: int
     reason: str
@@ -65,14 +65,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
-    """One attempt of the work has ended with a rollout: its place is free."""
+    """One attempt has ended with a rollout, which makes room for another."""
 
     ticket: int
     rollout: Rollout
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """One attempt of the work has ended without a rollout: its place is free."""
+    """One attempt has ended without a rollout, which makes room for another."""
 
     ticket: int
     failure: Failure
@@ -87,11 +87,11 @@ class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker has imported the domain and takes work."""
+    """The worker has imported the domain and accepts work."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The worker cannot go on."""
+    """The worker cannot continue."""
 
     error: str
 
@@ -101,7 +101,7 @@ FromWorker = RolloutDone | RolloutFailed | GroupEnded | Ready | WorkerFailed
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFinished:
-    """All that came of a ``StartGroup``."""
+    """All outcomes of a ``StartGroup``."""
 
     ticket: int
     rollouts: tuple[Rollout, ...]

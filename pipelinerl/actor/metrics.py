@@ -1,4 +1,4 @@
-"""The actor's numbers: a sliding window over finished rollouts and running totals. Knows no clock but the caller's."""
+"""The actor's metrics: a sliding window over finished rollouts, and running totals. Callers pass in the time."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class _Seen:
 
 
 class ActorMetrics:
-    """Means over the newest ``window`` rollouts, sums since the process began."""
+    """Means over the newest ``window`` rollouts, and sums since the process began. ``now`` is monotonic, in seconds."""
 
     def __init__(self, now: float, window: int = WINDOW):
         self._recent: deque[_Seen] = deque(maxlen=window)
@@ -38,13 +38,13 @@ class ActorMetrics:
         self._clock, self._generating, self._generating_s = now, False, 0.0
 
     def generating(self, now: float, is_generating: bool) -> None:
-        """Says at every turn whether training rollouts are under way: the time in which servers have work."""
+        """Measures the time in which servers have training work. Call it at every turn of the loop."""
         if self._generating:
             self._generating_s += now - self._clock
         self._clock, self._generating = now, is_generating
 
     def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
-        """A published group of a domain or data set; several of them have their means beside those of all."""
+        """Adds a published group. ``part`` is its domain or data set. If there are several, each also has its means."""
         self._totals["groups"] += 1
         for rollout in rollouts:
             seen = _see(rollout, part)
@@ -54,23 +54,23 @@ class ActorMetrics:
             self._max_versions = max(self._max_versions, seen.num_versions)
 
     def failure(self, reason: str) -> None:
-        """A failed attempt."""
+        """Counts a failed attempt."""
         self._failures[reason] += 1
 
     def dropped(self, reason: str) -> None:
-        """A group that will never come."""
+        """Counts a group that was dropped."""
         self._dropped_groups[reason] += 1
 
     def aborted(self, requests: int) -> None:
-        """Requests that a server did not complete."""
+        """Counts requests that a server did not complete."""
         self._totals["aborted_requests"] += requests
 
     def retried(self) -> None:
-        """A group whose missing attempts were tried again."""
+        """Counts a group whose missing attempts are tried again."""
         self._totals["groups_retried"] += 1
 
     def snapshot(self, now: float) -> dict[str, float]:
-        """Every number; rates are since the previous snapshot."""
+        """Returns all metrics. Rates cover the time since the previous snapshot."""
         then, rollouts, tokens = self._since
         totals = {name: self._totals[name] for name in TOTALS}
         self._since = (now, totals["rollouts"], totals["tokens_generated"])
@@ -111,7 +111,7 @@ class ActorMetrics:
 
 
 def _domain_means(seen: Iterable[_Seen]) -> dict[str, float]:
-    """Mean of every metric that a domain gave, over the rollouts that have it."""
+    """Returns the mean of every metric of the domains, over the rollouts that have it."""
     given: dict[str, list[float]] = {}
     for one in seen:
         for name, value in one.metrics.items():

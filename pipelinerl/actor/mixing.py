@@ -1,9 +1,11 @@
-"""Which domain is next when several are mixed, so that what is trained meets their weights. Pure.
+"""Chooses the next domain when several are mixed, so that the trained samples match the domains' weights. Pure.
 
-Dispatch goes to the domain that is furthest behind, counting what is under way. A finished group waits for its turn
-while a domain that is further behind has groups under way: publication follows the order of dispatch over the domains,
-however long each one's rollouts take, so waiting costs nothing of the lag bound. What is dropped anywhere does not
-count, and is made up for; but a domain of which everything is dropped must not hold up the others.
+The next group is dispatched for the domain that is furthest behind its weight, with running groups counted. A finished
+group waits to be published while a domain that is further behind has running groups. Publication therefore follows the
+order of dispatch over the domains, however long their rollouts take, and waiting costs nothing of the lag bound.
+
+Dropped samples do not count, so the domain gets more rollouts to replace them. This compensation is limited, because a
+domain whose samples are all dropped must not hold up the others.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +15,12 @@ MAX_COMPENSATION = 4
 
 
 def furthest_behind(weights: Sequence[float], counts: Sequence[float], among: Collection[int]) -> int:
-    """Index of the domain of ``among`` whose count falls short of its weight's share of all counts by most.
+    """Returns the index of the domain whose count falls furthest short of its weight's share of all counts.
+
+    Args:
+        weights: of all domains.
+        counts: samples of all domains.
+        among: indices of the domains to choose from.
 
     Example:
         >>> furthest_behind([0.6, 0.3, 0.1], [16, 8, 0], among={0, 1, 2})
@@ -24,11 +31,11 @@ def furthest_behind(weights: Sequence[float], counts: Sequence[float], among: Co
 
 
 def counted(*, settled: int, published: int, dropped_later: int) -> float:
-    """What a domain has contributed, in samples.
+    """Returns a domain's contribution in samples.
 
     Args:
         settled: attempts of its groups that were published or dropped.
-        published: samples of it on topic `actor`.
-        dropped_later: those of them that the preprocessor dropped.
+        published: its samples on topic `actor`.
+        dropped_later: published samples that the preprocessor dropped.
     """
     return max(published - dropped_later, settled / MAX_COMPENSATION)

@@ -1,7 +1,7 @@
-"""Which problem comes next: a seeded permutation per epoch, each problem once, split over the actors. Pure.
+"""Chooses the next problem: a seeded permutation per epoch holds each problem once, split over the actors. Pure.
 
-An epoch's order is a function of (seed, domain, epoch) and of the problems that had left the pool when the epoch began;
-actor ``i`` of ``n`` takes every ``n``-th place from ``i`` on.
+An epoch's order depends only on (seed, domain, epoch) and on the problems that had left the pool when it began. Actor
+``i`` of ``n`` takes the places ``i``, ``i + n``, ``i + 2n``, …
 """
 
 import zlib
@@ -29,7 +29,7 @@ class Place:
 def epoch_places(
     *, num_problems: int, seed: int, name: str, epoch: int, actor: int, num_actors: int, removed: Collection[int] = ()
 ) -> list[Place]:
-    """The places of one actor in one epoch, in order."""
+    """Returns the places of one actor in one epoch, in order. ``removed``: indices of problems that left the pool."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), epoch])
     order = rng.permutation(num_problems)
     gone = set(removed)
@@ -41,7 +41,7 @@ def epoch_places(
 
 
 class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is settled of one epoch (for restarts)."""
+    """The settled positions of one epoch (for restarts)."""
 
     epoch: int
     removed: tuple[int, ...]
@@ -52,7 +52,7 @@ class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class _Epoch:
-    """An epoch begun and not settled."""
+    """An epoch that has begun and is not completely settled."""
 
     removed: tuple[int, ...]
     size: int
@@ -60,7 +60,7 @@ class _Epoch:
 
 
 class ProblemSource:
-    """The endless order of one domain's problems for one actor.
+    """Yields one domain's problems for one actor without end.
 
     Example:
         >>> source = ProblemSource(num_problems=3, seed=0, name="guessing")
@@ -82,7 +82,7 @@ class ProblemSource:
         self._next_epoch = 0
 
     def take(self) -> Place:
-        """The next problem that is not settled."""
+        """Returns the place of the next problem that is not settled."""
         while True:
             while not self._queue:
                 self._begin_epoch(self._next_epoch, self._removed)
@@ -92,11 +92,11 @@ class ProblemSource:
                 return place
 
     def size_of(self, epoch: int) -> int:
-        """Problems of an epoch that is begun and not settled."""
+        """Returns this actor's number of problems in an epoch that has begun and is not completely settled."""
         return self._epochs[epoch].size
 
     def settle(self, place: Place) -> None:
-        """The problem's group is published or dropped."""
+        """Marks a place as settled, because its group was published or dropped."""
         epoch = self._epochs.get(place.epoch)
         if epoch is None:
             return
@@ -105,7 +105,7 @@ class ProblemSource:
             del self._epochs[place.epoch]
 
     def remove(self, problem_index: int) -> None:
-        """The problem leaves the pool from the next epoch on."""
+        """Removes the problem from the pool from the next epoch on."""
         self._removed.add(problem_index)
 
     @property
@@ -114,23 +114,23 @@ class ProblemSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch that ``take`` is in."""
+        """The newest epoch that ``take`` has reached."""
         return max(0, self._next_epoch - 1)
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that begins when the places begun are used up."""
+        """The epoch that begins once all places of the current epochs have been taken."""
         return self._next_epoch
 
     def progress(self) -> tuple[EpochProgress, ...]:
-        """The epochs begun and not settled; all earlier ones are."""
+        """Returns the epochs that are not completely settled. All other epochs before ``next_epoch`` are."""
         return tuple(
             EpochProgress(epoch=number, removed=epoch.removed, settled=tuple(sorted(epoch.settled)))
             for number, epoch in sorted(self._epochs.items())
         )
 
     def restore(self, *, next_epoch: int, progress: Iterable[EpochProgress], removed: Iterable[int]) -> None:
-        """Goes on where an earlier process stopped: places begun and not settled come first, again."""
+        """Continues where an earlier process stopped. Places of its epochs that are not settled come first."""
         self._removed = set(removed)
         self._queue.clear()
         self._epochs.clear()
@@ -140,11 +140,12 @@ class ProblemSource:
         self._next_epoch = next_epoch
 
     def resume(self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]) -> None:
-        """Goes on behind what a checkpoint has settled; everything else of the epochs that were begun comes again.
+        """Continues after a checkpoint. Places of its epochs that it has not settled come again.
 
         Args:
+            order: what the checkpoint has settled of this domain.
             removed: problems that have left the pool.
-            removed_at: those that had left it when an epoch began, where that is known.
+            removed_at: epoch → problems that had left the pool when it began, where that is known.
         """
         done = numbers(order.done)
         begun = max([*done, *order.epochs], default=-1) + 1
@@ -164,7 +165,7 @@ class ProblemSource:
 
     def _begin_epoch(self, epoch: int, removed: Collection[int]) -> None:
         places = self._places(epoch, removed)
-        if not places:  # every problem of this actor left the pool: begin anew with all of them
+        if not places:  # every problem of this actor left the pool: use all of them again
             removed = ()
             self._removed.clear()
             places = self._places(epoch, ())

@@ -1,8 +1,8 @@
-"""What this actor has settled: a fold over its own records, so that a restart continues exactly behind the last one.
+"""The actor's settled work, computed as a fold over its own records, so that a restart continues after the last one.
 
-Live and after a restart the same ``apply`` counts a record. A snapshot in the job's folder keeps the fold up to an
-offset of topic ``actor``; the rest is read from the topic, which keeps it until the snapshot has passed it. What was
-dispatched and has no record is simply not settled: its problems come first again.
+The same ``apply`` counts records during the run and after a restart. A snapshot in the job's folder holds the fold up
+to an offset of topic ``actor``. A restart reads the later records from the topic, which keeps them until a snapshot
+covers them. A dispatch without a record is not settled: its problem is dispatched again first.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class DomainSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     epochs: tuple[EpochProgress, ...]
     removed: tuple[int, ...]
     pass_counts: dict[int, tuple[int, int]]
-    """Problem index → (successes, attempts); kept only with no-positive-resampling."""
+    """Problem index → (successes, attempts). Kept only with no-positive-resampling."""
 
 
 class ActorSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,11 @@ class ActorSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorProgress:
-    """Counts in samples, dispatch numbers, and every domain's place in its problems.
+    """Counts samples, assigns dispatch numbers, and tracks every domain's place in its problems.
+
+    Args:
+        sources: the problems of each domain, by name.
+        no_positive_resampling: success rate from which a problem leaves the pool. None: problems never leave.
 
     Example:
         >>> progress = ActorProgress({"guessing": ProblemSource(num_problems=2, seed=0, name="guessing")})
@@ -65,7 +69,7 @@ class ActorProgress:
         self.settled_by_domain: Counter[str] = Counter()
         """Samples published or dropped per domain."""
         self.before = 0
-        """Every dispatch below this one is published or dropped."""
+        """Every dispatch with a lower number is published or dropped."""
         self._later: set[int] = set()
         self._next = 0
         self._threshold = no_positive_resampling
@@ -73,7 +77,7 @@ class ActorProgress:
         self._saved_epochs: dict[str, int] | None = None
 
     def dispatch(self, samples: int) -> int:
-        """Counts a dispatch and returns its number: the lowest that is neither settled nor given away."""
+        """Counts a dispatch and returns its number, the lowest that is neither settled nor assigned."""
         self.dispatched += samples
         index = self._next
         self._next += 1
@@ -82,7 +86,7 @@ class ActorProgress:
         return index
 
     def apply(self, record: ActorRecord) -> None:
-        """A dispatch is settled: published, wholly or partly, or dropped. Or the stream begins after a checkpoint."""
+        """Counts a record: a dispatch was published (fully or partly) or dropped, or a checkpoint begins the stream."""
         if isinstance(record, OrderResumed):
             self._begin(record)
             return
@@ -121,11 +125,11 @@ class ActorProgress:
 
     @property
     def epoch_began(self) -> bool:
-        """Whether a domain began an epoch since the last snapshot: its order must be saved before it is used."""
+        """Whether a domain began an epoch since the last snapshot. Its order must be saved before it is used."""
         return self._saved_epochs != {name: source.next_epoch for name, source in self.sources.items()}
 
     def snapshot(self, offset: int) -> ActorSnapshot:
-        """The state with every record before ``offset`` applied."""
+        """Returns the state, in which every record before ``offset`` has been applied."""
         self._saved_epochs = {name: source.next_epoch for name, source in self.sources.items()}
         return ActorSnapshot(
             offset=offset,
@@ -147,7 +151,7 @@ class ActorProgress:
         )
 
     def restore(self, snapshot: ActorSnapshot) -> None:
-        """Takes up a snapshot; records behind its offset are to be applied afterwards, then ``resume``."""
+        """Adopts a snapshot. Afterwards apply the records from its offset on, then call ``resume``."""
         self.published, self.dropped = snapshot.published, snapshot.dropped
         self.by_domain = Counter(snapshot.by_domain)
         self.settled_by_domain = Counter(snapshot.settled_by_domain)
@@ -158,13 +162,13 @@ class ActorProgress:
                 self.sources[name].restore(next_epoch=domain.next_epoch, progress=domain.epochs, removed=domain.removed)
 
     def resume(self) -> None:
-        """Nothing is under way: what was dispatched and not settled is forgotten, its number and problem free again."""
+        """Forgets unsettled dispatches, because none of them runs. Their numbers and problems become free again."""
         self.dispatched = self.published + self.dropped
         self._next = self.before
 
 
 def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
-    """Replaces the snapshot in one step; raises ``StreamError`` when it cannot be written."""
+    """Replaces the snapshot atomically. Raises ``StreamError`` if it cannot be written."""
     path = folder / SNAPSHOT_FILE
     try:
         make_folder(folder)
@@ -174,7 +178,7 @@ def save_snapshot(folder: Path, snapshot: ActorSnapshot) -> None:
 
 
 def load_snapshot(folder: Path) -> ActorSnapshot | None:
-    """The newest snapshot; None when there is none."""
+    """Loads the newest snapshot. Returns None if there is none. Raises ``CorruptStreamError`` if it is damaged."""
     path = folder / SNAPSHOT_FILE
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=ActorSnapshot)

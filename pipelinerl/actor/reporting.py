@@ -1,4 +1,4 @@
-"""What people see of the actor while it runs: its metrics, its progress line, the one wait that its status names."""
+"""Reports on the running actor: its metrics, its progress line in the log, and the current wait in its status."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ SHOWN = ("rollouts", "rollouts_per_s", "tokens_generated_per_s", "reward", "succ
 
 
 class Status(Protocol):
-    """What the actor tells its role's status."""
+    """The part of the role's status that the actor writes."""
 
     def progress(self, **fields: Any) -> None: ...
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager: ...
@@ -29,7 +29,7 @@ class MetricsLog(Protocol):
 
 
 class Reporter:
-    """Writes metrics every ``every_s`` seconds, and says what the actor waits for."""
+    """Writes metrics every ``every_s`` seconds and shows what the actor waits for."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Reporter:
         self._status.progress(**fields)
 
     def wait_for(self, what: str, on: str) -> None:
-        """Names the one wait, changed only when it changes."""
+        """Shows the current wait: ``what``, and the job that it is ``on``. Does nothing if it is unchanged."""
         if self._waits_for != (what, on):
             self.stop_waiting()
             self._waits_for = (what, on)
@@ -59,7 +59,12 @@ class Reporter:
         self._waits_for = None
 
     def log(self, numbers: Callable[[], dict[str, float]], step: int, *, force: bool = False) -> None:
-        """Writes the metrics and the progress line when their time has come."""
+        """Writes the metrics and the progress line if they are due, or always with ``force``.
+
+        Args:
+            numbers: returns further metrics.
+            step: live weight version.
+        """
         now = time.monotonic()
         if now < self._next and not force:
             return

@@ -1,4 +1,4 @@
-"""An actor on new streams: after `resume=checkpoint` it goes on behind what the trainer's checkpoint has settled."""
+"""Starts an actor on new streams: after `resume=checkpoint` it continues where the trainer's checkpoint ends."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WAIT_S = 0.1
 
 
 def await_trainer(context: RoleContext, trainer: TrainerState) -> TrainingResumed | None:
-    """The trainer's word about where it goes on; None when asked to stop before it comes."""
+    """Waits for the trainer's message about where it resumes. Returns None if a stop is requested first."""
     with context.status.waiting("the checkpoint that the new streams begin with", on="finetune_0"):
         while (message := trainer.resumed) is None:
             if context.stop.wait(WAIT_S):
@@ -26,12 +26,15 @@ def await_trainer(context: RoleContext, trainer: TrainerState) -> TrainingResume
 def order_resumed(
     message: TrainingResumed, lost: Path, *, job: str, actor: int, num_actors: int, batch_size: int
 ) -> OrderResumed:
-    """The first record of the new stream.
+    """Builds the first record of the new stream.
 
     Args:
-        lost: folder of the epoch that has ended; the problems that had left the pool are in its snapshot.
+        message: the trainer's message about where it resumes.
+        lost: folder of the stream epoch that has ended. Its snapshot holds the problems that had left the pool.
         job: job name of this actor.
-        batch_size: samples per optimizer step, of which actor r of n fills those with ``step % n == r``.
+        actor: replica index of this actor.
+        num_actors: actors of the run.
+        batch_size: samples per optimizer step. Actor r of n fills the steps with ``step % n == r``.
     """
     removed, removed_at = removed_problems(lost / job)
     return OrderResumed(
@@ -44,7 +47,10 @@ def order_resumed(
 
 
 def removed_problems(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[int, tuple[int, ...]]]]:
-    """Problems that left the pool, by domain, and by domain and epoch; none when the snapshot is gone or damaged."""
+    """Returns the problems that left the pool: by domain, and by domain and epoch.
+
+    Both are empty if the snapshot is missing or damaged.
+    """
     try:
         snapshot = load_snapshot(folder)
     except StreamError:
@@ -57,7 +63,7 @@ def removed_problems(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str
 
 
 def earlier_evaluations(lost: Path, step: int) -> list[EvaluationDone]:
-    """Results of the epoch that has ended, of versions up to ``step``: later ones are not of this training."""
+    """Returns the evaluation results of the ended stream epoch, up to version ``step``. Later ones do not apply."""
     try:
         lines = (lost / EVALUATIONS_FILE).read_bytes().splitlines()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Wires the actor's loop to the run: topics, trainer state, workers. ``run`` returns when the role is done."""
+"""Connects the actor's loop to the run: topics, trainer state and workers. ``run`` returns when the role is done."""
 
 import logging
 import time
@@ -91,7 +91,10 @@ def begin_again(
     groups: TopicWriter[ActorRecord],
     news: TopicWriter[EvaluationMessage],
 ) -> bool:
-    """On new streams, take up the trainer's checkpoint and the evaluations before it; False when asked to stop."""
+    """On new streams, adopts the trainer's checkpoint and copies the evaluations before it.
+
+    Returns False if a stop is requested first.
+    """
     epoch, cfg, replica = read_epoch(context.run_dir), context.cfg, context.job.replica_idx
     if epoch.number == 1 or groups.next_offset:
         return True
@@ -116,7 +119,7 @@ def begin_again(
 
 
 def warn_of_open_files(cfg: Config, num_servers: int) -> None:
-    """Says when the system's limit on open files lets fewer requests run at once than the configuration asks for."""
+    """Warns if the system's limit on open files allows fewer concurrent requests than the configuration asks for."""
     limit = raise_open_files()
     wanted = -(-num_servers * cfg.actor.llm_max_rollouts // cfg.actor.rollout_workers)
     possible = request_limits(cfg).max_requests
@@ -130,7 +133,7 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
 
 
 def train_domains(cfg: Config) -> list[TrainDomain]:
-    """Every domain with its problems."""
+    """Loads every domain's training problems."""
     domains = []
     for domain in domains_of(cfg):
         section, problems = domain.section, domain.train_problems()
@@ -140,7 +143,7 @@ def train_domains(cfg: Config) -> list[TrainDomain]:
 
 
 def problem_sources(cfg: Config, domains: Sequence[TrainDomain], replica: int) -> dict[str, ProblemSource]:
-    """Every domain's problems in this actor's order."""
+    """Makes the source of each domain's problems, in this actor's order."""
     return {
         domain.name: ProblemSource(
             num_problems=len(domain.problems),
@@ -154,7 +157,7 @@ def problem_sources(cfg: Config, domains: Sequence[TrainDomain], replica: int) -
 
 
 def test_problems(cfg: Config) -> list[TestProblem]:
-    """The problems of every evaluation."""
+    """Loads the problems of every evaluation. Returns none if the configuration asks for no evaluation."""
     if not (cfg.eval.at_start or cfg.eval.at_end or cfg.eval_every_n_versions):
         return []
     tests = []
@@ -177,7 +180,7 @@ def make_evaluator(
     test_groups: TopicWriter[RolloutGroup],
     table: WorkTable,
 ) -> Evaluator:
-    """The evaluations, which the first actor makes for all."""
+    """Makes the evaluator. Only the first actor gets problems, because it evaluates for all actors."""
     last = news.last()
     return Evaluator(
         problems=test_problems(cfg) if replica == 0 else [],

@@ -1,9 +1,9 @@
-"""A domain's ``RolloutResult`` becomes a ``Rollout`` record: exact tokens, spans, log-probabilities. Pure.
+"""Turns a domain's ``RolloutResult`` into a ``Rollout`` record: exact tokens, spans and log-probabilities. Pure.
 
-Texts whose tokens extend each other become ONE training sequence; any other text starts a new one. Where every text
-has a reward, and so an advantage, of its own (modes `texts` and `steps`), texts stay apart. Lists that the domain
-replaced or edited (labels masked with -100) win over what the server sent; what contradicts itself is refused with the
-place it came from. Shapes: T tokens, K trained tokens, R spans.
+Texts whose tokens extend each other become ONE training sequence. Any other text starts a new one. In modes `texts` and
+`steps` every text has its own reward and so its own advantage, and texts are never joined. Lists that the domain
+replaced or edited (labels masked with -100) take precedence over the server's. A text whose lists contradict each other
+is refused with its index. Shapes: T tokens, K trained tokens, R spans.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class SequenceTooLong(RecordError):
 
 @dataclass(slots=True)
 class _Piece:
-    """A text as arrays; ``end`` is the position after its last trained token."""
+    """A text as arrays."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -47,17 +47,22 @@ def to_rollout(
     seq_length: int,
     rewards: RewardMode = "rollout",
 ) -> Rollout:
-    """The record of one attempt.
+    """Builds the record of one attempt.
 
     Args:
-        result: what the domain's function returned.
-        fallback_version: version of tokens that carry none (texts a domain built by itself): the oldest possible.
+        result: the return value of the domain's function.
+        attempt: index of the attempt in its group.
+        latency_s: duration of the attempt.
+        num_llm_calls: its completions.
+        sent_tokens: prompt tokens of all its calls.
+        cached_tokens: prompt tokens that the server took from its prefix cache.
+        fallback_version: version of tokens that carry none (texts that a domain built itself): the oldest possible.
         seq_length: ``finetune.seq_length``.
-        rewards: mode of a result that does not say its own (``actor.rewards``).
+        rewards: reward mode of a result that sets none (``actor.rewards``).
 
     Raises:
-        RecordError: a text contradicts itself, or its reward the mode, or a reward is not finite.
-        SequenceTooLong: a sequence cannot be trained.
+        RecordError: a text's lists contradict each other, a reward contradicts the mode, or a reward is not finite.
+        SequenceTooLong: a sequence is longer than ``seq_length``.
     """
     metrics = numeric_metrics(result)
     mode = result.rewards or rewards
@@ -114,7 +119,7 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
 
 
 def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids, trained positions and their log-probabilities of a text whose lists were read or changed."""
+    """Returns token ids, trained positions and their log-probabilities of a text whose lists were read or changed."""
     token_ids = np.asarray(text.input_ids, dtype=np.int32)
     labels = np.asarray(text.labels, dtype=np.int64)
     logprobs = np.asarray(text.logprobs, dtype=np.float32)
@@ -151,14 +156,14 @@ def _versions(text: TrainingText, positions: np.ndarray, fallback_version: int) 
 
 
 def _finish_reason(text: TrainingText) -> str:
-    """The server's word, unless the domain says that the text is unfinished."""
+    """Returns the server's finish reason, or "length" if the domain set ``finished`` to False."""
     if "finished" in text.model_fields_set and not text.finished:
         return "length"
     return text._tokens.finish_reason if text._tokens is not None else "stop"
 
 
 def _merge(pieces: list[_Piece]) -> list[_Piece]:
-    """Joins each piece to the newest sequence that it extends, else starts a new one."""
+    """Joins each piece to the newest sequence that it extends. A piece that extends none starts a new sequence."""
     sequences: list[_Piece] = []
     for piece in pieces:
         for i in range(len(sequences) - 1, -1, -1):
@@ -201,7 +206,12 @@ def _to_sequence(piece: _Piece) -> TrainingSequence:
 
 
 def spans_of(positions: np.ndarray, versions: np.ndarray) -> np.ndarray:
-    """int32 [R, 3]: maximal runs of adjacent positions with one version, as (start, end exclusive, version)."""
+    """Returns maximal runs of adjacent positions with one version, int32 [R, 3]: (start, end exclusive, version).
+
+    Args:
+        positions: int64 [K], ascending.
+        versions: int32 [K], weight version of each position.
+    """
     if not len(positions):
         return np.empty((0, 3), dtype=np.int32)
     breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(versions) != 0)) + 1

@@ -1,4 +1,4 @@
-"""The servers in service as one worker sees them: how loaded each is, and which failed just now."""
+"""One worker's view of the servers in service: the load of each, and which of them failed recently."""
 
 import asyncio
 import random
@@ -7,25 +7,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 COOL_DOWN_S = 2.0
-"""A server that failed is chosen only after all others for this long."""
+"""For this long after a failure, a server is chosen only if no other is available."""
 
 
 @dataclass(eq=False)
 class InferenceServer:
-    """A server, its load from this worker, and its requests under way."""
+    """A server, the load that this worker puts on it, and its unanswered requests."""
 
     name: str
     url: str
     load: int = 0
-    """Rollouts of the groups that use it."""
+    """Rollouts of this worker's groups that use it."""
     cool_until: float = 0.0
     in_service: bool = True
     is_draining: bool = False
-    """Its requests under way end, and no new one is sent."""
+    """It finishes its current requests and gets no new one."""
     missed_since: int | None = None
-    """First version that it may not have used, once it missed a weight probe. One that comes back is another object."""
+    """First version that it may not have used. None until it misses a weight probe. A server that returns to service
+    gets a new object."""
     version: int = 0
-    """That it serves, as far as is known."""
+    """Version that it serves, as far as this worker knows."""
     requests: set[asyncio.Task] = field(default_factory=set)
 
     @property
@@ -33,17 +34,17 @@ class InferenceServer:
         return self.in_service and not self.is_draining
 
     def cool_down(self) -> None:
-        """The server failed: others are chosen for a while."""
+        """Notes a failure, so that other servers are preferred for ``COOL_DOWN_S``."""
         self.cool_until = time.monotonic() + COOL_DOWN_S
 
 
 class ServerPool:
-    """The servers in service. Knows load and recent failures; never talks to them."""
+    """The servers in service, with load and recent failures. Sends no requests itself."""
 
     def __init__(self) -> None:
         self._servers: dict[str, InferenceServer] = {}
         self._left: dict[str, InferenceServer] = {}
-        """The newest of each name that left: a missed probe may be told after it is out of service."""
+        """The newest server of each name that left. A missed probe may be reported after the server left."""
         self._changed = asyncio.Event()
 
     def update(
@@ -53,12 +54,13 @@ class ServerPool:
         missed: Mapping[str, int] | None = None,
         draining: Collection[str] = (),
     ) -> None:
-        """Takes the servers now in service; requests on a server that left are cancelled, to be repeated elsewhere.
+        """Sets the servers in service. Requests on a server that left are cancelled, and the group repeats them.
 
         Args:
-            serving: server → the version that it serves.
-            draining: names of servers in service that take no new request.
-            missed: servers that left because of their weight probe → the first version that they may not have used.
+            urls: name → URL of the servers in service.
+            serving: name → version that the server serves.
+            missed: name of a server that left because of its weight probe → first version that it may not have used.
+            draining: names of servers in service that accept no new request.
         """
         for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
             server = self._servers.pop(name)
@@ -77,7 +79,10 @@ class ServerPool:
         self._changed.set()
 
     async def choose(self, oldest: int) -> InferenceServer:
-        """The least loaded server that did not fail just now; waits while none serves version ``oldest`` or a newer."""
+        """Returns the least loaded server, preferring those without a recent failure.
+
+        Waits until a server serves version ``oldest`` or a newer one.
+        """
         while not (candidates := [s for s in self._servers.values() if s.takes_requests and s.version >= oldest]):
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""From a run folder to what the actor and its workers need: domains, problems, language models. Starts nothing."""
+"""Builds from a run folder what the workers need: domains, language models and limits. Starts nothing."""
 
 import logging
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 32000
 POLICY_NAME = "policy"
 RESERVED_FILES = 256
-"""Open files of a worker beside its connections: logs, libraries, data sets, what a domain opens."""
+"""Open files of a worker that are not connections: logs, libraries, data sets, files of a domain."""
 MIN_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSide:
-    """What a worker needs."""
+    """Everything that a worker needs."""
 
     cfg: DictConfig
-    """The run's configuration and, as ``jobs``, its world."""
+    """The run's configuration, with the jobs of its world under ``jobs``."""
     functions: list[RolloutFunction]
     llms: tuple[TrainableLLM, TrainableLLM]
     """For training and for evaluation."""
@@ -39,7 +39,7 @@ class RolloutSide:
 
 
 def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
-    """The policy as a domain gets it; server and transport are set per rollout."""
+    """Makes the policy's language model for domains. Server and transport are set per rollout."""
     llm = TrainableLLM(
         model_name=POLICY_NAME,
         tokenizer_name=cfg.model_path,
@@ -73,12 +73,14 @@ def request_limits(cfg: Config) -> RequestLimits:
 
 
 def connections_of(open_files: int) -> int:
-    """How many connections a worker with this limit on open files may have."""
-    return max(MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2)  # as many may stay open between two requests
+    """Returns how many connections a worker may have with this limit on open files."""
+    return max(
+        MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2
+    )  # half, because as many idle connections may stay open
 
 
 def load_rollout_side(run_dir: Path) -> RolloutSide:
-    """Everything for running rollouts of this run."""
+    """Loads everything that is needed to run rollouts of this run."""
     raw = load_run_dictconfig(run_dir)
     raw["jobs"] = WorldMap.load(run_dir).job_dicts()
     cfg = load_run(run_dir)

@@ -1,8 +1,8 @@
 """Training groups from dispatch to publication.
 
-A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. Its missing members
-are tried again, or it is dropped with the reason. A whole group is published when no domain that is further behind has
-groups under way (see ``mixing``).
+A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. If attempts are
+missing, they are tried again, or the group is dropped and the reason recorded. A complete group is published once no
+domain that is further behind has running groups (see ``mixing``).
 """
 
 import json
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class Drops(Protocol):
-    """What is known of the samples that the preprocessor dropped."""
+    """Counts of the samples that the preprocessor dropped."""
 
     def total(self) -> int: ...
     def by_domain(self) -> Mapping[str, int]: ...
 
 
 class Journal(Protocol):
-    """Where groups are published, and what is settled is kept."""
+    """Publishes groups and saves the actor's progress."""
 
     def publish(self, record: ActorRecord) -> None: ...
     def save(self) -> None: ...
@@ -54,7 +54,7 @@ class TrainDomain:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRules:
-    """What the configuration says about groups."""
+    """The configuration's settings for groups."""
 
     attempts: int
     max_failed_rollouts: int
@@ -63,7 +63,7 @@ class GroupRules:
 
 @dataclass(eq=False, kw_only=True)
 class TrainingGroup(Work):
-    """A group under way."""
+    """A running group."""
 
     place: Place
     dispatch_index: int
@@ -72,7 +72,7 @@ class TrainingGroup(Work):
 
 
 class TrainingGroups:
-    """Every training group of this actor. One thread."""
+    """The training groups of this actor. Used by one thread."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TrainingGroups:
 
     @property
     def holds_groups(self) -> bool:
-        """Whether whole groups wait for a domain that is behind."""
+        """Whether complete groups wait for a domain that is behind its weight."""
         return any(self._held)
 
     @property
@@ -108,7 +108,7 @@ class TrainingGroups:
             self._start(version)
 
     def take(self, ended: WorkEnded) -> None:
-        """Keeps the whole group for its turn, tries its missing members again, or drops it with the reason."""
+        """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""
         group, failed = ended.work, ended.failures
         assert isinstance(group, TrainingGroup)
         group.rollouts.extend(ended.rollouts)
@@ -126,7 +126,7 @@ class TrainingGroups:
         self._drop(group, worst)
 
     def publish_in_turn(self) -> bool:
-        """Publishes what is whole, as long as no domain that is further behind has groups under way."""
+        """Publishes complete groups until a domain that is further behind has running ones. Returns whether it did."""
         published = False
         while any(self._held):
             under_way = [i for i, samples in self._under_way.items() if samples]
@@ -138,7 +138,7 @@ class TrainingGroups:
         return published
 
     def give_up(self) -> None:
-        """Training is done: whatever is under way will not be trained."""
+        """Cancels all groups, because training is done and they would not be trained."""
         self._table.cancel(TrainingGroup)
         self._held = [deque() for _ in self._domains]
 
@@ -184,7 +184,7 @@ class TrainingGroups:
         self._table.submit(TrainingGroup(start=start, place=place, dispatch_index=dispatch_index))
 
     def _counted(self) -> list[float]:
-        """Samples of each domain that were published and not dropped since."""
+        """Returns each domain's contribution in samples (see ``mixing.counted``)."""
         progress, dropped = self._progress, self._drops.by_domain()
         return [
             counted(
@@ -239,10 +239,10 @@ class TrainingGroups:
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """The problem for people."""
+    """Returns the problem as JSON for readers, cut to ``PROBLEM_CHARS``."""
     return json.dumps(problem, ensure_ascii=False, default=str)[:PROBLEM_CHARS]
 
 
 def dataset_of(problem: Mapping[str, Any]) -> str:
-    """The data set that a training problem says it is from."""
+    """Returns the data set that a training problem names, or "train"."""
     return str(problem.get("dataset", "train"))

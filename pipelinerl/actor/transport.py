@@ -1,7 +1,7 @@
-"""How a group's requests reach a server: joined when equal, all on one server, repeated elsewhere when that fails.
+"""Carries a group's requests to one server, joins equal requests, and repeats failed ones on another server.
 
-A request has a deadline, which begins when it has a place among the worker's connections. Requests of a group that ask
-the same thing at the same time travel as one request with ``n`` completions.
+The deadline of a request starts when it gets one of the worker's connections. Equal requests that a group makes at the
+same time are sent as one request with ``n`` completions.
 """
 
 import asyncio
@@ -22,39 +22,39 @@ from pipelinerl.rollouts import CallTokens
 log = logging.getLogger(__name__)
 
 COALESCE_WINDOW_S = 0.002
-"""How long a request waits for equal ones of its group; it goes at once when all attempts have joined."""
+"""How long a request waits for equal ones of its group. It is sent at once when all attempts have joined."""
 FIRST_BACKOFF_S = 0.25
 MIN_EVENNESS = 0.8
-"""Mean over longest completion of a prompt, below which requests are not joined."""
+"""Requests are joined only while a prompt's mean completion length is at least this fraction of the longest."""
 EVENNESS_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Bounds on requests, from the configuration and the system."""
+    """Limits on requests, from the configuration and the system."""
 
     timeout_s: float
     max_retries: int
     max_completions: int
-    """Completions of one request."""
+    """Completions per request."""
     max_connections: int = 768
-    """Connections that the worker may have open at once, of the policy's requests and the domains' own."""
+    """Connections that the worker may have open at once, for the policy's requests and the domains' own."""
 
     @property
     def max_requests(self) -> int:
-        """Requests to the policy at once: a quarter of the connections is left to verifiers and tools."""
+        """Concurrent requests to the policy. A quarter of the connections is left for verifiers and tools."""
         return max(1, self.max_connections - self.max_connections // 4)
 
 
 class Client:
-    """Sends requests to servers, no more at once than there are connections. One per worker."""
+    """Sends requests to servers, at most ``limits.max_requests`` at once. One per worker."""
 
     def __init__(self, session: aiohttp.ClientSession, limits: RequestLimits):
         self.session, self.limits = session, limits
         self._places = asyncio.Semaphore(limits.max_requests)
 
     async def post(self, server: InferenceServer, request: GenerateRequest, n: int) -> list[CallTokens]:
-        """``n`` completions; raises ``TransportError`` for whatever keeps the server from giving them."""
+        """Requests ``n`` completions. Raises ``TransportError`` if the server does not deliver them for any reason."""
         async with self._places:
             if not server.in_service:
                 raise TransportError(f"{server.name} left service")
@@ -79,29 +79,38 @@ class Client:
 
 
 def _with_known_weights(completions: list[CallTokens], server: InferenceServer) -> list[CallTokens]:
-    """A server that restarted samples from the weights on disk until the trainer has sent it the current ones."""
+    """Refuses completions without weight versions.
+
+    A restarted server samples from the weights on disk until the trainer has sent it the current ones.
+    """
     if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
         raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
     return completions
 
 
 def is_cancelled() -> bool:
-    """Whether the running task itself was asked to stop (and not only something that it waited for)."""
+    """Whether the current task itself was cancelled, and not only a task that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class GroupRoute:
-    """The server of one group; another one when that fails or leaves service."""
+    """Keeps a group on one server, and moves it to another when that server fails or leaves service."""
 
     def __init__(self, pool: ServerPool, client: Client, attempts: int, oldest: int):
-        """``oldest``: a server that serves an older version is not chosen."""
+        """
+        Args:
+            pool: the servers in service.
+            client: sends the requests.
+            attempts: size of the group, counted as load of its server.
+            oldest: weight version. A server with an older one is not chosen.
+        """
         self._pool, self._client, self._attempts, self._oldest = pool, client, attempts, oldest
         self.server: InferenceServer | None = None
         self.aborted_requests = 0
         """Requests that ended without a completion, repeated or not."""
         self._newest: dict[InferenceServer, int] = {}
-        """Servers that answered, and the newest version of their answers."""
+        """Servers that answered → newest version in their answers."""
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -109,7 +118,7 @@ class GroupRoute:
         return tuple(sorted({server.name for server in self._newest}))
 
     def check_weights(self) -> None:
-        """Raise ``WeightUpdateError`` if a server answered with a version and then missed its weight probe."""
+        """Raises ``WeightUpdateError`` if a server answered with a version and later missed the weight probe for it."""
         for server, newest in self._newest.items():
             if server.missed_since is not None and newest >= server.missed_since:
                 raise WeightUpdateError(
@@ -118,23 +127,26 @@ class GroupRoute:
                 )
 
     async def settle(self) -> InferenceServer:
-        """The group's server; a new one when there is none or it takes no more requests."""
+        """Returns the group's server. Chooses a new one if there is none or it accepts no more requests."""
         if self.server is None or not self.server.takes_requests:
             self.leave()
             server = await self._pool.choose(self._oldest)
-            if self.server is None:  # nobody else of the group chose in the meantime
+            if self.server is None:  # no other attempt of the group has chosen meanwhile
                 self.server = server
                 server.load += self._attempts
         return self.server
 
     def leave(self) -> None:
-        """Takes the group's load off its server."""
+        """Removes the group and its load from its server."""
         if self.server is not None:
             self.server.load -= self._attempts
             self.server = None
 
     async def request(self, request: GenerateRequest, n: int) -> list[CallTokens]:
-        """Repeats until an answer, a refusal, or the end of the retries. Waiting for a server costs no retry."""
+        """Requests ``n`` completions, repeating until success, a refusal, or the end of the retries.
+
+        Waiting for a server, or losing one that leaves service, costs no retry.
+        """
         repetition = 0
         while True:
             server = await self.settle()
@@ -157,10 +169,11 @@ class GroupRoute:
 
 
 class JoinPolicy:
-    """Whether equal requests of a group travel as one.
+    """Decides whether equal requests of a group are joined into one.
 
-    One request for all costs the server half the CPU, but answers when its longest completion does: places of the
-    shorter ones stay empty. So requests are joined while completions of a prompt have about equal lengths.
+    A joined request costs the server half the CPU, but it is answered only when its longest completion ends, and the
+    places of the shorter ones stay empty until then. So requests are joined only while the completions of a prompt
+    have about equal lengths.
     """
 
     def __init__(self) -> None:
@@ -171,7 +184,7 @@ class JoinPolicy:
         return self._evenness >= MIN_EVENNESS
 
     def observe(self, lengths: Sequence[int]) -> None:
-        """Lengths of the completions of one prompt, in tokens."""
+        """Takes the lengths of the completions of one prompt, in tokens."""
         if len(lengths) > 1 and max(lengths) > 0:
             evenness = sum(lengths) / (len(lengths) * max(lengths))
             self._evenness += EVENNESS_WEIGHT * (evenness - self._evenness)
@@ -179,7 +192,7 @@ class JoinPolicy:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Equal requests that wait to leave together."""
+    """Equal requests that wait to be sent together."""
 
     request: GenerateRequest
     waiters: list[asyncio.Future[CallTokens]] = field(default_factory=list)
@@ -187,11 +200,13 @@ class _Bucket:
 
 
 class GroupTransport:
-    """Carries the requests of one group and joins equal ones; see ``async_llm.Transport``.
+    """Carries the requests of one group and joins equal ones (see ``llm.Transport``).
 
     Args:
-        join_limit: the most requests that travel as one.
-        trained_temperature: what is sampled will be trained at this one; None = it will not be trained.
+        route: the group's server.
+        policy: decides whether to join.
+        join_limit: maximum number of requests that are joined into one.
+        trained_temperature: temperature at which the trainer will use the samples. None: they are not trained.
     """
 
     def __init__(
@@ -205,7 +220,7 @@ class GroupTransport:
         self._sending: set[asyncio.Task] = set()
 
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
-        """One completion; see ``async_llm.Transport``."""
+        """Samples one completion (see ``llm.Transport``)."""
         self._refuse_distortion(request.body_key)
         loop = asyncio.get_running_loop()
         key = request.key
@@ -223,7 +238,10 @@ class GroupTransport:
         return tokens
 
     def _refuse_distortion(self, body_key: bytes) -> None:
-        """A domain may choose lengths and stop strings, but what is trained comes from the run's distribution."""
+        """Raises ``DomainError`` if a domain changed the sampling distribution of samples that are trained.
+
+        A domain may choose lengths and stop strings.
+        """
         if self._trained_temperature is None or body_key == self._checked:
             return
         parameters = msgspec.json.decode(body_key)
@@ -238,7 +256,7 @@ class GroupTransport:
         self._checked = body_key
 
     def close(self) -> None:
-        """Gives up what is still under way; tells the policy what the group taught."""
+        """Cancels unanswered requests and reports the group's completion lengths to the policy."""
         for lengths in self._lengths.values():
             self._policy.observe(lengths)
         for bucket in self._buckets.values():
@@ -261,7 +279,7 @@ class GroupTransport:
     async def _deliver(self, bucket: _Bucket) -> None:
         try:
             completions = await self._route.request(bucket.request, len(bucket.waiters))
-        except Exception as error:  # handed to those who wait for the answer
+        except Exception as error:  # passed on to every waiter
             for waiter in bucket.waiters:
                 if not waiter.done():
                     waiter.set_exception(error)

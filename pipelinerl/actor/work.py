@@ -1,7 +1,7 @@
-"""What is at the workers: every piece of work has a ticket, and comes back exactly once unless it is cancelled.
+"""The table of work at the workers. Every piece has a ticket and comes back exactly once unless it is cancelled.
 
-Knows nothing of what the work is for. When a worker dies, everything that it had is suspect: suspects run one at a
-time, so that the one that kills is found and the others are not blamed with it.
+The table does not know the purpose of the work. When a worker dies, all of its work is suspect. Suspects run one at a
+time, so that only the piece that kills its worker is blamed.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from pipelinerl.records import Rollout
 
 
 class Workers(Protocol):
-    """What the table needs of ``workers.RolloutWorkers``."""
+    """The part of ``workers.RolloutWorkers`` that the table uses."""
 
     @property
     def num_rollouts(self) -> int: ...
@@ -30,17 +30,17 @@ class Workers(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Work:
-    """A piece of work; its kinds are subclasses."""
+    """A piece of work. Each kind of work is a subclass."""
 
     start: StartGroup
-    """The ticket is set by ``submit``."""
+    """``submit`` sets its ticket."""
     suspect: bool = False
     """Its worker died while it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkEnded:
-    """What came of a piece of work."""
+    """The outcome of a piece of work."""
 
     work: Work
     rollouts: tuple[Rollout, ...]
@@ -49,7 +49,7 @@ class WorkEnded:
 
 
 class WorkTable:
-    """The actor's work at its workers. One thread.
+    """The actor's work at its workers. Used by one thread.
 
     Args:
         rollouts_per_server: ``actor.llm_max_rollouts``.
@@ -65,7 +65,7 @@ class WorkTable:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts under way."""
+        """Running rollouts."""
         return self._workers.num_rollouts
 
     def __len__(self) -> int:
@@ -80,12 +80,12 @@ class WorkTable:
         self._workers.set_servers(servers)
 
     def has_room(self, attempts: int) -> bool:
-        """Whether the servers can take so many more rollouts; an idle one takes any number."""
+        """Whether the servers have room for this many more rollouts. If no rollout runs, any number fits."""
         running = self._workers.num_rollouts
         return running == 0 or running + attempts <= self._num_servers * self._rollouts_per_server
 
     def submit(self, work: Work) -> None:
-        """Gives the work to a worker; a suspect waits until no other one runs."""
+        """Gives the work to a worker. A suspect waits until no other suspect runs."""
         if work.suspect:
             if self._suspect is not None:
                 self._waiting_suspects.append(work)
@@ -97,7 +97,7 @@ class WorkTable:
         self._workers.start(work.start)
 
     def cancel(self, kind: type[Work]) -> None:
-        """Gives up all work of this kind."""
+        """Cancels all work of this kind."""
         for ticket in [ticket for ticket, work in self._works.items() if isinstance(work, kind)]:
             del self._works[ticket]
             self._workers.cancel(ticket)
@@ -106,7 +106,7 @@ class WorkTable:
             self._suspect = None
 
     def poll(self, timeout_s: float) -> list[WorkEnded]:
-        """What came to an end; waits up to ``timeout_s`` for news."""
+        """Returns the work that has ended. Waits up to ``timeout_s`` for messages of the workers."""
         if self._suspect is None and self._waiting_suspects:
             self.submit(self._waiting_suspects.popleft())
         ended: list[WorkEnded] = []

@@ -1,7 +1,7 @@
-"""A worker process: runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
+"""A worker process runs rollouts in its own asyncio loop and talks to the actor over a ``connection``.
 
-It loads the domain and the tokenizer itself, from the run folder. A thread writes its heartbeat to shared memory, which
-no message delays. The process ends with the actor's.
+It loads the domain and the tokenizer itself, from the run folder. A thread writes its heartbeat to shared memory, so
+that no message can delay it. The process ends when the actor's process ends.
 """
 
 import asyncio
@@ -29,7 +29,15 @@ BEAT_S = 2.0
 
 
 def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, heartbeat: Any) -> None:
-    """Entry of the process. Ends on ``Stop``, when the connection closes, or with ``WorkerFailed``."""
+    """Entry point of the process. Ends on ``Stop``, when the connection closes, or after sending ``WorkerFailed``.
+
+    Args:
+        run_dir: run folder.
+        job_name: job name of the actor.
+        index: index of this worker.
+        sock: this worker's end of the connection.
+        heartbeat: shared double that receives the monotonic time.
+    """
     from pipelinerl.observability.logging import setup_role_logging
     from pipelinerl.process import die_with_parent, raise_open_files
 
@@ -47,14 +55,14 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
 
 
 def _beat(heartbeat: Any) -> None:
-    """A thread's sign of life, for a domain may keep the loop busy. Ends with the process."""
+    """Writes the heartbeat until the process ends. Runs in a thread, because a domain may keep the loop busy."""
     while True:
         heartbeat.value = time.monotonic()
         time.sleep(BEAT_S)
 
 
 async def _live(run_dir: Path, sock: socket.socket) -> int:
-    """The worker's life; returns its exit code."""
+    """Runs the worker, reports an error to the actor, and returns the exit code."""
     connection = await WorkerConnection.open(sock)
 
     async def send(message: FromWorker) -> None:
@@ -76,7 +84,7 @@ async def _live(run_dir: Path, sock: socket.socket) -> int:
 async def _serve(
     run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
 ) -> None:
-    """Consumes messages of the actor, starts groups, sends what comes of them."""
+    """Reads the actor's messages, starts groups and sends their outcomes."""
     import aiohttp
 
     from pipelinerl.actor.executor import Executor, GroupTasks
@@ -85,7 +93,7 @@ async def _serve(
 
     side = load_rollout_side(run_dir)
     gc.collect()
-    gc.freeze()  # a full collection of what is loaded by now blocks the loop for 70 ms, and never finds anything
+    gc.freeze()  # a full collection of the objects loaded so far blocks the loop for 70 ms and finds nothing
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:

@@ -1,7 +1,7 @@
-"""The actor's worker processes, as the actor sees them: who has which work, who lives.
+"""The actor's view of its worker processes: which worker has which work, and which are alive.
 
-A worker that dies (a domain can take its process down) is noticed and replaced, and the work it had is named to the
-caller, who decides what is tried again. One whose heartbeat ends is killed. Problems and results travel as msgpack.
+A worker that dies is replaced, since a domain can crash its process. Its work is reported to the caller, who decides
+whether to retry it. A worker whose heartbeat stops is killed. Problems and results are sent as msgpack.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ _to_worker: Codec[ToWorker] = Codec(ToWorker)
 _from_worker: Codec[FromWorker] = Codec(FromWorker)
 STOP_TIMEOUT_S = 2.0
 PAUSE_S = 5.0
-"""After a longer pause between two polls a heartbeat may be old because everything stood still: it gets time anew."""
+"""After a longer pause between two polls, an old heartbeat may only mean that the whole machine stood still. The time
+allowed for silence then starts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,10 @@ class Lost:
 
 @dataclass(eq=False)
 class _Group:
-    """What has come of a piece of work so far."""
+    """The outcomes of a piece of work so far."""
 
     missing: int
-    """Attempts still under way."""
+    """Attempts still running."""
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -73,21 +74,21 @@ class _Worker:
     groups: dict[int, _Group] = field(default_factory=dict)
     """By ticket."""
     rollouts: int = 0
-    """Rollouts under way."""
+    """Running rollouts."""
 
     def add(self, ticket: int, attempts: int) -> None:
         self.groups[ticket] = _Group(missing=attempts)
         self.rollouts += attempts
 
     def remove(self, ticket: int) -> bool:
-        """Forgets a group; False = it is not here."""
+        """Forgets a group. Returns False if this worker does not have it."""
         group = self.groups.pop(ticket, None)
         if group is not None:
             self.rollouts -= group.missing
         return group is not None
 
     def count(self, ticket: int, outcome: Rollout | Failure) -> None:
-        """An attempt of a group, if that is here, has ended."""
+        """Counts an attempt that has ended. Ignores a group that this worker does not have."""
         group = self.groups.get(ticket)
         if group is None:
             return
@@ -102,12 +103,14 @@ class _Worker:
 class RolloutWorkers:
     """The actor's workers. Used by one thread.
 
-    Consumes results of the connections in ``poll``, produces ``GroupFinished`` and ``Lost``; raises ``DomainError``
-    when a worker reports that it cannot work at all. Never blocks longer than ``poll`` is asked to. ``close`` ends the
-    processes.
+    ``poll`` reads the workers' messages and returns ``GroupFinished`` and ``Lost``. It raises ``DomainError`` if a
+    worker reports that it cannot work at all, and never blocks longer than its timeout. ``close`` ends the processes.
 
     Args:
-        silence_s: a worker without a heartbeat for this long is frozen and gets killed.
+        run_dir: run folder.
+        job_name: job name of the actor.
+        num_workers: number of processes.
+        silence_s: a worker without a heartbeat for this many seconds counts as frozen and is killed.
     """
 
     def __init__(self, run_dir: Path, job_name: str, num_workers: int, silence_s: float):
@@ -120,11 +123,11 @@ class RolloutWorkers:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts under way."""
+        """Running rollouts."""
         return sum(worker.rollouts for worker in self._workers)
 
     def set_servers(self, servers: Servers) -> None:
-        """Tells every worker, also those to come, which servers are in service."""
+        """Tells every worker, and every later replacement, which servers are in service."""
         self._servers = servers
         for worker in self._workers:
             self._send(worker, servers)
@@ -142,7 +145,7 @@ class RolloutWorkers:
                 self._send(worker, Cancel(ticket=ticket))
 
     def poll(self, timeout_s: float) -> list[GroupFinished | Lost]:
-        """What came to an end; waits up to ``timeout_s`` for news."""
+        """Returns the groups that finished and the work of workers that died. Waits up to ``timeout_s``."""
         results: list[GroupFinished | Lost] = []
         dead = {worker for worker in self._workers if not worker.process.is_alive()}
         for key, events in self._selector.select(0 if dead else timeout_s):
@@ -157,7 +160,7 @@ class RolloutWorkers:
         return results
 
     def _kill_silent(self) -> None:
-        """The end of a killed worker is noticed by the next poll."""
+        """Kills workers whose heartbeat has stopped. The next poll notices their end."""
         now = time.monotonic()
         if now - self._polled > PAUSE_S:
             self._resumed = now
@@ -206,7 +209,7 @@ class RolloutWorkers:
         return [result for result in results if result is not None]
 
     def _take(self, worker: _Worker, message: FromWorker) -> GroupFinished | None:
-        """Counts the message; returns the group that it completes. A cancelled group's messages are ignored."""
+        """Counts the message and returns the group that it completes, if any. Ignores messages of a cancelled group."""
         match message:
             case Ready():
                 worker.ready = True
@@ -259,14 +262,14 @@ class RolloutWorkers:
         self._listen(worker)
 
     def _listen(self, worker: _Worker) -> None:
-        """Waits for room in the socket only while there is something to send."""
+        """Watches the socket for writability only while there is something to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.connection.has_outgoing else 0)
         if self._selector.get_key(worker.connection).events != events:
             self._selector.modify(worker.connection, events, worker)
 
 
 def encode_start(start: StartGroup) -> bytes:
-    """The message's bytes; a problem that holds something else than plain data is the domain's mistake."""
+    """Encodes the message. Raises ``DomainError`` if the problem holds values that are not plain data."""
     try:
         return _to_worker.encode(start)
     except StreamError as error:
