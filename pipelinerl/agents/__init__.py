@@ -1,7 +1,7 @@
-"""Train an agent that exists: it talks to an OpenAI-compatible endpoint, and every call becomes training tokens.
+"""Trains an existing agent: it calls an OpenAI-compatible endpoint, and every call becomes training tokens.
 
-``record_agent`` opens an endpoint for one rollout; ``run_agent`` does the same around a function or a subprocess;
-``play_text_environment`` plays Gymnasium environments whose observations are text.
+``record_agent`` opens an endpoint for one rollout. ``run_agent`` and ``run_agent_process`` open one and run a function
+or a program against it. ``play_text_environment`` plays Gymnasium environments whose observations are text.
 """
 
 from pipelinerl.agents.endpoint import RecordedAgent, record_agent

@@ -1,9 +1,9 @@
-"""An OpenAI-compatible endpoint on loopback that lives as long as one rollout and records every call made to it.
+"""An OpenAI-compatible endpoint on loopback that exists for one rollout and records every call made to it.
 
 Owns the listening socket and the recorded calls. Each call is sampled by ``llm_async_generate``, so its tokens,
-log-probabilities and weight versions are those of the server; the agent only sees text. The run's sampling parameters
-hold: an agent that asks for another temperature is told so, because its ratio to the trained policy would be wrong.
-A call that failed for infrastructure reasons ends the rollout with that error, whatever the agent made of it.
+log-probabilities and weight versions are those of the server. The agent only sees text. The run's sampling parameters
+are binding: a request for another temperature is refused, because its ratio to the trained policy would be wrong. A
+call that fails for infrastructure reasons ends the rollout with that error, even if the agent handles it.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """The shape of what is read of a request; further fields are left alone."""
+    """The fields of a request that are checked. Other fields are ignored here."""
 
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -73,9 +73,9 @@ class _Request(msgspec.Struct):
 
 
 class RecordedAgent:
-    """One rollout's endpoint: give ``base_url`` and ``api_key`` to an OpenAI client.
+    """One rollout's endpoint. Give ``base_url`` and ``api_key`` to an OpenAI client.
 
-    ``calls`` are the LLM calls in the order in which they were answered.
+    ``calls`` holds the LLM calls in the order in which they were answered.
     """
 
     def __init__(self, llm: TrainableLLM, session: aiohttp.ClientSession):
@@ -92,9 +92,16 @@ class RecordedAgent:
     def result(
         self, *, reward: float, success: bool, dataset_name: str | None = None, no_answer: bool = False
     ) -> RolloutResult:
-        """Everything the agent said, with one reward for the whole rollout.
+        """Builds the result from all calls, with one reward for the whole rollout.
 
-        Raises: the error of a call that failed for infrastructure reasons; ``DomainError`` when no call was made.
+        Args:
+            reward: of the rollout, set on every text.
+            success: whether the task was solved.
+            dataset_name: groups the metrics.
+            no_answer: whether the agent gave no answer.
+        Raises:
+            PipelineRLError: a call failed for infrastructure reasons (that call's error).
+            DomainError: the agent made no call.
         """
         if self.failure is not None:
             raise self.failure
@@ -112,7 +119,7 @@ class RecordedAgent:
         )
 
     async def complete(self, body: dict[str, Any]) -> LLMCall:
-        """Sample one completion for an OpenAI request body, and record it."""
+        """Samples one completion for an OpenAI request body and records it."""
         llm = self.llm.model_copy(update={"parameters": sampling_parameters(body, self.llm.parameters)})
         llm._num_calls = next(self._call_numbers)
         prompt = Prompt(messages=body["messages"], tools=body.get("tools") or None)
@@ -122,9 +129,13 @@ class RecordedAgent:
 
 
 def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The run's sampling parameters with what an agent may choose: length and stop strings.
+    """Merges the parameters that an agent may choose (length, stop strings, seed) into the run's.
 
-    Raises ``ValueError`` for a request that would sample from another distribution than the one that is trained.
+    Args:
+        body: OpenAI request body.
+        parameters: the run's sampling parameters.
+    Raises:
+        ValueError: the request would sample from another distribution than the one that is trained.
     """
     for name in FIXED_PARAMETERS:
         wanted = body.get(name)
@@ -143,13 +154,13 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
 
 
 def check_body(body: Any) -> dict[str, Any]:
-    """The request body, or ``ValueError`` saying what is wrong with it."""
+    """Returns the request body if it is valid. Raises ``ValueError`` with the reason otherwise."""
     msgspec.convert(body, _Request)
     return body
 
 
 def response_message(call: LLMCall) -> dict[str, Any]:
-    """The assistant message of a call in the OpenAI format."""
+    """Returns the assistant message of a call in OpenAI format."""
     message: dict[str, Any] = {"role": "assistant", "content": without_stop(call)}
     if call.output.tool_calls:
         message["tool_calls"] = [_plain(tool_call) for tool_call in call.output.tool_calls]
@@ -157,7 +168,7 @@ def response_message(call: LLMCall) -> dict[str, Any]:
 
 
 def without_stop(call: LLMCall) -> str | None:
-    """What was said before the first stop string, which OpenAI's interface leaves out; domains and training keep it."""
+    """Returns the text before the first stop string, because OpenAI's API omits it. Domains and training keep it."""
     content, stop = call.output.content, call.llm_info["parameters"].get("stop") or []
     if content is None:
         return None
@@ -170,13 +181,13 @@ def finish_reason(call: LLMCall) -> str:
 
 
 def completion(call: LLMCall, model: str) -> dict[str, Any]:
-    """A `chat.completion` object."""
+    """Builds a `chat.completion` object."""
     choice = {"index": 0, "message": response_message(call), "finish_reason": finish_reason(call), "logprobs": None}
     return _envelope("chat.completion", model) | {"choices": [choice], "usage": _usage(call)}
 
 
 def chunks(call: LLMCall, model: str, include_usage: bool) -> list[dict[str, Any]]:
-    """The `chat.completion.chunk` objects of a streamed answer: role, content, tool calls, end, usage."""
+    """Builds the `chat.completion.chunk` objects of a streamed answer: role, content, tool calls, end, usage."""
     envelope = _envelope("chat.completion.chunk", model)
     message = response_message(call)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -194,7 +205,11 @@ def chunks(call: LLMCall, model: str, include_usage: bool) -> list[dict[str, Any
 
 @asynccontextmanager
 async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> AsyncIterator[RecordedAgent]:
-    """Open the endpoint of one rollout.
+    """Opens the endpoint of one rollout.
+
+    Args:
+        llm: the policy.
+        session: HTTP session of the rollout.
 
     Example::
 
@@ -229,12 +244,12 @@ def _handler(agent: RecordedAgent) -> Any:
             return _error(400, str(error), "invalid_request_error")
         try:
             call = await agent.complete(body)
-        except (ValueError, TypeError, TemplateError) as error:  # what the chat template cannot take
+        except (ValueError, TypeError, TemplateError) as error:  # the chat template cannot render the messages
             return _error(400, str(error), "invalid_request_error")
         except PipelineRLError as error:
             if isinstance(error, TransportError) and not is_retryable(error):
                 return _error(400, str(error), "invalid_request_error")
-            agent.failure = agent.llm._failure = error  # also when the agent's own exception ends the rollout
+            agent.failure = agent.llm._failure = error  # it counts even if the agent raises its own exception
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
             return web.json_response(completion(call, agent.model))

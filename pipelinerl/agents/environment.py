@@ -1,4 +1,4 @@
-"""Play a Gymnasium environment whose observations and actions are text."""
+"""Plays a Gymnasium environment whose observations and actions are text."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 
 class TextEnvironment(Protocol):
-    """The part of ``gymnasium.Env`` that is used: observations are shown as text, actions come from text."""
+    """The part of ``gymnasium.Env`` that is used. Observations are converted to text, actions are parsed from text."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]: ...
 
@@ -31,11 +31,21 @@ async def play_text_environment(
     parse_action: Callable[[str], Any] = str.strip,
     dataset_name: str | None = None,
 ) -> RolloutResult:
-    """One episode: observations are user messages, actions are answers; the reward is the sum over the episode.
+    """Plays one episode. Observations become user messages, and the model's answers become actions.
 
-    The conversation only grows, so all turns become one training sequence. Success is ``info["success"]`` of the
-    last step where the environment gives it, else a positive return. The environment runs in a thread, so that a slow
-    step holds up no other rollout; closing it is the caller's.
+    The reward is the sum over the episode. Success is ``info["success"]`` of the last step if the environment sets it,
+    else a positive sum. The conversation only grows, so all turns become one training sequence. The environment runs
+    in a thread, so that a slow step does not delay other rollouts. The caller closes it.
+
+    Args:
+        llm: the policy.
+        session: HTTP session of the rollout.
+        environment: a new or reusable environment.
+        max_turns: maximum number of steps.
+        seed: for ``environment.reset``.
+        system: system message. None: no system message.
+        parse_action: turns an answer into an action.
+        dataset_name: groups the metrics.
     """
     observation, info = await in_thread(environment.reset, seed=seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

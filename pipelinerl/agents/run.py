@@ -1,4 +1,4 @@
-"""Run an agent around its recording endpoint: a Python function, sync or async, or a program of its own."""
+"""Runs an agent against a recording endpoint. The agent is a Python function (sync or async) or a program."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,14 @@ async def run_agent(
     *,
     dataset_name: str | None = None,
 ) -> RolloutResult:
-    """Run ``agent(base_url, api_key)`` and reward what it returns.
+    """Runs ``agent(base_url, api_key)`` and rewards its return value.
 
-    A coroutine function runs on this loop; a plain function runs in a thread, so a synchronous client works too.
+    Args:
+        llm: the policy.
+        session: HTTP session of the rollout.
+        agent: a coroutine function runs on this loop. A plain function runs in a thread and may use a blocking client.
+        score: turns the agent's return value into (reward, success).
+        dataset_name: groups the metrics.
     """
     async with record_agent(llm, session) as recorded:
         if inspect.iscoroutinefunction(agent):
@@ -61,10 +66,10 @@ async def run_agent_process(
     passed_variables: Sequence[str] = PASSED_VARIABLES,
     dataset_name: str | None = None,
 ) -> RolloutResult:
-    """Run a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and reward what it prints.
+    """Runs a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and rewards its output.
 
-    The program gets its own process group and ends with the rollout, with the worker and with the run. The rollout
-    ends when nothing holds the program's output open any more.
+    The program gets its own process group, and is killed when the rollout, the worker or the run ends. The rollout
+    ends when no process holds the program's output open any more.
 
     Args:
         llm: the policy.
@@ -72,9 +77,9 @@ async def run_agent_process(
         command: the program and its arguments.
         score: turns the program's output into (reward, success).
         stdin: text on the program's standard input.
-        env: variables that the program gets besides those that are passed.
+        env: further environment variables of the program.
         passed_variables: names or patterns (``LC_*``) of our own variables that the program gets.
-        dataset_name: names the data set in the metrics.
+        dataset_name: groups the metrics.
 
     Raises:
         DomainError: the program ended with a non-zero status.
@@ -104,9 +109,15 @@ async def run_agent_process(
 def agent_environment(
     ours: Mapping[str, str], recorded: RecordedAgent, extra: Mapping[str, str], passed: Sequence[str] = PASSED_VARIABLES
 ) -> dict[str, str]:
-    """The environment of an agent's process: what is passed, where to find the policy, and the marks of the run.
+    """Builds the environment of an agent's process: passed variables, the policy's address, and the run's markers.
 
-    By its marks the launcher finds the process and all that it starts, whatever becomes of the worker.
+    The markers let the launcher find the process and its children even if the worker has died.
+
+    Args:
+        ours: environment of this process.
+        recorded: the endpoint.
+        extra: further variables. They override all others.
+        passed: names or patterns of variables to copy from ``ours``.
     """
     wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE)
     clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}

@@ -1,4 +1,4 @@
-"""Synchronous code of users beside the event loop: a thread of its own each, never one of the loop's few."""
+"""Runs users' synchronous code in a new thread per call, never in the event loop's small thread pool."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,9 @@ from typing import Any
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``function(*args, **kwargs)`` returns or raises.
+    """Runs ``function(*args, **kwargs)`` in a thread, and returns or raises its outcome.
 
-    A function that never returns costs its thread: it holds up neither the next one nor the end of the process.
+    A function that never returns only occupies its thread. It delays neither other calls nor the end of the process.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -23,9 +23,9 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except BaseException as raised:  # the boundary of the user's code: raised where it is awaited
+        except BaseException as raised:  # the boundary of the user's code: raised again by the caller below
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=getattr(function, "__name__", "agent"), daemon=True).start()

@@ -1,12 +1,12 @@
-"""Messages to tokens and back, so that every token that is trained is one that the server saw.
+"""Converts messages to tokens and back, such that every trained token is one that the server processed.
 
-Owns: rendering a conversation once (cached), and finding the tokens of a follow-up turn that EXTEND the tokens already
-sampled. Pure but for the tokenizer; never talks to a server.
+This module renders a conversation once (with a cache) and finds the tokens of a follow-up turn that EXTEND the tokens
+already sampled. It is pure except for the tokenizer, and never talks to a server.
 
-Prefix extension: when the new messages continue an earlier call of the same rollout with its own answer, the new
-prompt is ``earlier prompt ids + sampled ids + ids of what the template adds after the answer``. What it adds is found
-by rendering with and without the rest; if the template rewrote anything before that point, the turn is rendered
-afresh and starts another training sequence.
+Prefix extension: the new messages may continue an earlier call of the same rollout, including its answer. The new
+prompt is then ``earlier prompt ids + sampled ids + ids of the text that the template adds after the answer``. The added
+text is found by rendering the conversation with and without the new messages. If the template changed anything before
+that point, the whole turn is rendered again and starts another training sequence.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from pipelinerl.errors import DomainError
 
 CACHED_PROMPTS = 256
 CACHED_BYTES = 32 * 2**20
-"""Attempts of a group ask the same at about the same time: few prompts are worth keeping, and they may be long."""
+"""A few prompts are enough, because the attempts of a group use the same one at about the same time. The limit in
+bytes is for long prompts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +38,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """An earlier call of the rollout, as far as a later prompt can continue it."""
+    """An earlier call of the rollout, with everything needed to continue it in a later prompt."""
 
     messages: list[dict]
     tools: list[dict] | None
@@ -46,17 +47,17 @@ class Turn:
     sampled_text: str
     """The completion decoded, without the token that ended it."""
     end_text: str
-    """Text of the token that ended it; empty when the completion was cut."""
+    """Text of the token that ended it. Empty if the completion was cut."""
     said: ReadText
-    """What was read in it."""
+    """Content and tool calls found in the sampled text."""
     read: CallReader
-    """How it was read."""
+    """The reader that found them."""
     prefix_version: int | None = None
-    """Weight version of the first token that was sampled in this conversation; None when the server names none."""
+    """Weight version of the first token sampled in this conversation. None if the server reports none."""
 
 
 class ChatRenderer:
-    """Renders with one tokenizer's chat template; the newest conversations are kept, as many as the bounds allow."""
+    """Renders with one tokenizer's chat template and caches the newest prompts, within the limits above."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -67,22 +68,28 @@ class ChatRenderer:
         self._cached_bytes = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 ids of a text that already holds its special tokens."""
+        """Returns the int32 ids of a text that already contains its special tokens."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens, special tokens included."""
+        """Returns the text of the tokens, including special tokens."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def is_end_token(self, token_id: int) -> bool:
-        """Whether a token ends a message rather than being part of it."""
+        """Whether a token marks the end of a message and is not part of its text."""
         return token_id in self._special_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> Rendered:
-        """The prompt that asks for the assistant's next message."""
+        """Renders the prompt for the assistant's next message.
+
+        Args:
+            messages: in OpenAI format.
+            tools: in OpenAI format, or None.
+            kwargs: further variables of the chat template.
+        """
         key = _cache_key(messages, tools, kwargs)
         cached = self._prompts.get(key)
         if cached is not None:
@@ -97,7 +104,7 @@ class ChatRenderer:
         return rendered
 
     def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
-        """The template's text; ``ask`` adds the opening of the assistant's next message."""
+        """Renders the text of a conversation. ``ask`` adds the opening of the assistant's next message."""
         return self._tokenizer.apply_chat_template(
             [plain_message(message) for message in messages],
             tools=tools,
@@ -108,9 +115,9 @@ class ChatRenderer:
 
 
 def _keep_no_words(backend: Any) -> None:
-    """Switch off the cache of the tokenizer's model: it keeps the first 10,000 words for ever and makes nothing faster.
+    """Disables the cache of the tokenizer's model, which keeps the first 10,000 words forever and saves no time.
 
-    Where the tokenizer does not split at spaces a word is a whole prompt, of which 4 KB are kept.
+    If the tokenizer does not split at spaces, a "word" is a whole prompt, of which the cache keeps 4 KB.
     """
     model = getattr(backend, "model", None)
     resize = getattr(model, "_resize_cache", None)  # BPE and Unigram have one
@@ -119,7 +126,7 @@ def _keep_no_words(backend: Any) -> None:
 
 
 def renderer_of(tokenizer: Any) -> ChatRenderer:
-    """The tokenizer's renderer, one per tokenizer."""
+    """Returns the tokenizer's renderer. There is one per tokenizer."""
     renderer = getattr(tokenizer, "_pipelinerl_renderer", None)
     if renderer is None:
         renderer = tokenizer._pipelinerl_renderer = ChatRenderer(tokenizer)
@@ -138,7 +145,7 @@ def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str,
 
 
 def plain_message(message: dict) -> dict:
-    """The message as chat templates expect it: text content as one string, tool arguments as objects."""
+    """Converts a message to the form that chat templates expect: content as one string, tool arguments as objects."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, list):
@@ -165,7 +172,7 @@ def _plain_tool_call(call: dict) -> dict:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # What the model wrote may not be JSON: the template gets it as it is.
+        # The model's arguments may not be valid JSON: then the template gets the text unchanged.
         with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(arguments)
     return {**call, "function": function}
@@ -178,7 +185,15 @@ def extend(
     tools: list[dict] | None,
     kwargs: dict[str, Any],
 ) -> tuple[np.ndarray, Turn] | None:
-    """Prompt ids that continue an earlier turn's tokens exactly, and that turn; None when no turn is continued."""
+    """Returns prompt ids that continue an earlier turn's tokens exactly, and that turn. None if no turn is continued.
+
+    Args:
+        renderer: of the policy's tokenizer.
+        turns: earlier turns of the rollout, oldest first.
+        messages: the new prompt's messages.
+        tools: the new prompt's tools.
+        kwargs: further variables of the chat template.
+    """
     for turn in reversed(turns):
         if _continues(turn, messages, tools):
             suffix = _suffix_after_answer(renderer, turn, messages, kwargs)
@@ -198,7 +213,7 @@ def _continues(turn: Turn, messages: list[dict], tools: list[dict] | None) -> bo
 
 
 def _is_answer(message: dict, turn: Turn) -> bool:
-    """Whether the message is what this turn sampled: the same text, or the same content and tool calls."""
+    """Whether the message equals the turn's answer: the same text, or the same content and tool calls."""
     if message.get("role") != "assistant":
         return False
     plain = plain_message(message)
@@ -212,7 +227,7 @@ def _is_answer(message: dict, turn: Turn) -> bool:
 def _suffix_after_answer(
     renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]
 ) -> str | None:
-    """What the template writes after the sampled tokens, or None when it rewrote what came before."""
+    """Returns the template's text after the sampled tokens. None if the template changed the text before."""
     count = len(turn.messages)
     answer = messages[count]
     if turn.end_text and isinstance(answer.get("content"), str):
@@ -230,7 +245,7 @@ def _suffix_after_answer(
 
 
 def _closing(answer_text: str, turn: Turn) -> str | None:
-    """The part of the rendered answer that follows what was sampled (end marker, newline), or None if they differ."""
+    """Returns the part of the rendered answer after the sampled tokens (such as a newline). None if they differ."""
     if answer_text.startswith(turn.sampled_text + turn.end_text):
         return answer_text[len(turn.sampled_text) + len(turn.end_text) :]
     if not turn.end_text or turn.end_text not in answer_text:

@@ -1,6 +1,6 @@
-"""Reads tool calls out of sampled text: the Hermes format here, any other with vLLM's parser of that name.
+"""Parses tool calls in sampled text: the Hermes format here, any other format with vLLM's parser of that name.
 
-Text whose calls cannot be read stays text: the domain sees what the model wrote.
+If the calls in a text cannot be parsed, the whole text becomes the content, so the domain sees what the model wrote.
 """
 
 import json
@@ -15,7 +15,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """What a model said, and the calls it made as (name, arguments); without calls ``content`` is the whole text."""
+    """An answer's content and its tool calls as (name, arguments). Without calls, ``content`` is the whole text."""
 
     content: str
     calls: list[tuple[str, Any]]
@@ -25,8 +25,12 @@ CallReader = Callable[[str], ReadText]
 
 
 def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
-    """The reader of a format: "" is Hermes, any other name one of vLLM's ``--tool-call-parser``.
+    """Returns the reader of a format.
 
+    Args:
+        name: "" for Hermes, otherwise a name that vLLM accepts for ``--tool-call-parser``.
+        tokenizer: for vLLM's parser.
+        tools: the prompt's tools in OpenAI format, for vLLM's parser.
     Raises:
         DomainError: vLLM is not installed, or has no parser of this name.
     """
@@ -34,12 +38,12 @@ def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
 
 
 def read_plain(text: str) -> ReadText:
-    """No tools, no calls."""
+    """Returns the text as content without looking for calls. Used for prompts without tools."""
     return ReadText(text, [])
 
 
 def read_hermes(text: str) -> ReadText:
-    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, once or several times, at the end of the text."""
+    """Parses one or several ``<tool_call>{"name": …, "arguments": …}</tool_call>`` at the end of the text."""
     calls = []
     for piece in text.split(OPEN)[1:]:
         try:
@@ -51,7 +55,7 @@ def read_hermes(text: str) -> ReadText:
 
 
 def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
-    """vLLM's own parser; importing it takes seconds, once per process."""
+    """Makes a reader from vLLM's parser. The first import in a process takes seconds."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -74,7 +78,7 @@ def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """The arguments' JSON as an object; what is no JSON stays what it is."""
+    """Decodes the arguments from JSON. Returns them unchanged if they are not valid JSON."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

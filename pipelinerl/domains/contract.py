@@ -1,6 +1,6 @@
-"""What a domain must be: an async rollout function and a loader of problems, named in the configuration.
+"""The contract of a domain: an async rollout function and a loader of problems, both named in the configuration.
 
-The launcher tries it before a start, the actor relies on it in the run: both through here.
+The launcher uses this module to try a domain before the start, and the actor uses it to load the domain in the run.
 """
 
 import inspect
@@ -20,20 +20,23 @@ ROLLOUT_ARGUMENTS = ("cfg", "llm", "problem", "session")
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of the run, and where the configuration names it."""
+    """One domain of the run, and its place in the configuration."""
 
     section: DomainSection
     several: bool
-    """Whether it is one of `domains`, not the single one of the top level."""
+    """Whether it is an entry of `domains`. If not, it is the single domain of the top-level keys."""
 
     def key(self, name: str) -> str:
-        """The configuration's key of a field: `actor.rollout_policy` or `domains.math.rollout_policy`."""
+        """Returns a field's configuration key, such as `actor.rollout_policy` or `domains.math.rollout_policy`."""
         if self.several:
             return f"domains.{self.section.name}.{name}"
         return f"actor.{name}" if name == "rollout_policy" else name
 
     def rollout(self) -> Callable[..., Any]:
-        """The rollout function: async, taking cfg, llm, problem and session by position."""
+        """Imports the rollout function. Raises ``DomainError`` if it is not async or does not take its four arguments.
+
+        They are cfg, llm, problem and session, by position.
+        """
         key, dotted = self.key("rollout_policy"), self.section.rollout_policy
         function = import_named(key, dotted)
         if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
@@ -44,12 +47,13 @@ class Domain:
         return function
 
     def problems(self, names: Sequence[str], *, needed_for: str = "") -> list[Problem]:
-        """The loader's problems.
+        """Calls the loader and returns its problems.
 
         Args:
-            needed_for: key of the names, where a run without problems makes no sense.
+            names: data sets to load.
+            needed_for: configuration key of the names, if the run cannot do without problems. Empty: it can.
         Raises:
-            DomainError: the loader cannot be imported or called, raises, or returns something else than dicts.
+            DomainError: the loader cannot be imported or called, raises, or returns anything but dicts.
         """
         key, dotted = self.key("dataset_loader"), self.section.dataset_loader
         params = self.section.dataset_loader_params
@@ -83,7 +87,7 @@ class Domain:
         return self.problems(names) if names else []
 
     def check_keys(self, rollout: Callable[..., Any], problems: Sequence[Problem]) -> None:
-        """`required_problem_keys` of the rollout function or its module names what every problem must have."""
+        """Raises ``DomainError`` if a problem lacks a key of `required_problem_keys` of the function or its module."""
         module = sys.modules.get(getattr(rollout, "__module__", ""), None)
         required: tuple[str, ...] = getattr(rollout, "required_problem_keys", ())
         required = required or getattr(module, "required_problem_keys", ())
@@ -98,7 +102,7 @@ class Domain:
 
 
 def domains_of(cfg: Config) -> tuple[Domain, ...]:
-    """The domains of the run; a run without `domains` has one, named after its loader's module."""
+    """Returns the domains of the run. A run without `domains` has one, named after its loader's module."""
     if cfg.domains:
         return tuple(Domain(section, several=True) for section in cfg.domains)
     name = cfg.dataset_loader.rsplit(".", 2)[-2] if "." in cfg.dataset_loader else cfg.dataset_loader
@@ -138,7 +142,7 @@ def check_call(
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and the innermost line of code."""
+    """Describes an exception by type, message and the innermost line of code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,4 +1,4 @@
-"""Problems of datasets: Hugging Face names and local files read row by row, or generated from a seed.
+"""Loads problems: reads Hugging Face data sets and local files row by row, or generates problems from a seed.
 
 A dataset is named by ``<path or name>[:<config>][@<split>]``: ``data/train.jsonl``, ``data/*.parquet``,
 ``problems.csv``, ``openai/gsm8k:main@train``.
@@ -24,7 +24,10 @@ Problem = dict[str, Any]
 
 
 def is_held_out(content: str) -> bool:
-    """Whether a generated problem with this content is for testing: one in ten, and never the other way round."""
+    """Whether a generated problem belongs to ``test``. Its content decides, so no problem is in both parts.
+
+    About one problem in ten is held out.
+    """
     return zlib.crc32(content.encode()) % HELD_OUT_EVERY == 0
 
 
@@ -38,11 +41,16 @@ def generate_problems(
     seed: int,
     read: Callable[[dict[str, Any], str, int], Problem] | None = None,
 ) -> list[Problem]:
-    """Problems of ``train`` (from ``seed``) and ``test`` (the same for every seed); other names are read.
+    """Generates the problems of ``train`` and ``test``, and reads data sets of other names.
 
     Args:
-        draw: (random numbers, whether of the held-out part) → a problem, or None when there is no further one.
-        read: (row, dataset, index) → a problem; None = the domain has generated problems only.
+        domain: name of the domain, for error messages.
+        dataset_names: ``train``, ``test``, or names of data sets to read.
+        draw: (random numbers, whether to draw a held-out problem) → a problem, or None if there are no more.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        seed: of ``train``. ``test`` is the same for every seed.
+        read: (row, dataset, index) → a problem. None: the domain only has generated problems.
     """
     problems: list[Problem] = []
     for name in dataset_names:
@@ -62,10 +70,13 @@ def generate_problems(
 
 
 def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset, one at a time.
+    """Yields the rows of a data set one at a time.
 
+    Args:
+        name: see the module's docstring.
+        streaming: read a Hugging Face data set as a stream instead of downloading it.
     Raises:
-        DomainError: it does not exist, cannot be reached or read, or a row has no columns.
+        DomainError: the data set does not exist, cannot be reached or read, or a row has no columns.
     """
     try:
         for index, row in enumerate(raw_rows(name, streaming)):
@@ -91,7 +102,7 @@ def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
 
 
 def file_rows(file: Path) -> Iterator[Any]:
-    """Rows of one local file, one at a time (a ``.json`` file, one list, is read whole)."""
+    """Yields the rows of a local file one at a time. A ``.json`` file holds one list and is read whole."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 

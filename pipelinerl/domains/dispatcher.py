@@ -1,7 +1,7 @@
-"""One rollout function for problems of several domains, as in PipelineRL: a problem's `domain` chooses the function.
+"""One rollout function for problems of several domains, as in PipelineRL. A problem's `domain` selects the function.
 
-What is trained follows the problems' order, so a domain of long rollouts gets no share of its own: `domains` of the
-configuration mixes by weight. Use this one for loaders that already mix.
+Problems are trained in the loader's order, so this function does not control the share of each domain. Use it for
+loaders that already mix domains. The configuration's `domains` mixes them by weight.
 """
 
 from typing import Any
@@ -18,10 +18,13 @@ _registered: dict[str, str] = {}
 
 
 def register_domain_rollout(domain: str, target: str) -> None:
-    """Adds a rollout function of a dotted name in this process; it wins over the configuration's.
+    """Registers a domain's rollout function in this process. It takes precedence over the configuration's.
 
+    Args:
+        domain: value of the problems' `domain`.
+        target: dotted name of the function, as module.function.
     Raises:
-        DomainError: the name is empty or the function is not named as module.function.
+        DomainError: the name is empty or the target is not of the form module.function.
     """
     if not domain.strip() or "." not in target:
         raise DomainError(f"a domain needs a name and a function as module.function: {domain!r}, {target!r}")
@@ -31,7 +34,7 @@ def register_domain_rollout(domain: str, target: str) -> None:
 async def generate_multidomain_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """The rollout of the problem's domain.
+    """Runs the rollout function of the problem's domain.
 
     Raises:
         DomainError: the problem names no domain, or one without a rollout function.

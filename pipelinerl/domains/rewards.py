@@ -1,4 +1,4 @@
-"""From a verdict to a reward: the table that the config group ``rewards`` names by intent."""
+"""Maps a verdict to a reward with the table of the config group ``rewards``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,16 +18,16 @@ class VerdictRewards:
 
     correct: float
     wrong: float
-    """A well-formed answer that is wrong; partial credit lies between this and ``correct``."""
+    """A well-formed answer that is wrong. Partial credit lies between this and ``correct``."""
     no_answer: float
     unparsable: float
     unfinished: float | Mapping[str, float] | None
-    """A completion cut by its token limit, whatever it says, or by verdict; what is not in it, and None = judged like
-    any other."""
+    """A completion that was cut by its token limit. A number applies to every verdict, a mapping gives one number per
+    verdict. With None, and for verdicts that the mapping lacks, a cut completion is rewarded like any other."""
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "VerdictRewards":
-        """The table of a run; raises DomainError on a missing, unknown or non-numeric entry."""
+        """Returns the table of a run. Raises DomainError on a missing, unknown or non-numeric entry."""
         return cls.from_mapping(dict(cfg.rewards))
 
     @classmethod
@@ -50,7 +50,12 @@ class VerdictRewards:
         return cls(**given | {"unfinished": by_verdict or unfinished})
 
     def reward(self, verdict: Verdict, *, finished: bool) -> float:
-        """The reward of a judged completion; an ``error`` verdict has none and must have been raised before."""
+        """Returns the reward of a judged completion.
+
+        Args:
+            verdict: any but ``error``, which has no reward and must be raised before.
+            finished: False if the completion was cut by its token limit.
+        """
         assert verdict.status != "error", "a verifier error is never a reward"
         cut = None if finished else self.unfinished
         if isinstance(cut, Mapping):
@@ -62,7 +67,7 @@ class VerdictRewards:
         return getattr(self, verdict.status)
 
     def metrics(self, verdict: Verdict, *, finished: bool) -> BaseMetrics:
-        """The rollout's metrics for a verdict."""
+        """Builds the rollout's metrics for a verdict. Arguments as in ``reward``."""
         return BaseMetrics(
             reward=self.reward(verdict, finished=finished),
             success=verdict.status == "correct",

@@ -1,6 +1,6 @@
-"""What the domains of one question and one answer share: ask once, judge, reward by the table.
+"""The rollout of domains with one question and one answer: ask once, judge, reward by the table.
 
-``cfg.actor`` may give a ``system_prompt``, a ``task_template`` around the question, and a ``discount_factor`` per
+``cfg.actor`` may set a ``system_prompt``, a ``task_template`` that contains ``{task}``, and a ``discount_factor`` per
 sampled token.
 """
 
@@ -20,11 +20,11 @@ from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
 
 JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
-"""The model's whole output → the verdict on it."""
+"""The model's whole output → verdict."""
 
 
 def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """The messages that ask ``task``; ``system_prompt`` is the domain's own, which the configuration may replace."""
+    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``."""
     actor = cfg.get("actor") or {}
     system = actor.get("system_prompt") or system_prompt
     asked = (actor.get("task_template") or "{task}").replace("{task}", task)
@@ -42,10 +42,18 @@ async def ask_and_judge(
     judge: JudgeOutput,
     system_prompt: str | None = None,
 ) -> RolloutResult:
-    """One rollout.
+    """Runs one rollout: samples an answer, judges it and rewards it.
 
+    Args:
+        cfg: the run's configuration.
+        llm: the policy.
+        problem: its ``dataset`` groups the metrics.
+        session: HTTP session of the rollout.
+        task: the question.
+        judge: judges the output. May be async.
+        system_prompt: the domain's own, which the configuration may replace.
     Raises:
-        VerifierError: the judge could not do its work; that is never a reward.
+        VerifierError: the judge failed. A failure is never a reward.
     """
     started = time.monotonic()
     llm_call = await llm_async_generate(llm, Prompt(messages=conversation(cfg, task, system_prompt)), session)

@@ -1,7 +1,8 @@
-"""Asks verifiers for verdicts over the rollout's pooled HTTP session; the least loaded replica first, in turn.
+"""Requests verdicts from the verifiers over the rollout's pooled HTTP session.
 
-A replica that does not answer is tried again, and the others with it; an ``error`` verdict and a service that stays
-away are a ``VerifierError``. Neither is ever a reward.
+Each request goes to the least loaded replica. If a replica does not answer, the request is repeated, on the other
+replicas first. An ``error`` verdict raises ``VerifierError``, and so does a service that stays unreachable. Neither is
+ever a reward.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdic
 
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
-"""Together half a minute: a verifier that died is back by then."""
+"""The delays add up to half a minute. A verifier that died is back by then."""
 TIMEOUT_S = 120.0
-"""Deadline of one request: waiting for a worker included."""
+"""Deadline of one request, including the wait for a worker."""
 
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
@@ -30,7 +31,12 @@ _clients: dict[tuple[str, ...], "VerifierClient"] = {}
 
 
 class VerifierClient:
-    """One per process and set of replicas; see ``client_of``.
+    """A client for a set of verifier replicas. ``client_of`` makes one per process.
+
+    Args:
+        urls: base URLs of the replicas.
+        timeout_s: deadline of one request.
+        retries: how often a request is repeated.
 
     Example:
         >>> client = VerifierClient(["http://127.0.0.1:8100"])
@@ -41,7 +47,7 @@ class VerifierClient:
         if not urls:
             raise DomainError("the domain needs a verifier: set world.verifier_replicas to 1 or more")
         self._load = dict.fromkeys((url.rstrip("/") for url in urls), 0)
-        """Requests under way; among equals the replica asked longest ago comes first."""
+        """Unanswered requests per replica, least recently asked first, so that this replica wins a tie."""
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._retries = retries
         secret = os.environ.get(SECRET_VARIABLE)
@@ -50,16 +56,22 @@ class VerifierClient:
     async def check(
         self, session: aiohttp.ClientSession, kind: str, prediction: str, gold: Any, **options: Any
     ) -> Verdict:
-        """The verdict on one answer.
+        """Requests the verdict on one answer.
 
+        Args:
+            session: HTTP session of the rollout.
+            kind: name of the judge, such as "math".
+            prediction: the model's output.
+            gold: the reference, as the judge expects it.
+            options: options of the judge.
         Raises:
-            VerifierError: no replica answered within the retries, or the judge could not do its work.
+            VerifierError: no replica answered within the retries, or the judge failed.
         """
         body = _ENCODER.encode(Check(kind=kind, prediction=prediction, gold=gold, options=options))
         return judged(_VERDICT.decode(await self._post(session, "/", body)))
 
     async def check_all(self, session: aiohttp.ClientSession, checks: Sequence[Check]) -> list[Verdict]:
-        """Verdicts in the order of the checks, ``error`` ones included: the caller decides what they cost."""
+        """Requests verdicts in the order of the checks. Includes ``error`` verdicts, which the caller must handle."""
         if not checks:
             return []
         answer = await self._post(session, "/batch", _ENCODER.encode(CheckBatch(checks=list(checks))))
@@ -96,14 +108,14 @@ class VerifierClient:
 
 
 def judged(verdict: Verdict) -> Verdict:
-    """The verdict, unless it is an ``error``, which is raised."""
+    """Returns the verdict. Raises ``VerifierError`` if it is an ``error``."""
     if verdict.status == "error":
         raise VerifierError(f"the verifier could not judge: {verdict.detail}")
     return verdict
 
 
 def client_of(cfg: DictConfig) -> VerifierClient:
-    """The client of the run's verifiers (``cfg.jobs``), one per process."""
+    """Returns the client of the run's verifiers (from ``cfg.jobs``). There is one per process."""
     urls = tuple(str(job["url"]) for job in cfg.get("jobs") or () if job["kind"] == "verifier")
     if urls not in _clients:
         _clients[urls] = VerifierClient(urls)

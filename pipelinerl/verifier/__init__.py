@@ -1,5 +1,5 @@
-"""Checks answers: an HTTP service whose judges run in limited worker processes.
+"""An HTTP service that checks answers. Its judges run in worker processes with limits.
 
-A check that exhausts its CPU time or memory costs that check (``unparsable``: the answer is to blame); a judge that
-could not do its work is ``error`` and never a reward. The service itself outlives both.
+A check that exhausts its CPU time or memory gets the verdict ``unparsable``, because the answer is to blame. A judge
+that fails gives the verdict ``error``, which is never a reward. The service survives both.
 """

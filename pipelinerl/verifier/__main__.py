@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 
 def main(context: RoleContext) -> None:
-    """Serves on the job's port; in a world of loopback it listens there only, else it asks for the run's secret."""
+    """Serves on the job's port. A world on loopback listens only there, any other world requires the run's secret."""
     section = context.cfg.verifier
     alone = not context.world.is_open
     app = create_app(
@@ -37,7 +37,7 @@ def main(context: RoleContext) -> None:
 
 
 class VerifierServer(uvicorn.Server):
-    """Leaves the signals to the role."""
+    """Installs no signal handlers, because the role handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,7 +45,7 @@ class VerifierServer(uvicorn.Server):
 
 
 async def serve(server: VerifierServer, context: RoleContext) -> None:
-    """Runs the server until the role is asked to stop; a server that ends before that is a failure."""
+    """Runs the server until the role is asked to stop. Raises ``VerifierError`` if the server ends before that."""
     serving = asyncio.create_task(server.serve())
     while not context.stop.is_set() and not serving.done():
         context.status.progress(port=context.job.port or 0)

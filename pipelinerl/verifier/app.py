@@ -1,7 +1,8 @@
-"""The HTTP side: ``POST /`` (one check), ``/batch`` (many), ``/verify_answer`` (as PipelineRL asks); ``GET /health``.
+"""The HTTP interface of the verifier.
 
-Bodies are bounded before they are read and refused with a 4xx and a reason when they are not what they should be; a
-well-formed check always gets a verdict with status 200.
+``POST /`` takes one check, ``POST /batch`` many, and ``POST /verify_answer`` a request in PipelineRL's format.
+``GET /health`` reports workers and queue. Body sizes are limited while reading. An invalid request is refused with a
+4xx status and a reason. A well-formed check always gets a verdict with status 200.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _BATCH = msgspec.json.Decoder(CheckBatch)
 
 
 class BoundedBody:
-    """Reads request bodies up to a number of bytes."""
+    """Reads request bodies of at most ``max_bytes``. Refuses larger ones with status 413."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
@@ -58,7 +59,7 @@ def answer(record: Any) -> Response:
 
 
 async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
-    """The verdict on a mathematical answer in one word."""
+    """Judges a mathematical answer and returns the status of the verdict."""
     if len(asked.prediction[asked.prediction.rfind("\\boxed") :]) > asked.max_prediction_length:
         return "unparsable"
     options = {"answer_format": "boxed", "strict": asked.strict}
@@ -71,7 +72,15 @@ async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
 def create_app(
     *, workers: int, timeout_s: float, memory_mb: int, max_body_kb: int, secret: str | None = None
 ) -> FastAPI:
-    """The application; its worker pool lives as long as it serves. A ``secret`` is needed as bearer token of checks."""
+    """Makes the application. Its worker pool runs while it serves.
+
+    Args:
+        workers: number of worker processes.
+        timeout_s: CPU time of one check.
+        memory_mb: memory of one worker.
+        max_body_kb: largest request body.
+        secret: bearer token that checks must carry. None: no token is needed.
+    """
     pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
     bounded = BoundedBody(max_body_kb * 1024)
 

@@ -1,6 +1,6 @@
-"""The judges by name. A judge is a function ``(prediction, gold, options) -> Verdict``; it may be slow or greedy.
+"""The judges by name. A judge is a function ``(prediction, gold, options) -> Verdict``. It may use much CPU and memory.
 
-What a judge raises is an ``error``: a judge says ``unparsable`` itself when the answer is to blame.
+An exception in a judge becomes the verdict ``error``. If the answer is to blame, the judge must return ``unparsable``.
 """
 
 from collections.abc import Callable
@@ -21,5 +21,5 @@ JUDGES: dict[str, Judge] = {
 
 
 def warm_up() -> None:
-    """What every worker would otherwise do at its first check."""
+    """Does the slow initialisation that every worker would otherwise do at its first check."""
     math.warm_up()

@@ -1,12 +1,12 @@
 """A fixed number of worker processes behind one coroutine, ``JudgePool.judge``.
 
-A *forkserver* process imports the judges once and forks workers from there, so that a killed worker is replaced in
-milliseconds. Whatever a check does to its worker, ``judge`` answers: CPU time beyond the limit is ``unparsable``; a
-worker that dies is tried once more on a fresh one, and a second death is blamed on the answer; a worker that got no
-CPU (the machine is overloaded) is an ``error``.
+A *forkserver* process imports the judges once and forks all workers, so that a killed worker is replaced in
+milliseconds. ``judge`` returns a verdict even if the check harms its worker. CPU time beyond the limit gives
+``unparsable``. If the worker dies, the check is repeated on a new worker, and a second death is blamed on the answer
+(``unparsable``). If the worker gets no CPU because the machine is overloaded, the verdict is ``error``.
 
-``judge`` waits for an idle worker (unblocked by any finished check or by a replacement), then for its reply, which is
-bounded by ``WALL_FACTOR``.
+``judge`` first waits for an idle worker, which any finished check provides. Then it waits for the worker's reply, at
+most ``WALL_FACTOR`` times the CPU limit.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from pipelinerl.verifier.worker import HEADER
 
 STARTUP_TIMEOUT_S = 120.0
 KILL_GRACE_S = 0.5
-"""CPU seconds beyond the limit after which a worker that did not interrupt itself is killed."""
+"""CPU seconds beyond the limit after which a worker is killed that has not interrupted itself."""
 WALL_FACTOR = 6
-"""A check may last this many times its CPU limit before it counts as starved."""
+"""A check may last this many times its CPU limit in wall time before it counts as starved."""
 PASSED_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
-"""Judges see no secrets."""
+"""The environment variables that judges get. None holds a secret."""
 MAX_CHECKS = 2000
-"""Checks after which a worker is replaced: what judges cache must not grow for ever."""
+"""Checks after which a worker is replaced, so that the judges' caches do not grow forever."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Worker:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds used so far; infinite when it is gone."""
+        """CPU seconds used so far. Infinite if the process is gone."""
         try:
             times = self.process.cpu_times()
         except psutil.NoSuchProcess:
@@ -61,17 +61,17 @@ class Worker:
 
 @dataclass(eq=False)
 class Slot:
-    """A worker's place; a dead worker is replaced when the place is used next."""
+    """A place for one worker. A dead worker is replaced when its slot is used next."""
 
     worker: Worker
 
 
 class WorkerDiedError(Exception):
-    """The channel closed before the verdict came."""
+    """The channel closed before the verdict arrived."""
 
 
 class CpuLimitError(Exception):
-    """The worker used its CPU time up and did not come back by itself."""
+    """The worker used up its CPU time and did not interrupt itself."""
 
 
 class StarvedError(Exception):
@@ -79,7 +79,13 @@ class StarvedError(Exception):
 
 
 class JudgePool:
-    """Use as an async context manager."""
+    """The pool of workers. Use it as an async context manager.
+
+    Args:
+        workers: number of worker processes.
+        timeout_s: CPU time of one check.
+        memory_mb: memory of one worker.
+    """
 
     def __init__(self, *, workers: int, timeout_s: float, memory_mb: int):
         self.num_workers = workers
@@ -107,7 +113,7 @@ class JudgePool:
         await self._stop_forkserver()
 
     async def judge(self, check: Check) -> Verdict:
-        """The verdict on one check; waits for a worker for as long as it takes.
+        """Judges one check. Waits without limit for an idle worker.
 
         Raises:
             VerifierError: workers can no longer be started.
@@ -120,7 +126,7 @@ class JudgePool:
         try:
             return await self._judge_in(slot, check)
         except asyncio.CancelledError:
-            slot.worker.kill()  # its verdict would be taken for the next check's
+            slot.worker.kill()  # otherwise its verdict would be read as the next check's
             raise
         finally:
             self._idle.put_nowait(slot)
@@ -189,7 +195,7 @@ class JudgePool:
         return worker
 
     async def _fork(self, channel: socket.socket) -> int:
-        """Asks the forkserver for a worker on ``channel``; a forkserver that is gone is started again."""
+        """Asks the forkserver for a worker on ``channel`` and returns its process id. Restarts a dead forkserver."""
         for _ in range(2):
             if self._closed:
                 raise VerifierError("the verifier is stopping")

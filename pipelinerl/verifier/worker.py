@@ -1,8 +1,8 @@
-"""A worker process: judges one check at a time, within limits, until its channel closes.
+"""A worker process judges one check at a time, within limits, until its channel closes.
 
-Consumes checks and emits verdicts on a socket, each frame a 4-byte length and JSON. CPU time is limited by a profiling
-timer that interrupts Python code; code that never returns to Python is killed by the pool. Memory is limited by the
-kernel: an allocation beyond it raises MemoryError.
+It reads checks and writes verdicts on a socket. Each frame is a 4-byte length and JSON. A profiling timer limits CPU
+time by interrupting Python code. The pool kills workers whose code never returns to Python. The kernel limits memory:
+an allocation beyond the limit raises MemoryError.
 """
 
 import gc
@@ -23,17 +23,17 @@ HEADER = struct.Struct("!I")
 
 
 class TimeLimitReached(BaseException):
-    """Not an ``Exception``: judges' own handlers must not swallow it."""
+    """The CPU time is used up. Not an ``Exception``, so that judges' own handlers do not catch it."""
 
 
 def serve(channel: socket.socket, timeout_s: float, memory_mb: int) -> None:
-    """Answers checks until the other side closes the channel."""
+    """Answers checks until the pool closes the channel."""
     limit_process(memory_mb)
     served = 0
     while (frame := read_frame(channel)) is not None:
         verdict = judge_limited(msgspec.json.decode(frame, type=Check), timeout_s)
         if verdict is None:
-            # What earlier checks left behind may have used up the memory: only a fresh worker's word counts.
+            # Earlier checks may have used up the memory. Close the channel, so that a new worker repeats the check.
             if served:
                 return
             verdict = unparsable("memory limit")
@@ -43,7 +43,7 @@ def serve(channel: socket.socket, timeout_s: float, memory_mb: int) -> None:
 
 
 def limit_process(memory_mb: int) -> None:
-    """Memory limit, no core dumps, no new files, death with the parent."""
+    """Limits memory, forbids core dumps and file writes, and ends the process together with its parent."""
     die_with_parent(signal.SIGKILL)
     limit = memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -59,7 +59,7 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def judge_limited(check: Check, timeout_s: float) -> Verdict | None:
-    """The verdict, or None when memory ran out."""
+    """Runs the judge with a limit on CPU time. Returns None if memory ran out."""
     try:
         try:
             signal.setitimer(signal.ITIMER_PROF, timeout_s)
@@ -92,12 +92,12 @@ def read_exactly(channel: socket.socket, count: int) -> bytes | None:
 
 
 def main(control: socket.socket, timeout_s: float, memory_mb: int) -> None:
-    """The forkserver: judges imported once, then one fork per request for a worker (see ``pool``)."""
+    """Runs the forkserver: imports the judges once, then forks one worker per request (see ``pool``)."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_up()
     gc.collect()
-    gc.freeze()  # workers share these pages: their collector must not touch them
+    gc.freeze()  # keeps the workers' garbage collectors from copying these shared pages
     control.send(b"ready")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 16, 1)

@@ -1,4 +1,4 @@
-"""Programs judged on tests, in SandboxFusion or in the embedded sandbox."""
+"""Coding problems, judged by running the program on tests in SandboxFusion or in the embedded sandbox."""
 
 from pipelinerl.domains.coding.dataset import load_problems
 from pipelinerl.domains.coding.rollouts import generate_rollout

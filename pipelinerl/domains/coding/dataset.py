@@ -1,4 +1,4 @@
-"""Coding problems from Hugging Face names or local files; a problem is a task and its tests."""
+"""Loads coding problems from Hugging Face data sets or local files. A problem consists of a task and its tests."""
 
 import json
 from typing import Any
@@ -15,15 +15,18 @@ def load_problems(
     max_tests: int | None = None,
     streaming: bool = True,
 ) -> list[dict[str, Any]]:
-    """Problems ``{"dataset", "task", "tests", "id"}`` of all datasets, in order.
+    """Loads problems ``{"dataset", "task", "tests", "id"}`` of all data sets, in order.
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``.
-        columns: which column holds what; default ``task`` (or ``question``, ``problem``, ``prompt``) and ``tests`` (or
-            ``input_output``, ``test_cases``): ``{"inputs": […], "outputs": […], "fn_name": …}``, or that as JSON.
-        max_problems: of each dataset; None = all.
-        max_tests: the first n tests of a problem; None = all.
-        streaming: Hugging Face datasets are read as a stream.
+        columns: field → column. By default the first that exists: ``task``, ``question``, ``problem`` or ``prompt``,
+            and ``tests``, ``input_output`` or ``test_cases``. The tests are
+            ``{"inputs": […], "outputs": […], "fn_name": …}``, or that as JSON.
+        max_problems: maximum per data set. None: all.
+        max_tests: use only the first tests of a problem. None: all.
+        streaming: read Hugging Face data sets as a stream.
+    Raises:
+        DomainError: a column does not exist, or the tests of a row cannot be used.
     """
     problems = []
     for name in dataset_names:

@@ -1,4 +1,4 @@
-"""SandboxFusion as a runner of programs: ``POST <endpoint>/run_code``, one request per test."""
+"""Runs programs in SandboxFusion: ``POST <endpoint>/run_code``, one request per test."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MAX_CONCURRENT = 64
 
 
 class SandboxFusion:
-    """A client for one endpoint over the rollout's HTTP session."""
+    """A client for one endpoint, over the rollout's HTTP session. ``run_timeout_s`` limits one run of a program."""
 
     def __init__(self, endpoint: str, session: aiohttp.ClientSession, *, run_timeout_s: float = 10.0):
         self._url = f"{endpoint.rstrip('/')}/run_code"
@@ -24,8 +24,12 @@ class SandboxFusion:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        """Runs the program once per standard input.
+        """Runs the program once per standard input, until a run does not exit by itself.
 
+        Args:
+            code: the program.
+            stdins: standard inputs.
+            stop_on_failure: also stop after the first run with a non-zero exit code.
         Raises:
             VerifierError: the service did not answer, or its sandbox failed.
         """
@@ -58,7 +62,7 @@ class SandboxFusion:
 
 
 def outcome_of(result: dict[str, Any]) -> Outcome:
-    """SandboxFusion's answer in our words."""
+    """Converts SandboxFusion's answer. Raises ``VerifierError`` if it holds no run."""
     run = result.get("run_result") or {}
     status = run.get("status")
     if status not in ("Finished", "TimeLimitExceeded", "Error"):

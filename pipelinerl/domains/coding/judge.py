@@ -1,6 +1,6 @@
-"""Judges a program on its tests. The expected outputs never enter the sandbox: only inputs do, outputs come back.
+"""Judges a program on its tests. Only inputs enter the sandbox. The expected outputs never do.
 
-Two kinds of tests: standard input → standard output, and function calls, whose arguments and result travel as JSON.
+There are two kinds of tests: standard input → standard output, and function calls with arguments and result as JSON.
 """
 
 import json
@@ -22,14 +22,14 @@ SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 
 
 class Runner(Protocol):
-    """What runs programs: the embedded sandbox or SandboxFusion."""
+    """Runs programs: the embedded sandbox or SandboxFusion."""
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """``stdin`` goes in, ``expected`` must come out: a text, or a value for function calls."""
+    """One test: standard input and expected result. For function calls the result is a value, otherwise a text."""
 
     __test__ = False
 
@@ -39,7 +39,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class TestSuite:
-    """The tests of one problem; with ``function`` they are calls of it."""
+    """The tests of one problem. If ``function`` is set, they are calls of that function."""
 
     __test__ = False
 
@@ -48,7 +48,7 @@ class TestSuite:
 
     @classmethod
     def from_problem(cls, problem: dict[str, Any]) -> "TestSuite":
-        """From ``{"inputs": […], "outputs": […], "fn_name": name}``; without a name inputs and outputs are texts."""
+        """Reads ``{"inputs": […], "outputs": […], "fn_name": name}``. Without a name, inputs and outputs are texts."""
         inputs, outputs = problem.get("inputs"), problem.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
             raise DomainError("a coding problem needs `inputs` and `outputs`, two lists of the same length, not empty")
@@ -68,7 +68,7 @@ def as_text(value: Any) -> str:
 
 
 def extract_code(completion: str) -> str | None:
-    """The last closed fenced block that is Python or names no language; None without one."""
+    """Returns the last closed fenced block that is Python or names no language. None if there is none."""
     code, opening = None, None
     for fence in FENCE.finditer(completion):
         if opening is None:
@@ -81,8 +81,12 @@ def extract_code(completion: str) -> str | None:
 
 
 async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:
-    """Judges a whole output; the score is the share of tests passed, ``correct`` means all.
+    """Judges a whole output. The score is the share of tests passed, and ``correct`` means all.
 
+    Args:
+        completion: the model's output.
+        suite: the tests.
+        runner: runs the program.
     Raises:
         VerifierError: the sandbox failed.
     """
@@ -109,7 +113,10 @@ async def judge(completion: str, suite: TestSuite, runner: Runner) -> Verdict:
 
 
 def harness(function: str, marker: str) -> str:
-    """Calls the function with the arguments on standard input; ``class Solution`` is looked into as well."""
+    """Returns code that calls the function, or the method of ``class Solution``, with the arguments on standard input.
+
+    It prints ``marker`` and the result as JSON.
+    """
     return f"""
 
 if __name__ == "__main__":
@@ -121,7 +128,7 @@ if __name__ == "__main__":
 
 
 def passes(outcome: Outcome, test: Test, marker: str | None) -> bool:
-    """Whether one run produced what was expected; ``marker`` precedes the value of a function call."""
+    """Whether one run produced the expected result. ``marker`` precedes the value of a function call."""
     if outcome.ended != "exited" or outcome.exit_code != 0:
         return False
     if marker is None:
@@ -134,7 +141,10 @@ def passes(outcome: Outcome, test: Test, marker: str | None) -> bool:
 
 
 def same_text(actual: str, expected: str) -> bool:
-    """Equal lines, blanks at their ends and blank lines at the end aside; decimal numbers may differ by 1e-6."""
+    """Whether the lines are equal, ignoring trailing spaces and trailing empty lines.
+
+    Decimal numbers may differ by 1e-6, relative if they are larger than 1.
+    """
     left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (actual, expected))
     if left == right:
         return True
@@ -156,7 +166,7 @@ def same_word(actual: str, expected: str) -> bool:
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Equal JSON values; floats may differ by 1e-6."""
+    """Whether JSON values are equal. Floats may differ by 1e-6, relative if they are larger than 1."""
     if isinstance(expected, float) and isinstance(actual, int | float) and not isinstance(actual, bool):
         return close(actual, expected)
     if isinstance(expected, list | tuple) and isinstance(actual, list):

@@ -27,7 +27,7 @@ _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Sandbox] = WeakKeyDicti
 
 
 def runner_of(cfg: DictConfig, session: aiohttp.ClientSession) -> Runner:
-    """SandboxFusion where an endpoint is configured, else the embedded sandbox, one per process."""
+    """Returns SandboxFusion if an endpoint is configured, else the embedded sandbox, one per event loop."""
     endpoint = cfg.get("sandbox_endpoint") or os.environ.get(ENDPOINT_VARIABLE)
     if endpoint:
         return SandboxFusion(endpoint, session)
@@ -42,7 +42,7 @@ def instructions(tests: dict[str, Any]) -> str:
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """``cfg.environment.partial_credit``: the share of tests passed counts (default false: all or nothing)."""
+    """Runs one rollout. With ``cfg.environment.partial_credit`` (default false) the share of passed tests counts."""
     partial_credit = (cfg.get("environment") or {}).get("partial_credit", False)
 
     async def judge_program(output: str) -> Verdict:

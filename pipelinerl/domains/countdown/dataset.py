@@ -1,4 +1,4 @@
-"""Countdown problems from a seed. A problem is held out by its own content, so train and test never meet."""
+"""Generates countdown problems from a seed. A problem's content decides its part, so train and test are disjoint."""
 
 from fractions import Fraction
 from random import Random
@@ -9,12 +9,12 @@ MAX_TRIES = 1000
 
 
 def is_test_problem(numbers: list[int], target: int) -> bool:
-    """Whether a problem is held out, whatever the order of its numbers."""
+    """Whether a problem is held out. The order of its numbers does not matter."""
     return is_held_out(repr((sorted(numbers), target)))
 
 
 def apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
-    """The result where it is a positive whole number: what the game allows at every step."""
+    """Returns the result if it is a positive whole number, as the game requires at every step, else None."""
     if operator == "/" and right == 0:
         return None
     value = {
@@ -27,7 +27,7 @@ def apply(operator: str, left: Fraction, right: Fraction) -> Fraction | None:
 
 
 def draw_target(rng: Random, numbers: list[int], operators: str) -> int | None:
-    """The value of a random expression that uses every number once; None when a step left the positive numbers."""
+    """Returns the value of a random expression that uses every number once. None if a step broke the game's rule."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
@@ -49,16 +49,18 @@ def load_problems(
     num_test_problems: int = 512,
     seed: int = 0,
 ) -> list[Problem]:
-    """Solvable problems ``{"dataset", "numbers", "target", "use_all"}`` of the named parts, without repetition.
+    """Generates solvable problems ``{"dataset", "numbers", "target", "use_all"}`` without repetition.
 
     Args:
         dataset_names: any of ``train`` and ``test``.
         num_numbers: fewest and most numbers of a problem.
         max_number: numbers are drawn from 1 … max_number.
         max_target: largest target.
-        operators: those the generator uses, of ``+-*/``; the player may always use all four.
-        use_all: every number must be used.
-        seed: of ``train``; ``test`` is the same for every seed.
+        operators: those of ``+-*/`` that the generator uses. The player may always use all four.
+        use_all: whether an answer must use every number.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        seed: of ``train``. ``test`` is the same for every seed.
     """
     seen: set[tuple[tuple[int, ...], int]] = set()
 
@@ -89,7 +91,7 @@ def draw_problem(
     held_out: bool,
     seen: set[tuple[tuple[int, ...], int]],
 ) -> tuple[list[int], int] | None:
-    """A problem that was not seen, of the wanted part; None when there seems to be no more."""
+    """Draws a new problem of the wanted part. Returns None after ``MAX_TRIES`` failures, as there may be no more."""
     for _ in range(MAX_TRIES):
         numbers = [rng.randint(1, max_number) for _ in range(rng.randint(*num_numbers))]
         target = draw_target(rng, numbers, operators)

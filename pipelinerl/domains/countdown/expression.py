@@ -1,11 +1,11 @@
-"""Reads and computes arithmetic by recursive descent: exact, bounded, and never ``eval``.
+"""Parses and evaluates arithmetic by recursive descent, exactly and within limits. Never uses ``eval``.
 
     expression = term  { ("+" | "-" | "−") term }
     term       = atom  { ("*" | "×" | "·" | "/" | "÷") atom }
     atom       = number | "(" expression ")"
     number     = ASCII digits without leading zeros, at most MAX_DIGITS
 
-Blanks may stand between symbols. Anything else, signs and powers included, is an ``ExpressionError``.
+Spaces are allowed between symbols. Anything else, such as signs and powers, raises ``ExpressionError``.
 """
 
 import re
@@ -19,7 +19,7 @@ TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<symbol>[-+−*×·/÷()]))", r
 
 
 class ExpressionError(ValueError):
-    """The text is no expression of the grammar, or divides by zero."""
+    """The text is not an expression of the grammar, or it divides by zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Evaluated:
 
 
 def evaluate(text: str) -> Evaluated:
-    """The value of an expression and the numbers in it; raises ExpressionError."""
+    """Returns the value of an expression and the numbers in it. Raises ExpressionError."""
     reader = TokenReader(tokens_of(text))
     value = reader.expression(depth=0)
     if reader.next is not None:

@@ -1,6 +1,6 @@
 """Judges a countdown answer: the last ``<answer>…</answer>`` must hit the target with the given numbers.
 
-Cheap and bounded, so the domain calls it in place; the verifier serves it too.
+It is cheap and bounded, so the domain calls it directly. The verifier offers it too.
 """
 
 import re
@@ -29,7 +29,14 @@ def judge(prediction: str, gold: dict[str, Any], options: dict[str, Any]) -> Ver
 
 
 def judge_expression(text: str, numbers: Sequence[int], target: int, *, use_all: bool = True) -> Verdict:
-    """Judges a bare expression, after which ``= value`` may stand."""
+    """Judges a bare expression, which ``= value`` may follow.
+
+    Args:
+        text: the expression.
+        numbers: the given numbers.
+        target: the value to reach.
+        use_all: every number must be used, otherwise each at most once.
+    """
     expression, equals, claim = text.partition("=")
     try:
         evaluated = evaluate(expression)

@@ -1,4 +1,4 @@
-"""Count how often a letter stands in a word."""
+"""Count how often a letter occurs in a word."""
 
 from pipelinerl.domains.counting.dataset import load_problems
 from pipelinerl.domains.counting.rollouts import generate_rollout

@@ -1,4 +1,4 @@
-"""Invented words from a seed; a word is held out by its own spelling, so train and test never share one."""
+"""Invents words from a seed. A word's spelling decides its part, so train and test share none."""
 
 from random import Random
 
@@ -21,12 +21,14 @@ def load_problems(
     num_test_problems: int = 256,
     seed: int = 0,
 ) -> list[Problem]:
-    """Problems ``{"dataset", "word", "letter", "count"}``; the letter is in the word four times in five.
+    """Generates problems ``{"dataset", "word", "letter", "count"}``. Four in five letters are drawn from the word.
 
     Args:
         dataset_names: any of ``train`` and ``test``.
         max_syllables: words have 2 … max_syllables.
-        seed: of ``train``; ``test`` is the same for every seed.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        seed: of ``train``. ``test`` is the same for every seed.
     """
 
     def draw(rng: Random, held_out: bool) -> Problem:

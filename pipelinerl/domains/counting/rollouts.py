@@ -16,7 +16,7 @@ ANSWER = re.compile(r"<answer>\s*([0-9]{1,9})\s*</answer>")
 
 
 def judge(output: str, count: int) -> Verdict:
-    """The last number in tags is the answer."""
+    """Judges the last number in tags."""
     answers = ANSWER.findall(output)
     if not answers:
         return no_answer()

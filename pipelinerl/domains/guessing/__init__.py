@@ -1,4 +1,4 @@
-"""A game of many turns: guess a hidden number, told after each guess whether to go higher or lower."""
+"""A game of many turns: guess a hidden number, and learn after each guess whether it is higher or lower."""
 
 from pipelinerl.domains.guessing.dataset import load_problems
 from pipelinerl.domains.guessing.rollouts import generate_rollout

@@ -1,6 +1,6 @@
-"""Hidden numbers.
+"""The hidden numbers of the game.
 
-Up to ``SMALL`` numbers train and test coincide: what is learned is to search, not which numbers there are.
+Up to ``SMALL`` numbers, train and test are the same, because the skill to learn is the search and not the numbers.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from pipelinerl.errors import DomainError
 
 SMALL = 64
 HELD_OUT_EVERY = 4
-"""Above ``SMALL`` numbers every fourth one is kept for ``test``."""
+"""With more than ``SMALL`` numbers, every fourth one is held out for ``test``."""
 
 
 def numbers_of(part: str, max_number: int) -> list[int]:
-    """The numbers of ``train`` or ``test``, ascending."""
+    """Returns the numbers of ``train`` or ``test``, ascending."""
     numbers = range(1, max_number + 1)
     if max_number <= SMALL:
         return list(numbers)
@@ -23,12 +23,12 @@ def numbers_of(part: str, max_number: int) -> list[int]:
 def load_problems(
     dataset_names: list[str], max_number: int = 1024, max_turns: int = 13, num_test_problems: int = 256
 ) -> list[dict[str, Any]]:
-    """Problems ``{"dataset", "answer", "max_number", "max_turns"}`` of the named parts.
+    """Makes the problems ``{"dataset", "answer", "max_number", "max_turns"}`` of the named parts.
 
     Args:
-        dataset_names: any of ``train`` (each of its numbers once) and ``test`` (its numbers in turn).
+        dataset_names: any of ``train`` (each of its numbers once) and ``test`` (cycles through its numbers).
         max_number: the hidden number is one of 1 … max_number.
-        max_turns: guesses of one game.
+        max_turns: maximum number of guesses in a game.
         num_test_problems: size of ``test``.
     """
     problems = []

@@ -1,4 +1,4 @@
-"""The game's words and rules, without a model: what is said, how a guess is read, what it is worth."""
+"""The rules of the game, without a model: messages to the player, parsing of guesses, and rewards."""
 
 import re
 from typing import Literal
@@ -16,16 +16,16 @@ def instructions(max_number: int) -> str:
 
 
 def feedback(guess: int, relation: str) -> str:
-    """What the player hears; ``relation`` of the hidden number to the guess: "higher" or "lower"."""
+    """Returns the message after a guess. ``relation`` of the hidden number to the guess is "higher" or "lower"."""
     return f"The number is {relation} than {guess}."
 
 
 def parse_guess(text: str) -> int | None:
-    """The first guess in its tags; None when there is none."""
+    """Returns the first guess in tags, or None."""
     match = ANSWER.search(text)
     return int(match[1]) if match else None
 
 
 def final_reward(turn: int, outcome: GameOutcome) -> float:
-    """2 − i/10 for a hit at turn i (from 0), −2 + i/10 for a broken format at turn i, 0 when the turns ran out."""
+    """Returns 2 − i/10 for a hit at turn i (from 0), −2 + i/10 for a broken format, and 0 if the turns ran out."""
     return {"hit": 2 - turn / 10, "broken": -2 + turn / 10, "missed": 0.0}[outcome]

@@ -14,7 +14,7 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 class GuessingMetrics(BaseMetrics):
     num_guesses: int
-    """Guesses made, the last one included."""
+    """Guesses made, including the last one."""
 
 
 required_problem_keys = ("answer", "max_number", "max_turns")
@@ -23,7 +23,7 @@ required_problem_keys = ("answer", "max_number", "max_turns")
 async def play(
     llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> tuple[list[LLMCall], GameOutcome]:
-    """Plays one game to its end; returns the calls and how it ended."""
+    """Plays one game to its end. Returns the calls and the outcome."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(problem["max_number"])}]
     calls: list[LLMCall] = []
     for _ in range(problem["max_turns"]):

@@ -1,4 +1,4 @@
-"""Follow instructions about the form of an answer."""
+"""Write answers that follow instructions about their form."""
 
 from pipelinerl.domains.instructions.dataset import load_problems
 from pipelinerl.domains.instructions.rollouts import generate_rollout

@@ -1,4 +1,4 @@
-"""Tasks with constraints on their answer: generated from a seed, or read from files and the Hub."""
+"""Tasks with constraints on the answer, generated from a seed or read from files and the Hub."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ KEYWORDS = ("first", "because", "quiet", "old", "often", "light", "small", "howe
 
 
 def draw_constraints(rng: Random, max_constraints: int) -> list[dict[str, Any]]:
-    """Constraints that one answer can meet together."""
+    """Draws 1 … ``max_constraints`` constraints that one answer can satisfy together."""
     word, other = rng.sample(KEYWORDS, 2)
     at_least = rng.randrange(10, 60, 10)
     options: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ def draw_constraints(rng: Random, max_constraints: int) -> list[dict[str, Any]]:
 
 
 def sentence(constraint: dict[str, Any]) -> str:
-    """A generated constraint in words."""
+    """Describes a generated constraint in words."""
     name = constraint["check"]
     if name == "length":
         return f"Use {constraint['at_least']} to {constraint['at_most']} {constraint['unit']}."
@@ -51,13 +51,16 @@ def load_problems(
     columns: dict[str, str] | None = None,
     seed: int = 0,
 ) -> list[Problem]:
-    """Problems ``{"dataset", "task", "constraints"}``.
+    """Loads problems ``{"dataset", "task", "constraints"}``.
 
     Args:
-        dataset_names: ``train`` and ``test`` are generated; any other name is read (``pipelinerl.domains.datasets``).
-        max_constraints: of a generated problem.
-        columns: of datasets that are read; default ``task`` (or ``prompt``) and ``constraints`` (a list, or JSON).
-        seed: of ``train``; ``test`` is the same for every seed.
+        dataset_names: ``train`` and ``test`` are generated. Other names are read (``pipelinerl.domains.datasets``).
+        max_constraints: maximum per generated problem.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        columns: field → column of data sets that are read. Default: ``task`` or ``prompt``, and ``constraints``
+            (a list, or JSON).
+        seed: of ``train``. ``test`` is the same for every seed.
     """
 
     def draw(rng: Random, held_out: bool) -> Problem:
@@ -88,6 +91,6 @@ def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, ind
             f"dataset {dataset!r}: row {index} has the constraints {constraints}: "
             f"a list of objects whose `check` is one of {sorted(CHECKS)}"
         )
-    # Parquet gives every object the columns of all.
+    # In Parquet every object has the keys of all objects, and the missing values are None.
     given = [{name: value for name, value in one.items() if value is not None} for one in listed]
     return {"dataset": dataset, "task": str(task), "constraints": given}

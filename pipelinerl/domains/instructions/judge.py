@@ -1,7 +1,7 @@
-"""Deterministic checks of what an answer looks like: length, keywords, format, JSON.
+"""Deterministic checks of an answer's form: length, keywords, format, JSON.
 
-The gold is a list of constraints ``{"check": name, …arguments}``; the score is the share that holds and the answer is
-correct when all do. Every check is linear in the text; none takes a pattern from the problem.
+The gold is a list of constraints ``{"check": name, …arguments}``. The score is the share of constraints that hold, and
+the answer is correct if all do. Every check takes linear time. No check takes a regular expression from the problem.
 """
 
 import json
@@ -41,13 +41,13 @@ UNITS: dict[str, Callable[[str], Any]] = {
 
 
 def length(text: str, unit: str, at_least: int = 0, at_most: int | None = None) -> bool:
-    """Number of characters, words, sentences, lines or paragraphs within bounds (both included)."""
+    """Whether the number of characters, words, sentences, lines or paragraphs is within bounds (both included)."""
     count = len(UNITS[unit](text.strip()))
     return count >= at_least and (at_most is None or count <= at_most)
 
 
 def keyword(text: str, word: str, at_least: int = 1, at_most: int | None = None) -> bool:
-    """Occurrences of a word or phrase, whatever its case, not inside other words."""
+    """Whether a word or phrase occurs often enough, in any case and not inside other words."""
     count = len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
     return count >= at_least and (at_most is None or count <= at_most)
 
@@ -65,18 +65,18 @@ def ends_with(text: str, suffix: str) -> bool:
 
 
 def case(text: str, want: str) -> bool:
-    """``lower`` or ``upper`` throughout."""
+    """Whether the whole text is in ``lower`` or ``upper`` case."""
     return text == {"lower": text.lower(), "upper": text.upper()}[want]
 
 
 def bullets(text: str, at_least: int = 1, at_most: int | None = None) -> bool:
-    """Lines that begin with ``-`` or ``*`` and a blank."""
+    """Whether the number of lines that begin with ``-`` or ``*`` and a space is within bounds."""
     count = sum(line.lstrip().startswith(("- ", "* ")) for line in text.splitlines())
     return count >= at_least and (at_most is None or count <= at_most)
 
 
 def quoted(text: str) -> bool:
-    """The whole answer stands in double quotes."""
+    """Whether the whole answer is in double quotes."""
     stripped = text.strip()
     return len(stripped) >= 2 and stripped[0] == stripped[-1] == '"'
 
@@ -86,7 +86,13 @@ def no_commas(text: str) -> bool:
 
 
 def is_json(text: str, type: str | None = None, keys: list[str] | None = None) -> bool:
-    """The whole answer (a Markdown fence around it is allowed) is JSON, of a type (object, array), with keys."""
+    """Whether the whole answer is JSON. A Markdown fence around it is allowed.
+
+    Args:
+        text: the answer.
+        type: "object", "array", or None for any.
+        keys: keys that the object must have.
+    """
     fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
     body = fenced[1] if fenced else text
     if len(body) > MAX_JSON_CHARS:

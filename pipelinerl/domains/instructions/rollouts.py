@@ -1,4 +1,4 @@
-"""One task, one answer, judged on its form; the share of constraints that hold is partial credit."""
+"""One task and one answer, judged on its form. The share of constraints that hold gives partial credit."""
 
 from typing import Any
 

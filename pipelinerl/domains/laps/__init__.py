@@ -1,4 +1,4 @@
-"""Long answers: write out a walk around a ring, lap by lap, in the direction that comes early to a station."""
+"""Long answers: write out a walk around a ring, lap by lap, in the direction that reaches a station early."""
 
 from pipelinerl.domains.laps.dataset import load_problems
 from pipelinerl.domains.laps.rollouts import generate_rollout

@@ -1,4 +1,4 @@
-"""One question, one long answer: right when every step of the walk is."""
+"""One question and one long answer, which is correct if every step of the walk is."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ required_problem_keys = ("num_stations", "laps", "station")
 
 
 def judge(output: str, problem: dict[str, Any]) -> Verdict:
-    """A whole walk in the right direction is correct, one in the other direction wrong, anything else no walk."""
+    """A full walk in the right direction is correct, in the other direction wrong. Anything else is unparsable."""
     num_stations, laps, station = problem["num_stations"], problem["laps"], problem["station"]
     right = direction(num_stations, station)
     if output == walk(num_stations, laps, station, right):

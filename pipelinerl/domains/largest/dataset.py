@@ -1,4 +1,4 @@
-"""Triples of distinct numbers. Those whose sum is divisible by 5 are held out: only ``test`` ever shows them."""
+"""Triples of distinct numbers. Triples whose sum is divisible by 5 are held out and appear only in ``test``."""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -16,12 +16,12 @@ def question(numbers: Sequence[int]) -> str:
 
 
 def is_held_out(numbers: Sequence[int]) -> bool:
-    """Held-out triples are never trained on, whatever their order."""
+    """Whether a triple is held out from training. The order of its numbers does not matter."""
     return sum(numbers) % HELD_OUT_DIVISOR == 0
 
 
 def load_problems(dataset_names: list[str], max_number: int = 30, num_test_problems: int = 512) -> list[dict[str, Any]]:
-    """Problems ``{"dataset", "question", "answer"}`` of the named parts.
+    """Makes the problems ``{"dataset", "question", "answer"}`` of the named parts.
 
     Args:
         dataset_names: any of ``train`` (every ordered triple that is not held out) and ``test``.

@@ -16,7 +16,7 @@ ANSWER = re.compile(r"\s*<answer>([0-9]{1,18})</answer>\s*")
 
 
 def score(text: str, answer: int) -> BaseMetrics:
-    """Judges a completion; only the bare answer in its tags is well formed."""
+    """Judges a completion. Only an answer in tags without any other text is well formed."""
     match = ANSWER.fullmatch(text)
     success = match is not None and int(match[1]) == answer
     reward = -1.0 if match is None else float(success)

@@ -1,4 +1,4 @@
-"""The quickstart's task played by agents that know nothing of PipelineRL: the official OpenAI client, and a program."""
+"""The quickstart's task, solved by agents that do not know PipelineRL: one on the OpenAI client, and a program."""
 
 from pipelinerl.domains.largest.dataset import load_problems
 from pipelinerl.domains.largest_agent.rollouts import generate_program_rollout, generate_rollout

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of PipelineRL: an OpenAI client, one tool, a streamed answer."""
+"""An agent that does not know PipelineRL. It uses an OpenAI client, one tool and a streamed answer."""
 
 import json
 
@@ -16,7 +16,7 @@ SUBMIT_TOOL: ChatCompletionFunctionToolParam = {
 
 
 async def answer_question(client: AsyncOpenAI, question: str) -> int | None:
-    """The number that the model submits with its tool; None when it calls no tool or calls it wrongly."""
+    """Returns the number that the model submits with its tool. None if it calls no tool or calls it wrongly."""
     stream = await client.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": question}], tools=[SUBMIT_TOOL], stream=True
     )

@@ -1,6 +1,6 @@
-"""An agent as a program of its own: a question on standard input, the answer on standard output, HTTP in between.
+"""An agent as a separate program. It reads a question from standard input and prints the answer of the model.
 
-Run by path: it imports nothing but the standard library.
+It is run by path and imports only the standard library.
 """
 
 import json
@@ -12,7 +12,7 @@ TOOL = {"type": "function", "function": {"name": "submit", "parameters": {"type"
 
 
 def ask(question: str) -> dict:
-    """The model's message."""
+    """Asks the model over HTTP and returns its message."""
     body = {"model": "policy", "messages": [{"role": "user", "content": question}], "tools": [TOOL]}
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",

@@ -1,4 +1,4 @@
-"""Runs an agent against the recording endpoint and rewards what it submitted, like the domain `largest`."""
+"""Runs an agent against the recording endpoint and rewards its answer like the domain `largest`."""
 
 import re
 import sys
@@ -21,8 +21,8 @@ PRINTED = re.compile(r"([0-9]{1,18})\s*")
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """The agent is a function around the official client."""
-    # On loopback there is no TLS to verify; making the default TLS context would cost more than the rollout.
+    """Runs the agent that is a function with the official client."""
+    # On loopback there is no TLS to verify, and making the default TLS context would cost more than the rollout.
     async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False) as http:
         client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=http, max_retries=0)
         number = await answer_question(client, problem["question"])
@@ -35,7 +35,7 @@ async def generate_rollout(
 async def generate_program_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """The agent is a program."""
+    """Runs the agent that is a program."""
 
     def judge(printed: str) -> tuple[float, bool]:
         number = PRINTED.fullmatch(printed)
@@ -47,6 +47,6 @@ async def generate_program_rollout(
 
 
 def score(number: int | None, answer: int) -> tuple[float, bool]:
-    """(reward, success) of what was submitted; None = nothing that is a number."""
+    """Returns (reward, success) of the submitted number. None means that no number was submitted."""
     success = number == answer
     return -1.0 if number is None else float(success), success

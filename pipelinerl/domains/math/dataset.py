@@ -1,4 +1,4 @@
-"""Mathematical problems with reference answers, columns mapped by the configuration."""
+"""Loads mathematical problems with reference answers. The configuration maps the columns."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from pipelinerl.domains.datasets import column, rows_of
 from pipelinerl.errors import DomainError
 
 USUAL = {"train": "agentica-org/DeepScaleR-Preview-Dataset", "test": "HuggingFaceH4/MATH-500@test"}
-"""What the names `train` and `test` stand for."""
+"""Data sets behind the names `train` and `test`."""
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -17,14 +17,14 @@ def load_problems(
     max_problems: int | None = None,
     streaming: bool = True,
 ) -> list[dict[str, Any]]:
-    """Problems ``{"dataset", "task", "answer", "id"}`` of all datasets, in order.
+    """Loads problems ``{"dataset", "task", "answer", "id"}`` of all data sets, in order.
 
     Args:
-        dataset_names: see ``pipelinerl.domains.datasets``; `train` is DeepScaleR's data set, `test` is MATH-500.
-        columns: which column holds what: ``{"task": "problem", "answer": "solution"}``; default ``task`` and ``answer``
-            or, where these do not exist, ``question``/``problem`` and ``answer``/``solution``.
-        max_problems: of each dataset; None = all.
-        streaming: Hugging Face datasets are read as a stream instead of being downloaded whole.
+        dataset_names: see ``pipelinerl.domains.datasets``. `train` is DeepScaleR's data set, `test` is MATH-500.
+        columns: field → column, e.g. ``{"task": "problem", "answer": "solution"}``. By default the first that exists:
+            ``task``, ``question`` or ``problem``, and ``answer`` or ``solution``.
+        max_problems: maximum per data set. None: all.
+        streaming: read Hugging Face data sets as a stream instead of downloading them.
 
     Raises:
         DomainError: a file or column does not exist, or a row lacks its answer.
@@ -39,7 +39,7 @@ def load_problems(
 
 
 def problem_of(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
-    """One row as a problem."""
+    """Converts a row to a problem."""
     task = column(row, columns.get("task"), ("task", "question", "problem"), dataset, "task")
     answer = column(row, columns.get("answer"), ("answer", "solution"), dataset, "answer")
     if answer is None or str(answer).strip() == "":
@@ -48,6 +48,6 @@ def problem_of(row: dict[str, Any], columns: dict[str, str], dataset: str, index
 
 
 def final_answer(answer: str) -> str:
-    """The answer at the end of a worked solution (``#### 42``); anything else as it is."""
+    """Returns the answer at the end of a worked solution (``#### 42``), or the text itself if it has no such end."""
     match = GSM8K_ANSWER.search(answer)
     return match[1].replace(",", "") if match else answer

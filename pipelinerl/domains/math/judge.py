@@ -1,7 +1,7 @@
-"""Judges mathematical answers with math-verify: the answer found, parsed and compared as that library does it.
+"""Judges mathematical answers with math-verify, which finds, parses and compares them.
 
-May run for ever and take any memory (``10^{10^{10}}``): call it only in a limited process, as the verifier does.
-Its own alarm-based time-outs are off, the worker's limits replace them.
+A check may run forever or take all memory (``10^{10^{10}}``). Call it only in a process with limits, as the verifier
+does. math-verify's own alarm-based timeouts are off, because the worker's limits replace them.
 """
 
 import functools
@@ -18,29 +18,29 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_ANSWER_CHARS = 1000
 MAX_TEXT_CHARS = 4000
-"""Of an output without a box, this much of its end is searched for an answer."""
+"""If an output has no box, its last characters, up to this many, are searched for an answer."""
 NUMBER = re.compile(
     r"(?P<sign>-?)(?:(?P<decimal>[0-9]{1,12}(?:\.[0-9]{1,12})?)"
     r"|\\[dt]?frac\{(?P<top>[0-9]{1,9})\}\{(?P<bottom>[0-9]{1,9})\}|(?P<over>[0-9]{1,9})/(?P<under>[0-9]{1,9}))",
     re.ASCII,
 )
 GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?: |~|\\[,;: ])[0-9]{3})+(?![0-9])")
-"""Thousands apart by a space: math-verify reads the last group alone."""
+"""Numbers with spaces between thousands. math-verify would read only the last group."""
 CLEARLY_DIFFERENT = Fraction(1, 1000)
-"""math-verify rounds to six digits: closer numbers than this are left to it."""
+"""Numbers closer than this are left to math-verify, which rounds to six digits."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How strictly an answer is read: see ``judge``."""
+    """How strictly an answer is judged (see ``judge``)."""
 
     strict: bool
     operators: bool
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{…}`` with balanced braces; None when there is none or it is cut."""
+    r"""Returns the content of the last ``\boxed{…}`` with balanced braces. None if there is none or it is cut."""
     start = text.rfind("\\boxed")
     if start < 0:
         return None
@@ -64,11 +64,13 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
 
     Args:
         prediction: the model's output.
-        gold: the reference answer: bare LaTeX or text, or with ``$``, ``\boxed`` of its own.
-        options: ``answer_format``: ``boxed`` (only ``\boxed{}`` counts) or ``any`` (default: without a box the output
-            is searched as math-verify does it); ``strict`` (default true): names of variables and the kind of bracket
-            matter, as math-verify understands it; ``operators`` (default ``refuse``): ``allow`` accepts operators
-            that the answer leaves unevaluated (``\gcd``, ``\sum``) where the reference is a number.
+        gold: the reference answer as LaTeX or text, bare or inside ``$`` or ``\boxed``.
+        options:
+            ``answer_format``: ``boxed`` accepts only ``\boxed{}``. With ``any`` (default), math-verify searches an
+            output without a box.
+            ``strict`` (default true): variable names and the kind of bracket matter, as defined by math-verify.
+            ``operators`` (default ``refuse``): ``allow`` accepts operators that the answer leaves unevaluated
+            (``\gcd``, ``\sum``) if the reference is a number.
     """
     answer_format = options.get("answer_format", "any")
     if answer_format not in ("boxed", "any"):
@@ -95,7 +97,7 @@ def judge_plain(prediction: str, reference: str, rules: Rules) -> Verdict:
 
 
 def reference_text(gold: str) -> str:
-    """The reference as math-verify wants it: inside a LaTeX environment."""
+    """Puts the reference inside a LaTeX environment, as math-verify requires."""
     return gold if LATEX.search(gold) else f"\\boxed{{{gold.strip()}}}"
 
 
@@ -122,7 +124,7 @@ def judge_texts(answer: str, reference: str, rules: Rules) -> Verdict:
 
 
 def _objection(answer: str, reference: str, rules: Rules) -> str | None:
-    """Why an answer that math-verify accepts is not the one value that the reference is."""
+    """Returns why an answer that math-verify accepts is not the single value of the reference. None if it is."""
     from sympy import Expr
 
     value = next(iter(parse_text(reference)), None)
@@ -138,7 +140,7 @@ def _objection(answer: str, reference: str, rules: Rules) -> str | None:
 
 
 def _inside(text: str) -> str:
-    """What is compared of a text: the content of its last box, or what math-verify found in it."""
+    """Returns the part of a text to compare: the content of its last box, or the answer that math-verify finds."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -154,9 +156,9 @@ def _equal(left: str, right: str, *, strict: bool) -> bool:
 
 
 def compare_numbers(answer: str, reference: str) -> bool | None:
-    """Whether two boxed plain numbers are equal; None when one is anything else or they are close.
+    """Whether two boxed plain numbers are equal. None if one is not a plain number, or if they are close to each other.
 
-    math-verify says the same (a test compares them), a hundred times slower.
+    math-verify gives the same result (a test compares both) but is a hundred times slower.
     """
     left, right = plain_number(answer), plain_number(reference)
     if left is None or right is None:
@@ -167,7 +169,7 @@ def compare_numbers(answer: str, reference: str) -> bool | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    r"""The value of a boxed integer, decimal or simple fraction."""
+    r"""Returns the value of a boxed integer, decimal or simple fraction. None for any other text."""
     match = NUMBER.fullmatch(text.removeprefix("\\boxed{").removesuffix("}")) if text.startswith("\\boxed{") else None
     if match is None:
         return None
@@ -177,7 +179,7 @@ def plain_number(text: str) -> Fraction | None:
 
 @functools.lru_cache(maxsize=1024)
 def parse_text(text: str) -> tuple[Any, ...]:
-    """math-verify's candidates; kept because the attempts of a group share reference and often answer."""
+    """Returns math-verify's candidates. Cached, because a group's attempts share the reference and often the answer."""
     from math_verify import parse
 
     return tuple(parse(text, parsing_timeout=None))

@@ -1,4 +1,4 @@
-"""What domains written for PipelineRL import from its math domain: a reward by outcome and completion, and a verdict.
+"""Functions that domains written for PipelineRL import from its math domain: the reward table and the verdicts.
 
 The domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.domains.verifier_client``.
 """
@@ -18,15 +18,15 @@ from pipelinerl.domains.verifier_client import VerifierClient
 from pipelinerl.records.verdicts import Verdict, no_answer
 
 OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
-"""Verdict → beginning of the table's names."""
+"""Verdict → prefix of the table's field names."""
 COUNTDOWN = re.compile(r"countdown-(\d+)-\[([\d, ]+)\]")
 """A reference answer of the countdown data: target and numbers."""
 
 
 class RewardTable(BaseModel):
-    """Rewards by outcome, and by whether the completion ended by itself.
+    """Rewards by outcome, and by whether the completion finished or was cut.
 
-    It may be made of the ``rewards`` of a configuration here, too: ``RewardTable(**cfg.rewards)``.
+    The ``rewards`` of a configuration of this project are accepted too: ``RewardTable(**cfg.rewards)``.
     """
 
     wrong_answer_not_finished: float
@@ -38,12 +38,12 @@ class RewardTable(BaseModel):
     correct_answer_not_finished: float
     correct_answer_finished: float
     buffer_tokens: int = 0
-    """Length of the overlong penalty's ramp; 0 = no penalty."""
+    """Length of the overlong penalty's ramp, in tokens. 0: no penalty."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_rewards(cls, given: Any) -> Any:
-        """Fills what is not given from `correct`, `wrong`, `no_answer`, `unparsable` and `unfinished`."""
+        """Fills missing fields from `correct`, `wrong`, `no_answer`, `unparsable` and `unfinished`."""
         if not isinstance(given, Mapping) or not OUTCOMES.keys() <= given.keys():
             return given
         unfinished = given.get("unfinished")
@@ -56,29 +56,37 @@ class RewardTable(BaseModel):
         return table
 
     def get_reward_range(self) -> tuple[float, float]:
-        """The smallest and the largest entry."""
+        """Returns the smallest and the largest reward."""
         entries = [value for name, value in self.model_dump().items() if name.endswith("finished")]
         return min(entries), max(entries)
 
 
 def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) -> float:
-    """The table's entry; raises ``ValueError`` for a status that has none (an error is never a reward)."""
+    """Returns the table's entry. Raises ``ValueError`` for a status without one (an error is never a reward)."""
     if answer_status not in OUTCOMES:
         raise ValueError(f"no reward for the status {answer_status!r}")
     return getattr(reward_table, f"{OUTCOMES[answer_status]}_{'finished' if finished else 'not_finished'}")
 
 
 def length_penalty(max_length: int, sequence_length: int, buffer_tokens: int) -> float:
-    """0 up to ``max_length - buffer_tokens``, then linear to -1 at ``max_length`` (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Returns the overlong penalty of DAPO (arXiv 2503.14476, eq. 13). All arguments are in tokens.
+
+    It is 0 up to ``max_length - buffer_tokens``, then falls linearly to -1 at ``max_length``.
+    """
     over = sequence_length - (max_length - buffer_tokens)
     return -over / buffer_tokens if 0 < over <= buffer_tokens else 0.0
 
 
 def verify_answer(prediction: str, gold: str, strict: bool = True, max_prediction_length: int = 1000) -> str:
-    r"""``verify_answer_rpc`` in this process: for tests and data. It may compute for ever, so rollouts ask a verifier.
+    r"""Does the work of ``verify_answer_rpc`` in this process, for tests and data preparation.
+
+    It may run forever, so rollouts must ask a verifier instead.
 
     Args:
+        prediction: the model's output.
         gold: the reference answer, or ``countdown-<target>-[<numbers>]``.
+        strict: whether variable names and the kind of bracket matter.
+        max_prediction_length: an answer with more characters is unparsable. At most 1000.
 
     Raises:
         ValueError: the reference cannot be read.
@@ -94,7 +102,7 @@ def verify_answer(prediction: str, gold: str, strict: bool = True, max_predictio
 
 
 def _countdown_verdict(prediction: str, gold: str) -> Verdict | None:
-    """The verdict on the last box of an output; None when the reference is no countdown problem."""
+    """Judges the last box of an output. Returns None if the reference is not a countdown problem."""
     asked = COUNTDOWN.fullmatch(gold.strip())
     if asked is None:
         return None

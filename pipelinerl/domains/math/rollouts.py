@@ -22,7 +22,7 @@ SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """``cfg.environment.answer_format``: ``boxed`` (default) or ``any``."""
+    """Runs one rollout. ``cfg.environment.answer_format`` is ``boxed`` (default) or ``any``."""
     answer_format = (cfg.get("environment") or {}).get("answer_format", "boxed")
 
     async def judge(output: str) -> Verdict:

@@ -1,9 +1,9 @@
-r"""Refuses answers that name several values or leave the work undone, where the reference is one value.
+r"""Refuses answers that name several values or leave a computation undone, if the reference is a single value.
 
-math-verify searches a text it cannot parse for its last number, and compares the last side of an equation. So
-``1 \lor 2 \lor 42``, ``41 \to 42`` and ``41 = 42`` all equal 42, and ``\gcd(84,126)`` equals it without being computed.
-A policy that is rewarded for such texts learns to list candidates or to copy the problem. The rules here look at the
-LaTeX text alone or ask math-verify whether two sides are equal; they never accept what math-verify rejects.
+If math-verify cannot parse a text, it takes the last number in it. Of an equation it compares the last side. So it
+accepts ``1 \lor 2 \lor 42``, ``41 \to 42`` and ``41 = 42`` for 42, and also ``\gcd(84,126)``, which is not computed. A
+policy that is rewarded for such texts learns to list candidates or to copy the problem. The rules here look only at the
+LaTeX text, or ask math-verify whether two sides are equal. They never accept an answer that math-verify rejects.
 """
 
 import re
@@ -24,14 +24,14 @@ ARITHMETIC = _words(
     rbrace
     """
 )
-"""Commands that a computed value may hold: arithmetic, elementary functions, constants, units, formatting."""
+"""Commands that a computed value may contain: arithmetic, elementary functions, constants, units, formatting."""
 UNEVALUATED = _words(
     """
     sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg mod bmod pmod pod
     lfloor rfloor lceil rceil floor ceil phi varphi bigcup bigcap coprod partial nabla
     """
 )
-"""Commands that ask for a computation."""
+"""Commands for computations that remain to be done."""
 CONNECTIVES = _words(
     """
     lor vee land wedge lnot neg to rightarrow longrightarrow Rightarrow Longrightarrow implies impliedby
@@ -53,7 +53,7 @@ JOINING_WORDS = re.compile(
     r"(?<![A-Za-z])(?:or|and|not|either|neither|nor|maybe|perhaps|possibly|xor)(?![A-Za-z])", re.I
 )
 STATEMENT = re.compile(r"[<>|&~:;?#@`\"]|\\\\|[A-Za-z]{2,}[^A-Za-z0-9]*[0-9]|[0-9]\s+[0-9]")
-"""Relations, separators, line breaks, and words or gaps between numbers, in a text without commands and ``\\text``."""
+"""Relations, separators, line breaks, and words or gaps between numbers. For texts without commands and ``\\text``."""
 UNIT = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox|hbox)\s*\{(?P<wrapped>[^{}]*)\}|(?<=[0-9}\s])(?P<bare>[A-Za-z]+(?:\s*/\s*[A-Za-z]+)?))"
     r"\s*(?:\^\s*\{?(?P<power>[23])\}?)?\s*[.$]*\s*$"
@@ -70,7 +70,7 @@ UNITS = {name: unit for unit, others in _UNITS.items() for name in (unit, *other
 
 
 def objection(answer: str, reference: str, equal: Callable[[str, str], bool], *, operators: bool = False) -> str | None:
-    r"""Why an answer cannot be one computed value; None when nothing speaks against it.
+    r"""Returns why an answer cannot be one computed value. None if no rule objects.
 
     Args:
         answer: the LaTeX inside the answer's box.
@@ -90,7 +90,10 @@ def objection(answer: str, reference: str, equal: Callable[[str, str], bool], *,
 
 
 def number_objection(answer: str, reference: str) -> str | None:
-    """Why an answer cannot be a number: commands outside arithmetic, relations, digits in a text beside the number."""
+    """Returns why an answer cannot be a number, or None.
+
+    The rules object to commands outside arithmetic, to relations, and to digits in a text next to the number.
+    """
     allowed = ARITHMETIC | UNEVALUATED | CONNECTIVES | set(COMMAND.findall(reference)) | {"equiv", "doteq"}
     value = _sides(_operators_as_commands(answer))[-1]
     if unknown := set(COMMAND.findall(value)) - allowed:
@@ -108,7 +111,7 @@ def _operators_as_commands(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The value without commands, texts, a pair of absolute-value bars, thin spaces and names before an equals sign."""
+    """Strips commands, texts, a pair of absolute-value bars, thin spaces, and names before an equals sign."""
     text = re.sub(r"(?<!\\)\\[:;|,!&%$# ]", "", TEXT.sub(" ", _sides(text)[-1]))
     text = re.sub(r"\\[lr]?vert(?![A-Za-z])", "|", text)
     text = text.replace("|", "") if text.count("|") == 2 else text
@@ -116,7 +119,7 @@ def _plain(text: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """The parts between equals signs that stand outside every bracket."""
+    """Splits a text at the equals signs that are outside all brackets."""
     sides, depth, start = [], 0, 0
     for match in re.finditer(rf"[({{\[]|[)}}\]]|{SAME.pattern}", text):
         depth += (match[0] in "({[") - (match[0] in ")}]")
@@ -127,7 +130,7 @@ def _sides(text: str) -> list[str]:
 
 
 def _chain_objection(answer: str, reference: str, equal: Callable[[str, str], bool]) -> str | None:
-    """Every side of ``a = b = c`` names the value (``x``, ``f(41)``, ``a+b``) or is equal to the last side."""
+    """Objects if a side of ``a = b = c`` neither names the value (``x``, ``f(41)``, ``a+b``) nor equals the last side."""
     *others, value = _sides(answer)
     for part in others:
         if _is_name(part, reference) or (part and equal(part, value)):
@@ -137,7 +140,10 @@ def _chain_objection(answer: str, reference: str, equal: Callable[[str, str], bo
 
 
 def _is_name(part: str, reference: str) -> bool:
-    """Whether a side only names the value: it has a letter that is no command's, and no letter of the reference."""
+    """Whether a side only names the value: a plain name, or an expression with letters, none of them the reference's.
+
+    Letters of commands do not count.
+    """
     letters, known = _letters(part), _letters(reference)
     return bool(letters) and (
         re.fullmatch(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([^()]*\))?", part) is not None or not letters & known
@@ -155,7 +161,7 @@ def _unit_objection(answer: str, reference: str) -> str | None:
 
 
 def unit_of(text: str) -> str | None:
-    r"""The unit at the end of a text in one spelling: ``m^2`` of ``5\text{ square meters}``."""
+    r"""Returns the unit at the end of a text in a uniform spelling: ``m^2`` for ``5\text{ square meters}``."""
     text = text.strip().removesuffix("}").strip() if text.startswith("\\boxed") else text.strip()
     if re.search(r"\\%$", text):
         return "percent"
@@ -178,7 +184,7 @@ def unit_of(text: str) -> str | None:
 
 
 def _spelling(word: str) -> str | None:
-    """The unit that a word means. Symbols keep their case, words of three letters and more lose case and plural."""
+    """Returns the unit that a word means. Case matters for one or two letters. Longer words may be in the plural."""
     word = word.strip()
     lower = word.lower() if len(word) > 2 else word
     return UNITS.get(lower) or (UNITS.get(lower.removesuffix("s")) if len(lower) > 3 else None)

@@ -1,4 +1,4 @@
-"""Arithmetic too long for the head, from a seed; or questions with numeric answers from files and the Hub."""
+"""Long arithmetic generated from a seed, or questions with numeric answers from files and the Hub."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from pipelinerl.errors import DomainError
 
 
 def draw_expression(rng: Random, num_terms: int, max_number: int) -> str:
-    """A sum and difference of products."""
+    """Draws a chain of sums and differences of products."""
     terms = [f"{rng.randint(2, max_number)} * {rng.randint(2, max_number)}" for _ in range(num_terms)]
     text = terms[0]
     for term in terms[1:]:
@@ -26,14 +26,16 @@ def load_problems(
     columns: dict[str, str] | None = None,
     seed: int = 0,
 ) -> list[Problem]:
-    """Problems ``{"dataset", "task", "answer"}``.
+    """Loads problems ``{"dataset", "task", "answer"}``.
 
     Args:
-        dataset_names: ``train`` and ``test`` are generated; any other name is read (``pipelinerl.domains.datasets``).
+        dataset_names: ``train`` and ``test`` are generated. Other names are read (``pipelinerl.domains.datasets``).
         num_terms: products in a generated expression.
         max_number: largest number in it.
-        columns: of datasets that are read: ``{"task": …, "answer": …}``.
-        seed: of ``train``; ``test`` is the same for every seed.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        columns: field → column of data sets that are read: ``{"task": …, "answer": …}``.
+        seed: of ``train``. ``test`` is the same for every seed.
     """
     if max_number < 2 or num_terms < 1:
         raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")

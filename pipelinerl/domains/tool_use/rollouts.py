@@ -1,4 +1,4 @@
-"""A conversation in which the model may call tools before it answers; every turn carries the rollout's reward."""
+"""A conversation in which the model may call tools before it answers. Every turn gets the rollout's reward."""
 
 import re
 import time
@@ -31,7 +31,7 @@ class ToolUseMetrics(BaseMetrics):
 
 
 def judge(text: str, answer: str) -> Verdict:
-    """Compares the last answer as an exact number; an answer that is no number must be the same text."""
+    """Judges the last answer. A numeric reference is compared exactly, any other as text without regard to case."""
     found = ANSWER.findall(text)
     if not found:
         return no_answer()
@@ -53,7 +53,7 @@ def as_number(text: str) -> Fraction | None:
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """``cfg.environment``: ``tools`` (names, default all) and ``max_turns`` (LLM calls of one rollout)."""
+    """Runs one rollout. ``cfg.environment`` may set ``tools`` (names, default all) and ``max_turns`` (LLM calls)."""
     started = time.monotonic()
     settings = cfg.get("environment") or {}
     tools = [TOOLS[name] for name in settings.get("tools", list(TOOLS))]

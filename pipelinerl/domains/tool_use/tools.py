@@ -1,4 +1,4 @@
-"""The tools: their descriptions in OpenAI's format, and what they do. A tool's failure is text for the model."""
+"""The tools, with descriptions in OpenAI's format. A tool reports its failure to the model as text."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -26,10 +26,10 @@ TOOLS = {
 
 
 async def call_tool(call: ToolCall, runner: Runner) -> str:
-    """The result as the model reads it.
+    """Runs a tool and returns its result as text for the model. A failing program is a result too.
 
     Raises:
-        VerifierError: the sandbox failed; a failing program is a result.
+        VerifierError: the sandbox failed.
     """
     functions: dict[str, tuple[str, Callable[[str], Awaitable[str]]]] = {
         "calculator": ("expression", calculate),
