@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.ledger RUN`: what became of every dispatched rollout (`pipelinerl.inspect.ledger`)."""
+"""`python -m pipelinerl.ledger RUN` shows what became of every dispatched rollout (`pipelinerl.inspect.ledger`)."""
 
 import sys
 

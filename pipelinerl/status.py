@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.status RUN`: one screen about a run (`pipelinerl.inspect.status`)."""
+"""`python -m pipelinerl.status RUN` shows the state of a run on one screen (`pipelinerl.inspect.status`)."""
 
 import sys
 

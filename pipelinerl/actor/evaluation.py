@@ -17,7 +17,7 @@ from pipelinerl.records import EvaluationDone, EvaluationStarted, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class TestProblem:
-    """A test problem and where it comes from."""
+    """A test problem with its domain, data set and index."""
 
     __test__ = False
 

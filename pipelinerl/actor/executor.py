@@ -47,7 +47,15 @@ class RolloutRules:
 
 
 class Executor:
-    """Runs groups with the domains' functions."""
+    """Runs groups with the domains' functions.
+
+    Args:
+        cfg: the run's configuration, passed to the functions.
+        functions: rollout functions, by index of the domain.
+        llms: language models for training and for evaluation.
+        client: sends the requests.
+        rules: limits of a rollout.
+    """
 
     def __init__(
         self,

@@ -89,7 +89,10 @@ class ActorLoop:
             self._reporter.log(self._numbers, self._version or 0, force=True)
 
     def _ended(self) -> bool:
-        """Whether the loop is done. The end of training gives up training groups and leaves one evaluation to run."""
+        """Whether the loop is done: training has ended, and so has the last evaluation.
+
+        When training ends, this cancels the training groups.
+        """
         if not self._trainer.training_done:
             return False
         if not self._finishing:

@@ -35,7 +35,7 @@ class Work:
     start: StartGroup
     """``submit`` sets its ticket."""
     suspect: bool = False
-    """Its worker died while it ran."""
+    """Whether its worker died while it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ PASSED_VARIABLES = (
 )  # fmt: skip
 """Names and patterns of the environment variables that an agent's process gets. None holds a credential."""
 Score = Callable[[Any], tuple[float, bool]]
-"""What the agent returned → (reward, success)."""
+"""Return value of the agent → (reward, success)."""
 
 
 async def run_agent(

@@ -1,7 +1,7 @@
 """One rollout function for problems of several domains, as in PipelineRL. A problem's `domain` selects the function.
 
-Problems are trained in the loader's order, so this function does not control the share of each domain. Use it for
-loaders that already mix domains. The configuration's `domains` mixes them by weight.
+Each domain's share of the training follows from the problems that the loader returns. Use this function for loaders
+that already mix domains. To mix domains by weight, use `domains` of the configuration instead.
 """
 
 from typing import Any

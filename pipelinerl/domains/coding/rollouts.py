@@ -1,4 +1,4 @@
-"""One task, one program."""
+"""The rollout of one task with one program as answer."""
 
 import asyncio
 import os

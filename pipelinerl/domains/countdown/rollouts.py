@@ -1,4 +1,4 @@
-"""One question, one expression."""
+"""The rollout of one question with one expression as answer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One question, one number."""
+"""The rollout of one question with one number as answer."""
 
 import re
 from typing import Any

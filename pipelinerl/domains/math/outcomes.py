@@ -130,14 +130,19 @@ async def verify_answer_rpc(
     strict: bool = True,
     max_prediction_length: int = 1000,
 ) -> str:
-    r"""Status of the last ``\boxed{}`` of an output: correct, wrong, no_answer or unparsable.
+    r"""Asks a verifier for the status of the last ``\boxed{}``: correct, wrong, no_answer or unparsable.
 
     Args:
-        strict: names of variables and the kind of bracket matter.
-        max_prediction_length: a longer answer is unparsable; 1000 at most.
+        session: HTTP session of the rollout.
+        host: of the verifier.
+        port: of the verifier.
+        prediction: the model's output.
+        gold: the reference answer.
+        strict: whether variable names and the kind of bracket matter.
+        max_prediction_length: an answer with more characters is unparsable. At most 1000.
 
     Raises:
-        VerifierError: the verifier did not answer or could not do its work.
+        VerifierError: the verifier did not answer, or its judge failed.
     """
     if _too_long(prediction, max_prediction_length):
         return "unparsable"

@@ -1,4 +1,4 @@
-"""One problem, one answer, judged by the verifier service."""
+"""The rollout of one problem with one answer, which the verifier service judges."""
 
 from typing import Any
 

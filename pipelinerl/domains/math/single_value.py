@@ -130,7 +130,7 @@ def _sides(text: str) -> list[str]:
 
 
 def _chain_objection(answer: str, reference: str, equal: Callable[[str, str], bool]) -> str | None:
-    """Objects if a side of ``a = b = c`` neither names the value (``x``, ``f(41)``, ``a+b``) nor equals the last side."""
+    """Objects if a side of ``a = b = c`` neither names the value (``x``, ``f(41)``, ``a+b``) nor equals the last."""
     *others, value = _sides(answer)
     for part in others:
         if _is_name(part, reference) or (part and equal(part, value)):
