@@ -91,7 +91,13 @@ async def llm_async_generate(
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     """Turns a call into training data: prompt tokens are masked, sampled tokens are trained.
 
-    Set ``reward`` on the returned text. Raises ValueError if the call has no log-probabilities.
+    Set ``reward`` on the returned text.
+
+    Args:
+        llm: not used, kept for compatibility with PipelineRL.
+        llm_call: a call made with ``collect_logprobs=True``.
+    Raises:
+        ValueError: the call has no log-probabilities.
     """
     tokens = llm_call._tokens
     if tokens is None or tokens.logprobs is None:
@@ -110,7 +116,13 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
 def make_training_texts_from_llm_calls(
     llm: TrainableLLM, llm_calls: Iterable[LLMCall], reward: float | None = None
 ) -> list[TrainingText]:
-    """Makes one training text per call. If ``reward`` is given, every text gets it."""
+    """Makes one training text per call.
+
+    Args:
+        llm: see ``make_training_text``.
+        llm_calls: the calls of a rollout, in order.
+        reward: set on every text. None: the rewards stay unset.
+    """
     texts = [make_training_text(llm, call) for call in llm_calls]
     return texts if reward is None else apply_rollout_reward(texts, reward)
 

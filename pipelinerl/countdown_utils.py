@@ -22,7 +22,7 @@ def validate_format(solution_str: str) -> bool:
 
 
 def validate_equation(equation_str: str, available_numbers: Sequence[int]) -> bool:
-    """Whether an expression uses each of the numbers exactly once."""
+    """Whether the expression ``equation_str`` uses each of ``available_numbers`` exactly once."""
     try:
         return Counter(evaluate(equation_str).numbers) == Counter(available_numbers)
     except ExpressionError:

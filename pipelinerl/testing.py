@@ -80,7 +80,10 @@ class FakeLLM(TrainableLLM):
         finish_reason: str = "stop",
         **fields: Any,
     ) -> "FakeLLM":
-        """Makes a language model with these replies. ``fields`` are fields of ``TrainableLLM``."""
+        """Makes a language model with these replies.
+
+        The class explains the arguments. ``fields`` are fields of ``TrainableLLM``.
+        """
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
         llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
         llm._transport = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)

@@ -6,7 +6,10 @@ from pipelinerl.world import Job
 
 
 def resolve_environment_key(cfg: DictConfig, default: str | None = None) -> str | None:
-    """Returns the configured environment name. It selects nothing here: every verifier judges every kind of answer."""
+    """Returns ``cfg.environment_key``, or ``default`` if it is not set.
+
+    The name selects nothing here, because every verifier judges every kind of answer.
+    """
     return cfg.get("environment_key") or default
 
 

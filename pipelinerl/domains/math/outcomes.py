@@ -62,7 +62,15 @@ class RewardTable(BaseModel):
 
 
 def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) -> float:
-    """Returns the table's entry. Raises ``ValueError`` for a status without one (an error is never a reward)."""
+    """Looks up a reward.
+
+    Args:
+        answer_status: correct, wrong, no_answer or unparsable.
+        finished: False if the completion was cut by its token limit.
+        reward_table: the rewards.
+    Raises:
+        ValueError: the status has no reward. A verifier error is never a reward.
+    """
     if answer_status not in OUTCOMES:
         raise ValueError(f"no reward for the status {answer_status!r}")
     return getattr(reward_table, f"{OUTCOMES[answer_status]}_{'finished' if finished else 'not_finished'}")
