@@ -54,8 +54,7 @@ def to_rollout(
         attempt: index of the attempt in its group.
         latency_s: duration of the attempt.
         num_llm_calls: its completions.
-        sent_tokens: prompt tokens of all its calls.
-        cached_tokens: prompt tokens that the server took from its prefix cache.
+        sent_tokens: prompt tokens of all its calls, of which the server took ``cached_tokens`` from its prefix cache.
         fallback_version: version of tokens that carry none (texts that a domain built itself): the oldest possible.
         seq_length: ``finetune.seq_length``.
         rewards: reward mode of a result that sets none (``actor.rewards``).

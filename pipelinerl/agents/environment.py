@@ -40,7 +40,6 @@ async def play_text_environment(
     Args:
         llm: the policy.
         session: HTTP session of the rollout.
-        environment: a new or reusable environment.
         max_turns: maximum number of steps.
         seed: for ``environment.reset``.
         system: system message. None: no system message.

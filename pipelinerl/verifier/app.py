@@ -72,15 +72,7 @@ async def answer_status(pool: JudgePool, asked: MathAnswer) -> str:
 def create_app(
     *, workers: int, timeout_s: float, memory_mb: int, max_body_kb: int, secret: str | None = None
 ) -> FastAPI:
-    """Makes the application. Its worker pool runs while it serves.
-
-    Args:
-        workers: number of worker processes.
-        timeout_s: CPU time of one check.
-        memory_mb: memory of one worker.
-        max_body_kb: largest request body.
-        secret: bearer token that checks must carry. None: no token is needed.
-    """
+    """Makes the application, with a ``JudgePool`` that runs while it serves. Checks need ``secret`` as bearer token."""
     pool = JudgePool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
     bounded = BoundedBody(max_body_kb * 1024)
 
