@@ -1,7 +1,7 @@
 """From a validated configuration to a finished run on this node.
 
-`preflight` refuses what cannot work, `run_dir` owns the run folder, `commands` says how each role is started (pure),
-`supervisor` decides and acts on ends, hangs and restarts, `health` says who hangs (pure), `processes` starts, stops and
-sweeps, `reaper` cleans up when the launcher itself is killed, `terminal` shows progress, `program` puts all in order.
-Imports no torch, vllm or deepspeed.
+`preflight` refuses a run that cannot work. `run_dir` owns the run folder. `commands` computes how each role is started
+(pure). `supervisor` reacts to exits, hangs and restarts. `watchdog` finds roles that hang. `processes` starts and stops
+processes. `reaper` cleans up when the launcher itself is killed. `terminal` shows progress. `program` calls all
+of these in order. The package imports no torch, vllm or deepspeed.
 """

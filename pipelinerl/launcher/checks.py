@@ -1,7 +1,8 @@
-"""Every check before a start, in one place: a start refuses what they refuse, and a dry run runs the same ones.
+"""All checks before a start, in one place. A start and a dry run run the same checks.
 
 Checks of the plan need only the configuration. Checks of this machine (devices, model, domain, disk, redis-server) say
-nothing about another one: a dry run whose devices are not here only warns of what they find.
+nothing about another machine. A dry run for devices that this machine lacks therefore turns their refusals into
+warnings.
 """
 
 import os
@@ -24,7 +25,7 @@ from pipelinerl.world.memory import GIB, memory_plan, what_would_fit
 from pipelinerl.world.model_shape import find_model_shape
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
-"""float32 weights and two moments, and the bfloat16 model beside them."""
+"""float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
 NEARLY_FULL = 0.95
 SPARE_BYTES = 256 * 2**20
 """For streams, logs and metrics."""
@@ -32,7 +33,7 @@ SPARE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is about to be started."""
+    """The run that is about to be started."""
 
     config: Config
     container: dict[str, Any]
@@ -44,7 +45,7 @@ class Start:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is planned for devices that this machine does not have."""
+        """Whether the run is planned for devices that this machine does not have."""
         try:
             check_local_devices(self.world, self.node_rank, os.environ)
         except PipelineRLError:
@@ -53,15 +54,15 @@ class Start:
 
 
 StartCheck = Callable[[Start], list[str]]
-"""Returns warnings, raises a `PipelineRLError` to refuse."""
+"""Returns warnings and raises a `PipelineRLError` to refuse the start."""
 
 
 def check(start: Start, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None) -> list[str]:
-    """All warnings; the first refusal is raised.
+    """Run all checks and return their warnings. The first refusal is raised.
 
     Args:
-        only_shown: a dry run: what this machine lacks is a warning where the plan is for another one.
-        begin: told the name of each check of this machine before it runs.
+        only_shown: this is a dry run. Refusals by this machine become warnings if the plan is for another machine.
+        begin: called with the name of each check of this machine before it runs.
     """
     warnings = [warning for plan_check in OF_THE_PLAN for warning in plan_check(start)]
     forgiving = only_shown and start.elsewhere
@@ -93,7 +94,7 @@ def server_arguments(start: Start) -> list[str]:
 
 
 def memory(start: Start) -> list[str]:
-    """Refuse what does not fit the plan; one that is nearly full is a warning, for the plan is an estimate."""
+    """Refuse a plan that does not fit into GPU memory. Warn of one that nearly fills it, because it is an estimate."""
     shape = find_model_shape(start.config.model_path) if start.world.accelerator == "cuda" else None
     detected = gpu_memory_bytes()
     if shape is None or not detected:
@@ -126,7 +127,7 @@ def redis(start: Start) -> list[str]:
 
 
 def disk(start: Start) -> list[str]:
-    """A checkpoint must fit; all that are kept should."""
+    """Refuse if one checkpoint does not fit on the disk. Warn if those that the run keeps do not fit."""
     folder = next(path for path in (start.path, *start.path.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     shape = find_model_shape(start.config.model_path)

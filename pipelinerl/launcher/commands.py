@@ -1,6 +1,6 @@
 """How each role is started: command line, environment and cores as pure functions of job and world.
 
-Secrets are never part of what is returned here: they are added when the process starts and are in no file.
+No command contains a secret. Secrets are added when the process starts and are never written to a file.
 """
 
 import os
@@ -42,7 +42,7 @@ NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
 
 @dataclass(frozen=True, kw_only=True)
 class RoleCommand:
-    """One role's process: what to run, with which variables beside the inherited ones, on which cores."""
+    """One role's process: its arguments, the variables that it has in addition to inherited ones, and its cores."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class RoleCommand:
 
 
 def role_command(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str]) -> RoleCommand:
-    """The command of one job; `env` is the launcher's own environment."""
+    """Return the command of one job. `env` is the launcher's own environment."""
     role = ("-m", FOLDERS[job.kind], "--run-dir", str(run_dir), "--job", job.name)
     prefix: tuple[str, ...] = (sys.executable,)
     if job.kind == "finetune" and world.trainer_world_size > 1:
@@ -64,7 +64,7 @@ def role_command(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str
 
 
 def torchrun_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
-    """`python -m torch.distributed.run` for the trainer ranks of one node; the launcher restarts, torchrun does not."""
+    """Arguments of torchrun for the trainer ranks of one node. torchrun never restarts: the launcher does."""
     return (
         "-m",
         "torch.distributed.run",
@@ -78,7 +78,7 @@ def torchrun_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
 
 
 def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables of this job beside the inherited ones."""
+    """Return the variables that this job has in addition to inherited ones. `env` is the launcher's environment."""
     variables = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -106,7 +106,7 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
 
 
 def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without what belongs to the launcher alone."""
+    """Return the launcher's environment `env` without the variables that concern only the launcher."""
     return {
         name: value
         for name, value in env.items()
@@ -115,16 +115,19 @@ def inherited_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def compiler_cache(env: Mapping[str, str]) -> dict[str, str]:
-    """Where torch keeps the kernels that it compiles: a folder of the user, which outlives the run.
+    """Return the variable that makes torch keep compiled kernels in a folder of the user, which outlives the run.
 
-    Without it every run would compile vLLM's log-probability kernel again, about 14 seconds of a core.
+    Without it every run would compile vLLM's log-probability kernel again, which takes a core about 14 seconds.
     """
     caches = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return {COMPILER_CACHE: env.get(COMPILER_CACHE) or os.path.join(caches, "pipelinerl", "inductor")}
 
 
 def start_script(command: RoleCommand, cwd: Path) -> str:
-    """A script that starts the role by hand, exactly as the launcher does; it asks for the secrets by variable."""
+    """Return a shell script that starts the role by hand as the launcher does, from the folder `cwd`.
+
+    The script takes the secrets from the environment and fails without them.
+    """
     pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
     lines = ["#!/bin/sh", f"# {command.name}, as the launcher starts it. Secrets come from the environment."]
     lines.append(f': "${{{SECRET_VARIABLE}:?the per-run secret must be in the environment}}"')
@@ -134,7 +137,7 @@ def start_script(command: RoleCommand, cwd: Path) -> str:
 
 
 def printable(command: RoleCommand) -> str:
-    """The command as one shell line, for people."""
+    """Return the command as one shell line for people to read."""
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
     pin = f"taskset -c {','.join(map(str, command.cores))} " if command.cores else ""
     return f"{variables} {pin}{shlex.join(command.argv)}"

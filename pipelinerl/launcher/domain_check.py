@@ -2,7 +2,7 @@
 
 Imports the rollout function and the loader, checks how they can be called, loads the problems and plays a few rollouts
 against a scripted model. Prints one JSON object {"refusal": text or null, "warnings": [text]} as its last line.
-A refusal is only what would fail in the run as well: what is slow or needs a service that is not up is a warning.
+It refuses only what would fail in the run as well. A slow loader or a service that is not up gives a warning.
 """
 
 import argparse
@@ -24,11 +24,14 @@ from pipelinerl.launcher.trial import TrialFailure, try_rollouts
 
 
 class OutOfTimeError(BaseException):
-    """The deadline of the check passed; that proves nothing against the domain, and no `except Exception` takes it."""
+    """The deadline of the check passed, which does not show that the domain is wrong.
+
+    It is a `BaseException` so that an `except Exception` in the domain does not catch it.
+    """
 
 
 def check(container: dict[str, Any], warnings: list[str]) -> None:
-    """Check every domain; appends warnings, raises `DomainError` on the first refusal."""
+    """Check every domain. Appends to `warnings` and raises `DomainError` on the first refusal."""
     cfg = parse_container({key: value for key, value in container.items() if key != "jobs"})
     domains = domains_of(cfg)
     rollouts = [domain.rollout() for domain in domains]
@@ -50,7 +53,7 @@ def check(container: dict[str, Any], warnings: list[str]) -> None:
 
 @contextlib.contextmanager
 def deadline(timeout_s: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` inside whatever runs when the time is up."""
+    """Raise `OutOfTimeError` in the code of the block after `timeout_s`."""
 
     def expire(*_: object) -> None:
         raise OutOfTimeError

@@ -1,4 +1,4 @@
-"""What a role's exit means, and how long a restart waits. Pure."""
+"""Decides what follows from a role's exit, and how long a restart waits. Pure functions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,12 +9,12 @@ from pipelinerl.observability.role import EXIT_LEFT, EXIT_REFUSED
 
 MAX_BACKOFF_S = 30.0
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")
-"""Kinds whose exit 0 means done; everybody else serves until told to stop."""
+"""Kinds whose exit code 0 means done. All other kinds serve until the launcher stops them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """What a role's exit means."""
+    """What the supervisor does after a role's exit, and why."""
 
     action: Literal["done", "restart", "fail"]
     reason: str = ""
@@ -23,7 +23,13 @@ class Exit:
 def decide_after_exit(
     kind: str, code: int, kill_reason: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
 ) -> Exit:
-    """Decide what follows from an exit that nobody asked for."""
+    """Decide what follows from an exit that the launcher did not ask for.
+
+    Args:
+        code: exit code; below 0 it is the number of the signal that killed the process.
+        kill_reason: why the launcher killed the process itself; None if it did not.
+        restarts_used: restarts of all roles of this node so far.
+    """
     if code == EXIT_LEFT and kill_reason is None:
         return Exit(action="done", reason="it left the run as it was asked to")
     if code == 0 and kill_reason is None and kind == "actor" and training_done:
@@ -35,7 +41,7 @@ def decide_after_exit(
         reason = "it ended although the run goes on"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
-        # A trainer looks after the servers, but the run can end without.
+        # The trainer still serves weights after its last step, but the run can end without it.
         return Exit(action="done", reason=f"{reason} after training was done; its work is complete")
     if not mendable:
         return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")
@@ -45,5 +51,5 @@ def decide_after_exit(
 
 
 def backoff_s(restarts: int, base_s: float) -> float:
-    """Doubles with every restart of the same role: base, 2·base, … ≤ `MAX_BACKOFF_S`."""
+    """Seconds before the next restart of a role: base, 2·base, 4·base, … ≤ `MAX_BACKOFF_S`."""
     return min(base_s * 2**restarts, max(base_s, MAX_BACKOFF_S))

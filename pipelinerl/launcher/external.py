@@ -1,6 +1,6 @@
-"""`launcher.engine=external`: everything but the start.
+"""`launcher.engine=external`: the launcher prepares the run folder and a platform starts the roles.
 
-A platform starts `<job>/start.sh` of every role in `conf/roles.txt`, on the node of the given rank, with the run's
+The platform runs `<job>/start.sh` of every role in `conf/roles.txt` on the node of the given rank, with the run's
 secret in the environment.
 """
 
@@ -14,6 +14,6 @@ ROLES_FILE = Path("conf") / "roles.txt"
 
 
 def write_roles_file(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """One line `<job> <node rank>` for each role that the platform is to start; none for a run that is finished."""
+    """Write one line `<job> <node rank>` for each role that the platform must start. A finished run has no lines."""
     text = "".join(f"{job.name} {job.node_rank}\n" for job in jobs)
     replace_file(run_dir / ROLES_FILE, text, mode=0o600)

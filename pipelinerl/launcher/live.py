@@ -1,7 +1,7 @@
-"""The one line that says what goes on now: redrawn on a terminal, repeated every 30 s in files and pipes.
+"""The live line of the launcher: redrawn on a terminal, printed every 30 s of silence to files and pipes.
 
-Consumes a function that describes the present, in a thread of its own; never decides anything. `describe_run` is that
-function for roles at work, over their status files and the actor's newest metrics.
+A thread calls a function that describes the current state and shows its text. It never decides anything. `RunLine` is
+that function for a run whose roles are working. It reads their status files and the actor's newest metrics.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ SPEED_WINDOW_S = 30.0
 
 
 class Voice:
-    """Everything that the launcher tells people. A closed terminal ends nothing.
+    """Prints everything that the launcher tells the user. A closed terminal does not end the run.
 
     Args:
-        log: gets every line that is said, and not the live line.
-        repeat_s: seconds of silence after which the live line is said where it cannot be redrawn.
+        log: called with every line that is said, but not with redrawn live lines.
+        repeat_s: seconds of silence after which the live line is said if it cannot be redrawn.
     """
 
     def __init__(self, log: Callable[[str], None], repeat_s: float = REPEAT_S):
@@ -34,7 +34,7 @@ class Voice:
         self._said = time.monotonic()
 
     def say(self, line: str) -> None:
-        """One line at once, above the live line."""
+        """Print and log one line at once, above the live line."""
         self._said = time.monotonic()
         self._log(line)
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class Voice:
 
     @contextlib.contextmanager
     def live(self, describe: Callable[[], str]):
-        """Inside, the line of `describe` is shown. An error of it costs the line, not the run."""
+        """Show the line that `describe` returns while the block runs. If it raises, only the line is missing."""
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
@@ -78,7 +78,7 @@ class Voice:
 
 
 class RunLine:
-    """The live line of a run. Called again and again; knows how fast the steps come."""
+    """The live line of a run. Each call returns the current text and updates the speed of the optimizer steps."""
 
     def __init__(self, run_dir: Path, max_train_steps: int, clock: Callable[[], float] = time.time):
         self._run_dir, self._max_train_steps, self._clock = run_dir, max_train_steps, clock
@@ -95,7 +95,7 @@ class RunLine:
         )
 
     def _speed(self, now: float, step: int) -> float | None:
-        """Optimizer steps per second over the newest `SPEED_WINDOW_S`, from the first step on."""
+        """Optimizer steps per second over the last `SPEED_WINDOW_S`. None until two different steps were seen."""
         if step and (not self._steps or step >= self._steps[-1][1]):
             self._steps.append((now, step))
         while self._steps and now - self._steps[0][0] > SPEED_WINDOW_S and len(self._steps) > 2:
@@ -119,13 +119,15 @@ def describe_run(
     last: int,
     speed: float | None,
 ) -> str:
-    """Phase, seconds, and what people want to know of it.
+    """Describe the phase of the run in one line, with its duration, the progress and the failed rollouts.
 
     Args:
-        statuses: by name.
-        metrics: the actor's newest.
-        since: when the roles were started. Unix time, as `now`.
-        step: newest optimizer step, of `last`.
+        statuses: statuses of the roles, by name.
+        metrics: the actor's newest metrics.
+        now: Unix time, like `since`.
+        since: when the roles were started.
+        step: newest optimizer step.
+        last: number of optimizer steps of the run.
         speed: optimizer steps per second; None = not known yet.
     """
     evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
@@ -151,7 +153,7 @@ def is_starting(status: StatusRecord) -> bool:
 
 
 def waits_for_role(status: StatusRecord) -> bool:
-    """Whether another role's start is what holds it up."""
+    """Whether the role waits for another role."""
     return bool(status.waits) and status.waits[0].on not in (None, LAUNCHER)
 
 
@@ -174,7 +176,7 @@ def eta(step: int, last: int, speed: float | None) -> str:
 
 
 def failing(metrics: Mapping[str, Any]) -> list[str]:
-    """`12 rollouts failed: timeout 9, domain 3`."""
+    """Describe failed rollouts, such as `12 rollouts failed: timeout 9, domain 3`. Empty if there are none."""
     failures = {name: count for name, count in metrics.items() if name.startswith("failures/")}
     counts = {name.removeprefix("failures/"): int(count) for name, count in failures.items() if count}
     if not counts:

@@ -1,7 +1,7 @@
-"""The logs of this node's roles: bounded on the disk, readable across the bound.
+"""Bounds the logs of this node's roles on the disk and reads their last lines.
 
-A role writes to a descriptor that it inherited, so its log is copied and cut, not renamed. A line that is written
-between the two is lost.
+A role writes to a descriptor that it inherited, so its log is copied and truncated instead of renamed. A line that is
+written between the copy and the truncation is lost.
 """
 
 import contextlib
@@ -15,12 +15,15 @@ log = logging.getLogger(__name__)
 
 
 def earlier(path: Path) -> Path:
-    """`log.1.txt` of `log.txt`: what was written before it was cut."""
+    """Path of the older part of a log: `log.1.txt` for `log.txt`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
 def cut_logs(paths: Iterable[Path], max_bytes: int) -> None:
-    """Begin every log beyond ``max_bytes`` anew; the last one stays beside it. Writers have opened it for appending."""
+    """Copy every log longer than ``max_bytes`` to its `earlier` path and truncate it.
+
+    The writers must have opened the log for appending.
+    """
     for path in paths:
         try:
             if path.stat().st_size > max_bytes:
@@ -33,7 +36,7 @@ def cut_logs(paths: Iterable[Path], max_bytes: int) -> None:
 
 
 def last_lines(path: Path, tail_bytes: int) -> list[str]:
-    """The newest lines that are not blank, of the log before this one too when this one is shorter."""
+    """Return the non-blank lines in the last `tail_bytes` of a log and, if it is shorter, of its `earlier` part."""
     text, missing = b"", tail_bytes
     for part in (path, earlier(path)):
         with contextlib.suppress(OSError), open(part, "rb") as stream:

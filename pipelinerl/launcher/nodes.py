@@ -1,9 +1,9 @@
-"""Launchers of several nodes act as one: they meet, start together, and learn of each other's end.
+"""Launchers of several nodes act as one: they meet, start together, and tell each other how they ended.
 
-Node 0 leads and listens on one port; every other launcher holds one connection to it. Whoever connects proves, by HMAC
-over a fresh challenge that it knows `PIPELINERL_SECRET` and has the same configuration and world. Lines of JSON follow:
-`alive` at least four times per `launcher.node_timeout_s`, `actor_done` and `end`. A connection that closes without
-`end`, or is silent for `node_timeout_s`, is a lost node and ends the run on all nodes.
+Node 0 leads and listens on one port. Every other launcher opens one connection to it. It proves by HMAC over a fresh
+challenge that it knows `PIPELINERL_SECRET` and has the same configuration and world. Lines of JSON follow: `alive` at
+least four times per `launcher.node_timeout_s`, `actor_done` and `end`. If a connection closes without `end` or is
+silent for `node_timeout_s`, its node counts as lost and the run ends on all nodes.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ BEATS_PER_TIMEOUT = 4
 
 
 class NodeLostError(PipelineRLError):
-    """Another launcher of the run disappeared or ended it; the message says which and why."""
+    """Another launcher of the run disappeared or ended the run. The message names it and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """What every launcher of the run must agree about."""
+    """Where the launchers meet, their secret, and the settings on which they must agree."""
 
     host: str
     port: int
@@ -52,7 +52,18 @@ class Rendezvous:
 def plan_rendezvous(
     world: WorldMap, rank: int, container: Mapping[str, Any], env: Mapping[str, str], *, startup_s: float, node_s: float
 ) -> Rendezvous:
-    """Where and on what terms the launchers of this world meet."""
+    """Plan the meeting of the launchers of this world.
+
+    Args:
+        rank: node rank of this launcher.
+        container: the configuration. All launchers must have the same one, except for `output_dir`.
+        env: environment with the shared secret of at least 16 characters.
+        startup_s: how long to wait for the other launchers.
+        node_s: silence after which a node counts as lost.
+
+    Raises:
+        ConfigError: the secret is missing or too short.
+    """
     secret = env.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
         raise ConfigError(
@@ -77,21 +88,21 @@ class NodeConnection(Others):
     """This launcher's connection to the others."""
 
     async def follow(self, supervisor: Supervisor) -> None:
-        """Pass news to the supervisor until cancelled."""
+        """Pass messages of the other launchers to the supervisor until cancelled."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         raise NotImplementedError
 
 
 class Wire:
-    """One authenticated connection: JSON lines, with a deadline on silence."""
+    """One connection that carries lines of JSON. `receive` raises `NodeLostError` after too long a silence."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str):
         self._reader, self._writer, self.peer = reader, writer, peer
         self.ended = False
-        """The peer said `end`: its silence from now on is no loss."""
+        """Whether the peer sent `end`. Its silence after that is not a loss."""
 
     async def send(self, **message: Any) -> None:
         with contextlib.suppress(ConnectionError):
@@ -111,7 +122,7 @@ class Wire:
         return message
 
     async def beat(self, interval_s: float) -> None:
-        """Say `alive` for ever."""
+        """Send `alive` every `interval_s` until cancelled."""
         while True:
             await self.send(kind="alive")
             await asyncio.sleep(interval_s)
@@ -128,7 +139,7 @@ def answer_of(rendezvous: Rendezvous, challenge: str, rank: int) -> str:
 
 
 class Leader(NodeConnection):
-    """Node 0: waits for all others, tells them to start, passes on every end."""
+    """Node 0. It waits for all other launchers, tells them to start, and tells all of them when the run ends."""
 
     def __init__(self, rendezvous: Rendezvous, hosts: tuple[str, ...]):
         self._rendezvous, self._hosts = rendezvous, hosts
@@ -138,7 +149,12 @@ class Leader(NodeConnection):
         self._refusal: str | None = None
 
     async def meet(self, say: Callable[[str], None], start: Mapping[str, Any]) -> None:
-        """Returns when every node is there and told to start."""
+        """Wait for every node and send it the message `start`.
+
+        Raises:
+            DeadlineError: a node did not connect within `launcher.startup_timeout_s`.
+            ConfigError: a node has another configuration or world.
+        """
         self._server = await asyncio.start_server(self._welcome, None, self._rendezvous.port, limit=MAX_LINE_BYTES)
         say(f"waiting for {self._rendezvous.num_nodes - 1} more launcher(s) on port {self._rendezvous.port}")
         try:
@@ -155,7 +171,7 @@ class Leader(NodeConnection):
             await wire.send(kind="start", **start)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Checks one connection; strangers are turned away without an answer."""
+        """Check a new connection. It is closed without an answer if its launcher does not know the secret."""
         wire = Wire(reader, writer, "a launcher")
         challenge = secrets.token_hex(16)
         await wire.send(kind="challenge", challenge=challenge)
@@ -181,7 +197,7 @@ class Leader(NodeConnection):
             self._complete.set()
 
     async def follow(self, supervisor: Supervisor) -> None:
-        """Consumes news of all nodes; the first loss or failure ends the run."""
+        """Consume the messages of all nodes. The first loss or failure ends the run."""
         interval = self._rendezvous.node_timeout_s / BEATS_PER_TIMEOUT
         async with asyncio.TaskGroup() as group:
             for wire in self._wires.values():
@@ -203,7 +219,7 @@ class Leader(NodeConnection):
                 return
 
     async def tell_actor_done(self, name: str) -> None:
-        """The leader's own supervisor counts it already."""
+        """Do nothing: the leader's own supervisor counts its actors itself."""
 
     async def tell_end(self, ending: Ending) -> None:
         for wire in self._wires.values():
@@ -217,7 +233,7 @@ class Leader(NodeConnection):
 
 
 class Follower(NodeConnection):
-    """Every other node: finds the leader, waits for its word, and goes when it goes."""
+    """Every other node. It connects to the leader, starts when the leader says so, and ends when the leader ends."""
 
     def __init__(self, rendezvous: Rendezvous):
         self._rendezvous = rendezvous
@@ -229,7 +245,12 @@ class Follower(NodeConnection):
         return self._wire
 
     async def meet(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Returns the leader's start message."""
+        """Connect to the leader and return its start message.
+
+        Raises:
+            DeadlineError: the leader did not start the run within `launcher.startup_timeout_s`.
+            NodeLostError: the leader closed the connection or ended the run.
+        """
         rendezvous = self._rendezvous
         leader = f"node 0 ({rendezvous.host}:{rendezvous.port})"
         say(f"waiting for the launcher of {leader}")
@@ -263,7 +284,7 @@ class Follower(NodeConnection):
             await asyncio.sleep(CONNECT_RETRY_S)
 
     async def follow(self, supervisor: Supervisor) -> None:
-        """Consumes the leader's word; losing it ends this node's part."""
+        """Consume the leader's messages. If the leader is lost, this node's part of the run fails."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.wire.beat(self._rendezvous.node_timeout_s / BEATS_PER_TIMEOUT))
             group.create_task(self._listen(supervisor))
@@ -296,13 +317,13 @@ def proof_of_secret(rendezvous: Rendezvous, challenge: str) -> str:
 
 
 def describe(ending: Ending) -> dict[str, str]:
-    """An ending as the others are told it."""
+    """Return an ending as the fields of an `end` message."""
     text = ending.reason if ending.failure is None else str(ending.failure)
     return {"ending": ending.kind, "reason": text}
 
 
 def tell_supervisor(supervisor: Supervisor, message: Mapping[str, Any], peer: str) -> None:
-    """End this node's part as the other node ended."""
+    """End this node's part of the run in the same way as the other node's `end` message says."""
     match message.get("ending"):
         case "done":
             supervisor.finish()

@@ -1,7 +1,8 @@
-"""Tries an objective of the user's own: `python -m pipelinerl.launcher.objective_check < configuration as JSON`.
+"""Tries an objective that the user wrote: `python -m pipelinerl.launcher.objective_check < configuration as JSON`.
 
 Calls the policy loss and the advantage with a few made-up numbers, as trainer and preprocessor will. Prints one JSON
-object {"refusal": text or null} as its last line. A process of its own: the user's code runs, and torch is loaded.
+object {"refusal": text or null} as its last line. It is a separate process because it runs the user's code and loads
+torch.
 """
 
 import json
@@ -22,7 +23,7 @@ from pipelinerl.preprocess.advantages import group_advantages
 
 
 def check_objective(cfg: Config) -> None:
-    """Raises ``ConfigError`` that names the key and what the function did."""
+    """Try the user's functions. Raises ``ConfigError`` that names the key and the function's mistake."""
     rl = cfg.finetune.rl
     if rl.policy_loss not in POLICY_LOSSES:
         _tried("policy_loss", rl.policy_loss, lambda: try_loss(cfg))
@@ -31,7 +32,10 @@ def check_objective(cfg: Config) -> None:
 
 
 def try_loss(cfg: Config) -> None:
-    """Two sequences, ratios from ½ to 2 and advantages of both signs; then no tokens at all, as a rank may have."""
+    """Call the loss on two sequences with ratios from ½ to 2 and advantages of both signs.
+
+    Then call it without tokens, because a rank may have none.
+    """
     ratios = torch.tensor([0.5, 0.9, 1.0, 1.1, 2.0], requires_grad=True)
     for count in (5, 0):
         logprobs_K = (ratios.log() - 1.0)[:count]
@@ -53,7 +57,7 @@ def try_loss(cfg: Config) -> None:
 
 
 def try_advantage(cfg: Config) -> None:
-    """Rewards of a group, of a group of one, and returns per step."""
+    """Call the advantage with returns of a group of 4 and a group of 1, and with 3 returns per rollout of 4."""
     rng = np.random.default_rng(0)
     for shape in ((4,), (1,), (4, 3)):
         found = group_advantages(rng.normal(size=shape), cfg.finetune.rl.advantage, cfg.finetune.rl.advantage_kwargs)

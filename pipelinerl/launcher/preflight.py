@@ -1,7 +1,7 @@
-"""Refuses before anything starts what could only fail later: model, domain, deepspeed file.
+"""Checks of model, domain and objective that find before the start what would fail later.
 
-Every check ends in a `ConfigError`/`DomainError` with one message, or in warnings. The domain's code runs in a process
-of its own with a deadline, so that neither its imports nor its bugs reach the launcher.
+Every check raises a `ConfigError` or `DomainError` with one message, or returns warnings. The user's code runs in a
+separate process with a deadline, so that neither its imports nor its bugs reach the launcher.
 """
 
 import asyncio
@@ -26,12 +26,15 @@ HUB_TIMEOUT_S = 8.0
 BUILD_TIMEOUT_S = 900.0
 COMPARE_TIMEOUT_S = 300.0
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models that every layout and implementation of attention computes right (tests/numerics)."""
+"""Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_domain(container: Mapping[str, Any]) -> list[str]:
-    """Import the domain's functions, load its problems and try its rollouts; returns warnings."""
+    """Import the domain's functions, load its problems and try its rollouts. Returns warnings.
+
+    `container` is the configuration together with the world's `jobs`.
+    """
     argv = [sys.executable, "-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S)]
     code, output, errors = run_helper(
         argv, timeout_s=2 * DOMAIN_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
@@ -46,7 +49,7 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
 
 
 def check_objective(config: Config, container: Mapping[str, Any]) -> None:
-    """Try a policy loss or an advantage of the user's own in a process of its own."""
+    """Try a policy loss or an advantage that the user wrote in a separate process."""
     rl = config.finetune.rl
     if rl.policy_loss in POLICY_LOSSES and rl.advantage in ADVANTAGES:
         return
@@ -63,9 +66,9 @@ def check_objective(config: Config, container: Mapping[str, Any]) -> None:
 
 
 def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
-    """Whether the recipe must build `model_path` first.
+    """Whether the recipe must build `model_path` first. `overrides` are the arguments of the command line.
 
-    A `model_path` typed on the command line is never built silently: a misspelt path would train a toy.
+    A `model_path` typed on the command line is never built silently, because a misspelt path would train a toy.
     """
     if config.tiny_model is None or Path(config.model_path).exists():
         return False
@@ -80,7 +83,7 @@ def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
 
 
 def builder_command(config: Config) -> tuple[str, ...]:
-    """The command that builds `model_path` from its recipe, in a process of its own (it imports torch)."""
+    """The command that builds `model_path` from its recipe. It is a separate process because it imports torch."""
     assert config.tiny_model is not None
     recipe = config.tiny_model
     argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--out", config.model_path]
@@ -91,10 +94,10 @@ def builder_command(config: Config) -> tuple[str, ...]:
 
 
 async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None:
-    """Build `model_path` while the roles import what they need. Returns why it could not be built, or None.
+    """Build `model_path` while the roles import their modules. Returns why it could not be built, or None.
 
     Args:
-        env: with the run's mark: whatever ends the run ends the builder.
+        env: environment that contains the run's mark, so that the builder ends with the run.
     """
     process = await asyncio.create_subprocess_exec(
         *builder_command(config),
@@ -116,7 +119,7 @@ async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None
 
 
 def check_model(model_path: str) -> None:
-    """A folder with a model, a name in the local cache, or a name that the hub knows."""
+    """Refuse a path that is no model folder, no name in the local cache, and no name that the hub knows."""
     path = Path(model_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -132,9 +135,9 @@ def check_model(model_path: str) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Compare the trainer's log-probs with the model's own, in a process of its own (it imports torch).
+    """Compare the trainer's log-probs with the model's own, in a separate process because that imports torch.
 
-    The trainer does it again for every model. Here those whose type has always passed are spared the seconds, and those
+    The trainer repeats the check for every model. To save time it is skipped here for `PLAIN_TYPES`, and for models
     whose configuration is not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"

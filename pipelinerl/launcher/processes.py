@@ -1,8 +1,8 @@
-"""Processes of the run on this node: started in sessions of their own, marked, pinned, awaited without polling.
+"""Starts, marks, pins, awaits and stops the run's processes on this node. Each role has its own session.
 
-Every process of a run carries `PIPELINERL_RUN=<random>` in its environment and every process of a role
-`PIPELINERL_ROLE=<random>/<job>`, inherited by all descendants whatever sessions they open. That mark, not a name or a
-process group, decides what belongs to the run when it is time to end it.
+Every process of a run carries `PIPELINERL_RUN=<random>` in its environment, and every process of a role
+`PIPELINERL_ROLE=<random>/<job>`. All descendants inherit these marks, even in new sessions. The mark, not a name or a
+process group, decides which processes belong to the run when it ends.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ STOP_POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RunMark:
-    """Identity of this launcher's processes, and the environment with secrets that they share."""
+    """Random identity of this launcher's processes, as variables of their environment."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -54,7 +54,12 @@ class RunMark:
 def start_role(
     command: RoleCommand, folder: Path, mark: RunMark, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a role with its output appended to `<folder>/log.txt`. Call from the main thread only."""
+    """Start a role. Call from the main thread only, because that thread's cores change for a moment.
+
+    Args:
+        folder: the role's output is appended to `log.txt` in it.
+        environment: variables that all roles have. The variables of `command` and `mark` are added to it.
+    """
     descriptor = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         with pinned(command.cores):
@@ -72,37 +77,43 @@ def start_role(
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where this node's roles run: their folder, the environment they share, and the mark of all their processes."""
+    """What this node's roles share: the run folder, the environment, and the mark of their processes."""
 
     run_dir: Path
     environment: Mapping[str, str]
     mark: RunMark
 
     def start(self, command: RoleCommand) -> subprocess.Popen[bytes]:
-        """Start a role; the status of its last process goes. Call from the main thread only."""
+        """Delete the status of the role's last process and start the role. Call from the main thread only."""
         for path in (self.run_dir / STATUS_DIR).glob(f"{command.name}.*"):
             path.unlink(missing_ok=True)
         return start_role(command, self.run_dir / command.name, self.mark, self.environment)
 
     def processes_of(self, name: str) -> list[int]:
-        """Processes of a role, in whatever session."""
+        """Return the pids of a role's processes in all sessions."""
         return reaper.marked_processes(self.mark.role(name))
 
     def all_processes(self) -> list[int]:
         return reaper.marked_processes(self.mark.run)
 
     def sweep(self, name: str, grace_s: float) -> None:
-        """End what is left of a role."""
+        """End all remaining processes of a role: SIGTERM, then SIGKILL after `grace_s`."""
         reaper.sweep(self.mark.role(name), grace_s)
 
     def sweep_all(self, grace_s: float, segments: Iterable[str]) -> None:
-        """End what is left of the run on this node, and remove its shared memory."""
+        """End all remaining processes of the run on this node and remove its shared memory.
+
+        `segments` are paths of shared memory that processes which have already ended used.
+        """
         reaper.sweep(self.mark.run, grace_s, segments)
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """A process started inside runs on these cores; this thread's own cores are as before afterwards."""
+    """Pin this thread to `cores` while the block runs, so that a process started in it is pinned too.
+
+    Cores that this thread may not use are ignored.
+    """
     before = os.sched_getaffinity(0)
     wanted = before & set(cores)
     if wanted:
@@ -115,7 +126,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
-    """The exit code, when it comes; asleep until then. A code below 0 is the number of the signal that killed it."""
+    """Sleep until the process ends, without polling. Returns the exit code; below 0 it is minus a signal's number."""
     code = process.poll()
     if code is not None:
         return code
@@ -140,22 +151,22 @@ def describe_exit(code: int) -> str:
 
 
 class Reaper:
-    """The process that ends the run if this one is killed; `dismiss` when everything has been ended.
+    """Owns the process that ends the run if this process is killed. Call `dismiss` when the run has ended.
 
     Args:
         mark: the run's mark.
         grace_s: seconds between SIGTERM and SIGKILL.
-        lock: descriptor of the run folder's lock, which the reaper holds until all is gone.
+        lock: descriptor of the run folder's lock, which the reaper holds until all processes have ended.
     """
 
     def __init__(self, mark: RunMark, grace_s: float, lock: int | None = None):
         self.temporary = tempfile.mkdtemp(prefix="prl-")
-        """Temporary folder of the run's processes; goes when the run does."""
+        """Temporary folder of the run's processes. It is deleted at the end of the run."""
         self._mark, self._grace_s, self._lock = mark, grace_s, lock
         self._process = self._start()
 
     async def keep(self) -> None:
-        """Replaces a reaper that is killed, as often as it takes. Ends when cancelled."""
+        """Start another reaper whenever the reaper was killed. Ends when cancelled."""
         while True:
             code = await wait_for_exit(self._process)
             log.warning("event=reaper_replaced reason=%s", describe_exit(code))
@@ -165,7 +176,10 @@ class Reaper:
             await asyncio.sleep(RESTART_S)
 
     def dismiss(self) -> None:
-        """The run has ended in order: the reaper removes the temporary folder; the caller does when it was killed."""
+        """Tell the reaper that the run has ended in order. It removes the temporary folder and exits.
+
+        If the reaper was killed, this method removes the folder itself.
+        """
         with contextlib.suppress(BrokenPipeError):
             self._tell("done")
         self._close_pipe()
@@ -204,9 +218,16 @@ class Reaper:
 def run_helper(
     argv: Sequence[str], *, timeout_s: float, stdin: str = "", env: Mapping[str, str]
 ) -> tuple[int, str, str]:
-    """Run a helper process to its end and return code, stdout, stderr; code None is never returned.
+    """Run a helper process to its end and return its exit code, stdout and stderr.
 
-    Whatever interrupts the wait (deadline, Ctrl-C) ends the helper and all it started.
+    A deadline or Ctrl-C during the wait ends the helper and all processes that it started.
+
+    Args:
+        stdin: text that the helper reads.
+        env: its whole environment, to which a mark and a temporary folder are added.
+
+    Raises:
+        subprocess.TimeoutExpired: the helper did not end within `timeout_s`.
     """
     mark = RunMark()
     watchdog = Reaper(mark, grace_s=0)
@@ -237,13 +258,14 @@ def stop_roles(
     ranks: Mapping[str, Sequence[int]],
     hurried: Callable[[], bool],
 ) -> list[str]:
-    """SIGTERM to all at once; returns the names of those that did not end in time.
+    """Send SIGTERM to all roles at once and wait. Returns the names of the roles that did not end in time.
 
     Args:
-        timeouts_s: seconds for each role.
-        ranks: processes of a role that are asked in place of the one that was started: torchrun kills its ranks
-            30 s after it was asked itself.
-        hurried: nothing is waited for any more once it is true.
+        processes: by name of the role.
+        timeouts_s: how long to wait for each role.
+        ranks: pids that get the signal instead of the role's own process. torchrun needs this, because it kills its
+            ranks 30 s after it got the signal itself.
+        hurried: the wait ends as soon as this returns true.
     """
     running = {name for name, process in processes.items() if process.poll() is None}
     for name in running:
@@ -259,7 +281,7 @@ def stop_roles(
 
 @contextlib.contextmanager
 def second_signal() -> Iterator[Callable[[], bool]]:
-    """Inside, whether another stop signal came: for a wait that the event loop does not share."""
+    """Yield a function that tells whether a stop signal came during the block, which blocks the event loop."""
     came: list[int] = []
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}

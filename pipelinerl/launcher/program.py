@@ -1,7 +1,7 @@
 """The launcher's program, in order: validate, claim the folder, place, check, write, start, watch, stop, report.
 
-Nothing is started before everything has been checked. Returns an exit code: 0 done, 1 failed, 2 refused,
-130 and 143 interrupted.
+It starts nothing before all checks have passed. It returns an exit code: 0 done, 1 failed, 2 refused, 130 and 143
+interrupted.
 """
 
 import asyncio
@@ -66,20 +66,28 @@ say = voice.say
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Everything decided before the first process starts."""
+    """Everything that is decided before the first process starts."""
 
     config: Config
     container: dict[str, Any]
     world: WorldMap
     node_rank: int
     commands: tuple[RoleCommand, ...]
-    """Of this node."""
+    """Commands of this node's roles."""
     builds_model: bool = False
-    """`model_path` is a tiny model that is not there yet."""
+    """Whether `model_path` is a tiny model that must be built first."""
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
-    """Run the experiment of a composed configuration; returns the exit code, raises `PipelineRLError` to refuse."""
+    """Run the experiment of a composed configuration and return the exit code.
+
+    Args:
+        overrides: arguments of the command line.
+        command_of: computes the command of a job. Tests replace it.
+
+    Raises:
+        PipelineRLError: the run is refused.
+    """
     os.umask(0o077)
     started = psutil.Process().create_time()
     missing = missing_keys(cfg) if cfg.dry_run else []
@@ -115,7 +123,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
 
 
 def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
-    """Write what a platform needs to start every role, and build what they load."""
+    """Write the files from which a platform starts every role, and build the tiny model if there is one."""
     if plan.builds_model:
         say(f"building the tiny model {plan.config.model_path}")
         problem = asyncio.run(preflight.build_tiny_model(plan.config, os.environ))
@@ -130,7 +138,7 @@ def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
 
 
 async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
-    """Node 0 of several: meet the others, start together."""
+    """Run node 0 of several: meet the other launchers and start together."""
     connection = Leader(rendezvous_of(plan), tuple(node.hostname for node in plan.world.nodes))
     marker = run_dir.mark_folder(claim.path)
     try:
@@ -142,7 +150,7 @@ async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
 
 
 def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) -> int:
-    """Any other node: the leader owns the run folder where it is shared, else this node has its own."""
+    """Run any other node. If the run folder is shared, the leader owns it. Otherwise this node claims its own."""
 
     async def run() -> Ending:
         connection = Follower(rendezvous_of(plan))
@@ -191,7 +199,7 @@ def tell_finished(claim: Claim) -> int:
 
 
 def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> RunPlan:
-    """Every check; returns the plan with what the start still has to do."""
+    """Run every check, tell the warnings, and return the plan with `builds_model` set."""
     started, checking = time.monotonic(), ["the plan"]
     with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
         warnings = checks.check(start_of(plan, path, overrides), begin=checking.append)
@@ -212,7 +220,7 @@ def start_of(plan: RunPlan, path: Path, overrides: Sequence[str]) -> checks.Star
 
 
 def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> RunPlan:
-    """World and commands; starts and writes nothing."""
+    """Compute the world and this node's commands. Starts and writes nothing."""
     world = build_world(config, os.environ)
     node_rank = read_node_environment(os.environ).rank
     commands = tuple(command_of(job, world, path, os.environ) for job in world.on_node(node_rank))
@@ -220,7 +228,7 @@ def make_plan(config: Config, container: dict[str, Any], path: Path, command_of:
 
 
 def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: CommandOf, missing: Sequence[str]) -> int:
-    """Print world, commands and warnings of every check; start and write nothing."""
+    """Print the world, all commands and the warnings of every check. Starts and writes nothing."""
     from pipelinerl.launcher.commands import printable
 
     if not missing:
@@ -238,7 +246,7 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
 
 
 def show_world(plan: RunPlan) -> None:
-    """The world as a table, as wide as the terminal."""
+    """Print the world as a table as wide as the terminal."""
     from rich.console import Console
     from rich.errors import ConsoleError
 
@@ -256,7 +264,14 @@ async def supervise(
     connection: NodeConnection | None = None,
     lock: IO[str] | None = None,
 ) -> Ending:
-    """Start the roles of this node and keep them until the end. ``lock``: the run folder's, where this node has it."""
+    """Start the roles of this node and keep them running until the end.
+
+    Args:
+        resumed: whether the folder holds an earlier part of this run.
+        started: when the launcher's process began, Unix time.
+        connection: to the launchers of other nodes, if there are any.
+        lock: of the run folder, if this node owns it.
+    """
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
@@ -300,7 +315,7 @@ async def supervise(
 
 
 def answer_signals(supervisor: Supervisor) -> None:
-    """A stop signal is answered at once: a trainer's last save may take a while."""
+    """Stop the run on a stop signal, and say so at once because a trainer's last save may take a while."""
 
     def stop(reason: str) -> None:
         say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
@@ -311,7 +326,7 @@ def answer_signals(supervisor: Supervisor) -> None:
 
 
 async def build_model(config: Config, env: Mapping[str, str], supervisor: Supervisor) -> None:
-    """Build the tiny model beside the roles' start; a model that cannot be built ends the run."""
+    """Build the tiny model while the roles start. The run ends if it cannot be built."""
     say(f"building the tiny model {config.model_path}")
     problem = await preflight.build_tiny_model(config, env)
     if problem:
@@ -319,7 +334,7 @@ async def build_model(config: Config, env: Mapping[str, str], supervisor: Superv
 
 
 async def publish(plan: RunPlan, path: Path) -> None:
-    """Say where roles on other machines find the run, and put there what they need to start."""
+    """Put what roles on other machines need to start on the run's redis, and say its address."""
     address = address_of(plan.config, path)
     if plan.node_rank or not isinstance(address, RedisAddress):
         return
@@ -343,9 +358,9 @@ def follow_progress(config: Config, path: Path, show: Callable[[str], Any]) -> P
 
 
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Per-run secrets: the given one, which roles on other machines have too, else a random one.
+    """Return the secrets of this run: the secret in `env`, which roles on other machines know too, or a random one.
 
-    The password of redis follows from it. That of a server of somebody else is given.
+    The redis password is derived from the secret, except that the password of an external server is taken from `env`.
     """
     given = env.get(SECRET_VARIABLE, "")
     if plan.world.is_open and len(given) < MIN_SECRET_CHARS:
@@ -359,11 +374,11 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
-    """Summary and picture; a run whose report fails is still a finished run."""
+    """Write summary, picture and page. If that fails the run still counts as finished."""
     try:
         replicas = plan.config.world.replicas
         summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
-    except Exception as error:  # the report is an extra: it is said and forgotten
+    except Exception as error:  # the report is an extra: its failure is only reported
         log.exception("the report failed")
         say(f"warning: no summary: {type(error).__name__}: {error}")
         return
@@ -374,7 +389,7 @@ def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
 
 
 def write_html(path: Path) -> None:
-    """The page about the run."""
+    """Write the HTML page about the run."""
     from pipelinerl.inspect.page.build import REPORT_FILE, write_page
 
     try:

@@ -1,10 +1,10 @@
-"""Ends a run whose launcher was killed. A process of its own, standard library only, asleep until its pipe closes.
+"""Ends a run whose launcher was killed. A separate process that uses only the standard library and sleeps until then.
 
 Consumes lines on stdin: the run's mark, then `done` if the launcher ended everything itself. When the pipe closes
 without `done`, every process whose environment carries the mark gets SIGTERM, and SIGKILL after the grace period.
-Either way the run's temporary folder is removed: sockets, logs and scratch files of roles that were killed.
-It inherits the lock of the run folder and so keeps it until all is gone: the next launcher waits for that.
-The functions that find and end the run's processes are also what the launcher itself uses at the end.
+In both cases the reaper removes the run's temporary folder with the sockets, logs and scratch files of killed roles.
+It inherits the lock of the run folder, so that the next launcher waits until all processes have ended.
+The launcher itself uses the same functions to find and end the run's processes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ KILL_TIMEOUT_S = 5.0
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Pids of all live processes of this user whose environment contains `mark` (NAME=value)."""
+    """Return the pids of all live processes of this user whose environment contains `mark` (NAME=value)."""
     wanted = mark.encode()
     found = []
     for name in os.listdir("/proc"):
@@ -32,9 +32,9 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Paths of shared-memory segments and semaphores that these processes have mapped.
+    """Return the paths of shared-memory segments and semaphores that these processes have mapped.
 
-    By inode, not by name: a semaphore's creator has it mapped under the temporary name that it was made with.
+    They are compared by inode, because a semaphore's creator has it mapped under its first, temporary name.
     """
     inodes: set[int] = set()
     for pid in pids:
@@ -54,10 +54,10 @@ def send(pids: list[int], number: int) -> None:
 
 
 def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
-    """End every process that carries the mark and unlink the shared memory they leave; returns how many there were.
+    """End every process that carries the mark, unlink their shared memory, and return how many there were at first.
 
-    SIGTERM, then SIGKILL after `grace_s`; processes born in between are found because the search is repeated.
-    `segments` are those that processes with the mark have used which may have ended.
+    They get SIGTERM, and SIGKILL after `grace_s`. The search is repeated, so that new processes are found too.
+    `segments` are additional paths of shared memory to unlink, of processes that may have ended before.
     """
     pids = marked_processes(mark)
     count = len(pids)
@@ -87,7 +87,7 @@ def main() -> None:
     if mark and sys.stdin.readline().strip() != "done":
         sweep(mark, grace_s=float(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.execvp("rm", ["rm", "-rf", "--", sys.argv[2]])  # as deep as any sandboxed program may have gone
+    os.execvp("rm", ["rm", "-rf", "--", sys.argv[2]])  # rm handles folders of any depth, as sandboxed programs make
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The run folder belongs to one experiment and to one launcher at a time.
 
-`claim` takes the lock, recognises what lies in the folder (nothing, this experiment, another one, no run at all) and
-refuses or starts over as asked; `write` publishes configuration, world and start scripts. Everything is written with
-modes 0700 and 0600 (the launcher's umask, which the roles inherit).
+`claim` takes the lock and recognises the contents of the folder: nothing, this experiment, another one, or no run. It
+refuses a foreign folder, and starts over if asked to. `write` publishes configuration, world and start scripts. All
+files have mode 0600 and all folders 0700, because of the launcher's umask, which the roles inherit.
 """
 
 import fcntl
@@ -55,17 +55,25 @@ OWNED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The locked run folder; the lock is released when `lock` is closed or the process ends."""
+    """The locked run folder. The lock is released when `lock` is closed or the process ends."""
 
     path: Path
     resumed: bool
     finished: bool
-    """This very experiment has been trained to its last step and summarised."""
+    """Whether this experiment has been trained to its last step and summarised."""
     lock: IO[str]
 
 
 def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> Claim:
-    """Lock the folder and check that what it holds is this experiment."""
+    """Lock the folder and check that it is empty or holds this experiment.
+
+    Args:
+        container: the configuration of this experiment.
+        force_restart: delete the run that the folder holds.
+
+    Raises:
+        ConfigError: the folder holds something else, cannot be written, or is used by another launcher.
+    """
     owned = check_folder(path, container, force_restart=force_restart)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +95,7 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
 
 
 def take(lock: IO[str], path: Path) -> None:
-    """Take the lock and write down who has it. Waits for the reaper of a launcher that was killed."""
+    """Take the lock and write this process's identity into it. Waits for the reaper of a launcher that was killed."""
     deadline = time.monotonic() + REAPER_WAIT_S
     while True:
         try:
@@ -108,7 +116,7 @@ def take(lock: IO[str], path: Path) -> None:
 
 
 def is_alive(lock: IO[str]) -> bool:
-    """Whether the launcher that took the lock last is alive. One that has not yet written its name counts as alive."""
+    """Whether the last launcher that took the lock is alive. One that has not written its identity counts as alive."""
     lock.seek(0)
     pid, _, created = lock.read().partition(" ")
     try:
@@ -118,7 +126,7 @@ def is_alive(lock: IO[str]) -> bool:
 
 
 def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> tuple[str, ...]:
-    """Refuse a folder that is not this experiment's; returns the names that belong to its run. Writes nothing."""
+    """Refuse a folder that is not this experiment's. Returns the names that belong to its run and writes nothing."""
     owned = (*OWNED, *built_model(path, container))
     check_recognised(path, owned)
     if (path / RUN_CONFIG).is_file() and not force_restart:
@@ -127,19 +135,19 @@ def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: boo
 
 
 def is_finished(path: Path, max_train_steps: int) -> bool:
-    """Whether the folder's summary covers all the steps that are asked for now."""
+    """Whether the folder's summary covers at least `max_train_steps`."""
     summary = read_summary(path)
     return summary is not None and summary["optimizer_steps"] >= max_train_steps
 
 
 def built_model(path: Path, container: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name of the tiny model's folder where the recipe builds it directly inside the run folder."""
+    """Name of the tiny model's folder if the recipe builds it directly inside the run folder, otherwise nothing."""
     model = Path(container["model_path"]).resolve()
     return (model.name,) if container["tiny_model"] and model.parent == path else ()
 
 
 def check_recognised(path: Path, owned: Collection[str]) -> None:
-    """A folder with contents that no launcher wrote is not ours to use, even less to delete."""
+    """Refuse a folder with contents that no launcher wrote, because the launcher may not use or delete them."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`output_dir` is {str(path)!r}: that is a file; choose a folder")
     if not path.is_dir() or (path / RUN_CONFIG).is_file():
@@ -156,7 +164,7 @@ def is_job_folder(path: Path) -> bool:
 
 
 def clear(path: Path, owned: Collection[str]) -> None:
-    """Delete what a run wrote; anything else that lies in the folder stays."""
+    """Delete the files of a run and keep all other files in the folder."""
     jobs = [entry for entry in path.iterdir() if is_job_folder(entry)]
     for entry in [*jobs, *(path / name for name in owned)]:
         if entry.is_dir() and not entry.is_symlink():
@@ -166,7 +174,7 @@ def clear(path: Path, owned: Collection[str]) -> None:
 
 
 def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
-    """Refuse a folder whose experiment differs, naming the differing settings."""
+    """Refuse a folder whose experiment has other settings. The message names up to three of them."""
     saved = OmegaConf.to_container(OmegaConf.load(path / RUN_CONFIG))
     assert isinstance(saved, dict)
     differing = differing_keys({str(key): value for key, value in saved.items()}, container)
@@ -180,7 +188,7 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
-    """Publish configuration, world map and one folder per role; leases of an earlier launch go."""
+    """Write configuration, world map and one folder per role. Deletes the leases of an earlier launch."""
     shutil.rmtree(path / FOLDER, ignore_errors=True)
     make_folder((path / RUN_CONFIG).parent)
     replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600, sync=True)
@@ -189,7 +197,7 @@ def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: I
 
 
 def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
-    """One folder with a start script per role of this node."""
+    """Make one folder with a start script for each role."""
     for command in commands:
         folder = path / command.name
         make_folder(folder)
@@ -197,14 +205,14 @@ def write_roles(path: Path, commands: Iterable[RoleCommand]) -> None:
 
 
 def mark_folder(path: Path) -> Path:
-    """An empty file by which another node can tell whether it sees this very folder."""
+    """Make an empty file by which another node can tell whether it shares this folder."""
     marker = path / f".launch-{secrets.token_hex(8)}"
     marker.touch(mode=0o600)
     return marker
 
 
 def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
-    """The line that best says why a role ended: its own last error event, else the last line of the log."""
+    """Return the line of a log that best explains why its role ended: the last error, or else the last line."""
     lines = last_lines(log_path, tail_bytes)
     for marker in ("role failed:", " ERROR ", "Error: ", "error: "):
         for line in reversed(lines):

@@ -1,7 +1,7 @@
 """Tells a role that gets no CPU from one that is frozen.
 
-A thread that is ready to run and does not run adds to the *run delay* that Linux keeps for it. A stopped process and a
-process that waits for a lock add nothing. So the delay since a role fell silent is time that says nothing against it.
+Linux counts the time in which a thread is ready to run but does not run as its *run delay*. The delay does not grow
+while a process is stopped or waits for a lock. The delay since a role fell silent is therefore no sign that it hangs.
 """
 
 import contextlib
@@ -12,23 +12,30 @@ from pipelinerl.observability.health import job_of
 from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord
 
 QUIET_S = 2 * HEARTBEAT_S
-"""A role whose heartbeat is younger is not looked at."""
+"""Roles with a younger heartbeat are not examined."""
 
 
 class RunQueues:
-    """The run delay of roles that are silent.
+    """Measures the run delay of roles that are silent.
 
     Args:
-        pids_of: the processes of a job.
+        pids_of: returns the pids of a job.
     """
 
     def __init__(self, pids_of: Callable[[str], list[int]]):
         self._pids_of = pids_of
         self._baselines: dict[str, tuple[float, dict[int, float]]] = {}
-        """By job: the heartbeat after which it fell silent, and each thread's delay when that was noticed."""
+        """By job: its last heartbeat, and each thread's run delay when the silence was noticed."""
 
     def starved(self, statuses: Mapping[str, StatusRecord], jobs: Mapping[str, float], now: float) -> dict[str, float]:
-        """Seconds for which the busiest thread of each silent job has waited for a CPU since it fell silent."""
+        """Return the seconds for which each silent job has waited for a CPU since its silence was noticed.
+
+        A job has waited as long as the thread of it that waited longest.
+
+        Args:
+            statuses: by status name, with times of the same clock as `now`.
+            jobs: running jobs; the values are not used.
+        """
         silent = {
             job_of(name): status.heartbeat
             for name, status in statuses.items()
@@ -44,7 +51,7 @@ class RunQueues:
 
 
 def run_delays_s(pid: int) -> dict[int, float]:
-    """By thread: seconds spent ready to run without running; empty where the kernel does not tell."""
+    """Return each thread's seconds spent ready to run without running. Empty if the kernel does not report them."""
     delays = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/task"):

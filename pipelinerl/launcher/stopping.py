@@ -1,4 +1,4 @@
-"""Ends this node's roles: asked wave by wave, given time to save, then everything that is left."""
+"""Ends this node's roles in waves, gives trainers time to save, and then ends all remaining processes."""
 
 import logging
 import signal
@@ -17,28 +17,36 @@ log = logging.getLogger(__name__)
 
 LEFTOVER_GRACE_S = 1.0
 STORES = ("redis",)
-"""Kinds that everybody else needs until the very end."""
+"""Kinds that all other roles need until they have ended."""
 HURRY = 0.2
-"""Share of `launcher.stop_timeout_s` that later waves have when the run does not end in order."""
+"""Share of `launcher.stop_timeout_s` that later waves get when the run does not end in order."""
 
 
 @dataclass(frozen=True)
 class RoleProcess:
-    """A role and the process it has now."""
+    """A role and its current process."""
 
     command: RoleCommand
     process: subprocess.Popen[bytes]
 
 
 class Stopper:
-    """``say`` tells the user; ``report`` is written while the streams still stand."""
+    """Ends all roles of a node.
+
+    Args:
+        say: tells the user a line.
+        report: writes the report. It is called while the streams can still be read.
+    """
 
     def __init__(self, host: Host, limits: LauncherSection, say: Callable[[str], None], report: Callable[[], None]):
         self._host, self._limits = host, limits
         self._say, self._report = say, report
 
     def stop_all(self, roles: list[RoleProcess], *, orderly: bool) -> None:
-        """SIGTERM wave by wave, the report before the stores go, then the sweep. Blocks until all have ended."""
+        """Stop the roles in waves and sweep all remaining processes. Blocks until all have ended.
+
+        An orderly end also writes the report, just before the stores are stopped.
+        """
         pids = self._host.all_processes()
         segments = reaper.shared_memory_of(pids)
         reaper.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
@@ -57,7 +65,7 @@ class Stopper:
             role.process.wait()
 
     def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float) -> list[str]:
-        """Ask these roles to end; a trainer that made a step has time to save it. Returns who did not end."""
+        """Ask these roles to end and return those that did not. A trainer with an unsaved step gets time to save it."""
         statuses = read_statuses(self._host.run_dir)
         ranks = {
             name: [status.pid for job, status in statuses.items() if job == name or job.startswith(f"{name}.rank")]
@@ -76,12 +84,15 @@ class Stopper:
 
 
 def is_to_save(name: str, status: StatusRecord) -> bool:
-    """Whether a role is a trainer with an optimizer step behind it that is not saved yet."""
+    """Whether a role is a trainer that has made an optimizer step which is not saved yet."""
     return name.startswith("finetune_") and status.state == "running" and not status.fields.get("saved", True)
 
 
 def stop_waves(kinds: set[str], *, orderly: bool) -> list[set[str]]:
-    """Kinds that are stopped together: orderly, who works goes before who serves; the stores always go last."""
+    """Return the waves of kinds that are stopped together. Stores are always last.
+
+    In an orderly end, roles that work are stopped before the roles that serve them.
+    """
     working, stores = kinds & set(ENDS_BY_ITSELF), kinds & set(STORES)
     serving = kinds - working - stores
     return [working, serving, stores] if orderly else [working | serving, stores]

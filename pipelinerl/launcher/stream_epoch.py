@@ -1,8 +1,8 @@
-"""`resume=checkpoint`: the run's streams are set aside, and new ones begin behind the newest good checkpoint.
+"""`resume=checkpoint`: sets the run's streams aside. New streams begin after the newest good checkpoint.
 
-What had become of every rollout is written down as far as it can be read, then streams and actors' snapshots move to
-`lost/epoch_<number>/`. Checkpoints, exports and metrics stay. The trainer finds the newest good checkpoint and tells
-the actors, whose new streams begin with what that checkpoint has settled.
+The outcome of every rollout is written down as far as the streams can be read. Then the streams and the actors'
+snapshots move to `lost/epoch_<number>/`. Checkpoints, exports and metrics stay. The trainer finds the newest good
+checkpoint and tells the actors, whose new streams begin after the rollouts that the checkpoint has settled.
 """
 
 import logging
@@ -36,7 +36,7 @@ DAMAGE_FILE = "damage.txt"
 
 
 def begin(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
-    """Set the present streams aside and begin a new epoch. Killed half-way, it is to be called again."""
+    """Set the present streams aside and begin a new epoch. If it is killed half-way, call it again."""
     number = read_epoch(run_dir).number
     lost = lost_folder(run_dir, number)
     make_folder(lost)
@@ -52,7 +52,7 @@ def begin(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
 
 
 def write_account(run_dir: Path, lost: Path) -> None:
-    """Rollouts, evaluations and damage of the streams as they are now; an earlier account of the same epoch stays."""
+    """Write the streams' rollouts, evaluations and damage to the folder `lost`, unless it already has them."""
     if (lost / LEDGER_FILE).exists():
         return
     try:

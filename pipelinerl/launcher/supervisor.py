@@ -1,7 +1,7 @@
-"""Keeps this node's roles running until the run is done, asked to stop, or beyond its restarts.
+"""Keeps this node's roles running until the run is done, is asked to stop, or has used up its restarts.
 
-Consumes: exits (pidfd, no polling), failures that the watchdog finds, news of other nodes, a stop request. Produces:
-restarts within the budget, one `Ending`. Ends: always with every process of this node ended, whatever happened.
+Consumes: exits (pidfd, no polling), failures that the watchdog finds, messages of other nodes, a stop request.
+Produces: restarts within the budget, one `Ending`. When it ends, every process of this node has ended.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFailure:
-    """Why a role ended without leave."""
+    """Why a role ended unexpectedly, with its log and last error."""
 
     job: str
     reason: str
@@ -40,7 +40,7 @@ class RoleFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How the run ended here."""
+    """How the run ended on this node."""
 
     kind: Literal["done", "stopped", "failed"]
     reason: str = ""
@@ -59,7 +59,7 @@ class Role:
     kill_reason: str | None = None
     """Why the supervisor itself killed the current process."""
     ended: bool = False
-    """Exit 0 of a role that ends by itself."""
+    """Whether the role has done its work and exited."""
 
     @property
     def is_running(self) -> bool:
@@ -67,17 +67,27 @@ class Role:
 
 
 class Others:
-    """The launchers of other nodes; this one is for a world without any."""
+    """How this launcher tells the launchers of other nodes. This base class does nothing, for a world of one node."""
 
     async def tell_actor_done(self, name: str) -> None:
-        """An actor of this node made its last evaluation."""
+        """Tell the others that an actor of this node made its last evaluation."""
 
     async def tell_end(self, ending: Ending) -> None:
-        """This node is about to stop its roles."""
+        """Tell the others that this node is about to stop its roles."""
 
 
 class Supervisor:
-    """Runs the given commands. `actors` are the jobs of the whole world whose end completes the run."""
+    """Runs the roles of this node.
+
+    Args:
+        commands: of this node's roles.
+        environment: variables that all roles get, including the secrets.
+        actors: names of the actor jobs of the whole world. The run is complete when all of them have ended.
+        training_done: whether the trainer made its last step. It may block, and is called in a thread.
+        say: tells the user a line.
+        report: writes the report at an orderly end.
+        others: the launchers of other nodes.
+    """
 
     def __init__(
         self,
@@ -106,7 +116,7 @@ class Supervisor:
         self._ending: asyncio.Future[Ending] | None = None
 
     async def run(self) -> Ending:
-        """Start everything, keep it running, end everything."""
+        """Start all roles, keep them running, and end them. Returns how the run ended."""
         self._ending = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(self._keep(role)) for role in self._roles.values()]
         tasks.append(asyncio.create_task(self._watch()))
@@ -126,21 +136,21 @@ class Supervisor:
             self._stopper.stop_all(roles, orderly=orderly)  # blocking on purpose: nothing else is left to do
 
     def request_stop(self, reason: str) -> None:
-        """End the run as asked from outside."""
+        """End the run because of a request from outside. `reason` is the name of the signal."""
         self._end(Ending(kind="stopped", reason=reason, restarts=self.restarts))
 
     def fail(self, reason: str) -> None:
-        """End the run for a reason that is no role's (a node that disappeared)."""
+        """End the run for a reason outside this node's roles, such as a node that disappeared."""
         self._end(Ending(kind="failed", reason=reason, failure=self._first_failure, restarts=self.restarts))
 
     def actor_done(self, name: str) -> None:
-        """An actor of any node made its last evaluation; the last one completes the run."""
+        """Note that an actor of any node made its last evaluation. The last actor completes the run."""
         self._pending_actors.discard(name)
         if not self._pending_actors:
             self.finish()
 
     def finish(self) -> None:
-        """The run is complete."""
+        """End the run as complete."""
         self._end(Ending(kind="done", restarts=self.restarts))
 
     @property
@@ -148,7 +158,7 @@ class Supervisor:
         return {name: role.restarts for name, role in self._roles.items() if role.restarts}
 
     async def _keep(self, role: Role) -> None:
-        """Consumes exits of one role; ends when the role is done."""
+        """Start a role and react to its exits. Ends when the role is done or the run fails."""
         while True:
             self._start(role)
             assert role.process is not None
@@ -173,7 +183,10 @@ class Supervisor:
             await self._back_off(role, failure)
 
     async def _is_training_done(self, role: Role) -> bool:
-        """Asked of the streams, which answer late or not at all while their store is down: nothing waits for that."""
+        """Whether training is done. The streams are asked in a thread, because a store that is down delays the answer.
+
+        The stores' own roles are not asked about, because they must restart without the streams.
+        """
         return role.command.kind not in STORES and await asyncio.to_thread(self._training_done)
 
     async def _back_off(self, role: Role, failure: RoleFailure) -> None:
@@ -204,14 +217,14 @@ class Supervisor:
         return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
 
     async def _watch(self) -> None:
-        """Kills what counts as failed."""
+        """Kill the roles that the watchdog counts as failed. Ends when cancelled."""
         while True:
             for failed in await self._watchdog.next_failures(self._started):
                 self._roles[failed.job].kill_reason = failed.reason
                 await self._watchdog.kill(failed)
 
     def _started(self) -> dict[str, float]:
-        """When the processes that run now were started."""
+        """Monotonic start times of the running processes, by job."""
         return {name: role.started for name, role in self._roles.items() if role.is_running}
 
     def _end(self, ending: Ending) -> None:
@@ -219,6 +232,6 @@ class Supervisor:
             self._ending.set_result(ending)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """An error of the supervisor itself ends the run instead of leaving a role unwatched."""
+        """End the run on an error of the supervisor itself, instead of leaving a role unwatched."""
         if not task.cancelled() and (error := task.exception()) and self._ending and not self._ending.done():
             self._ending.set_exception(error)

@@ -1,7 +1,7 @@
-"""Lines that stay: optimizer steps, at most one every 30 s, every evaluation and alarm; none of earlier launches.
+"""Prints the lines that stay on the terminal: evaluations, alarms, and an optimizer step at most every 30 s.
 
-Consumes topics `trainer` and `evaluation` and the newest actor metrics in a thread of its own; never decides anything.
-Knows whether training is done, because it reads that anyway.
+A thread consumes the topics `trainer` and `evaluation` and the newest actor metrics. It prints nothing about earlier
+launches and never decides anything. Because it reads the trainer's topic, it also knows whether training is done.
 """
 
 import logging
@@ -36,9 +36,9 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
     """Follows a run from its topics.
 
     Args:
-        say: gets every line that stays.
-        note: gets the steps between them.
-        every_s: seconds between two steps that are said; the first and the last always are.
+        say: called with every line that stays.
+        note: called with the lines of the other steps.
+        every_s: least seconds between two steps that are said. The first and the last step are always said.
         steps_per_update: optimizer steps between two weight updates.
     """
 
@@ -72,7 +72,7 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
         self._thread.join(timeout=10)
 
     def training_done(self) -> bool:
-        """Whether the trainer has said so; asks the topic itself, for a thread may lag behind."""
+        """Whether the trainer made its last step. Reads the topic if the thread does not know it yet."""
         return self._training_done.is_set() or any(
             isinstance(m, TrainingDone) and m.step >= self._max_train_steps for m in self._trainer_messages()
         )
@@ -90,7 +90,7 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
             return []
 
     def _run(self) -> None:
-        """Consumes both topics from where they end now; ends with `stop`. A failure costs lines, not the run."""
+        """Consume both topics and print new messages. Ends with `stop`. A failure only costs lines."""
         from pipelinerl.streams import SingleStreamSpec, open_reader
 
         while not self._stop.is_set():
@@ -156,7 +156,12 @@ def step_line(
     pause_ms: float | None,
     actor: Mapping[str, Any],
 ) -> str:
-    """One optimizer step. Reward and success are means over the actor's newest 1,024 rollouts, else over the step's.
+    """Describe an optimizer step. Reward and success are means over the actor's newest 1,024 rollouts or the step's.
+
+    Args:
+        seconds: since the previous step.
+        pause_ms: longest pause of a server in the newest weight update.
+        actor: the actor's newest metrics, or empty.
 
     `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
     metrics = message.metrics

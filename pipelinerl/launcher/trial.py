@@ -1,8 +1,8 @@
-"""Plays a few rollouts of a domain against a scripted model, before anything is started.
+"""Plays a few rollouts of a domain against a scripted model, before the run is started.
 
-Emits nothing but a `TrialFailure`, and calls it *certain* only when the run would fail in the same way: the domain asks
-a problem for something the loader did not put there, returns something else than a `RolloutResult`, or raises the same
-error at the same place whatever the problem and the model's answer are. Whatever needs the network proves nothing.
+Raises a `TrialFailure` if they fail. It is *certain* only if the run would fail in the same way: the domain asks a
+problem for a key that the loader did not provide, returns something other than a `RolloutResult`, or raises the same
+error at the same place for every problem and answer. A failure that involves the network is never certain.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from pipelinerl.testing import FakeLLM
 ROLLOUT_TIMEOUT_S = 3.0
 NOWHERE = "http://127.0.0.1:9"
 ANSWERS = ("<answer>1</answer>", "I do not know.", "\\boxed{2}", "")
-"""What the scripted model says in the first, second, … rollout."""
+"""The scripted model's answer in each rollout."""
 END_TOKEN = 256
 OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
 
 
 class TrialFailure(Exception):
-    """What a domain did wrong; `certain` = the run would fail too."""
+    """What a domain did wrong. `certain`: the run would fail too."""
 
     def __init__(self, message: str, *, certain: bool):
         super().__init__(message)
@@ -35,11 +35,11 @@ class TrialFailure(Exception):
 
 
 class TokenizerLimitError(AttributeError):
-    """The domain uses more of the tokenizer than the scripted model has."""
+    """The domain uses an attribute of the tokenizer that `ByteTokenizer` lacks."""
 
 
 class WatchedProblem(dict[str, Any]):
-    """A problem that remembers which keys were asked for in vain."""
+    """A problem that remembers which missing keys were asked for."""
 
     def __init__(self, problem: dict[str, Any]):
         super().__init__(problem)
@@ -51,7 +51,16 @@ class WatchedProblem(dict[str, Any]):
 
 
 async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]) -> None:
-    """Plays one rollout per scripted answer, side by side; raises `TrialFailure` on what was found."""
+    """Play one rollout per scripted answer, concurrently.
+
+    Args:
+        cfg: the configuration as the domain gets it.
+        rollout: the domain's rollout function.
+        problems: the training problems, from which four evenly spaced ones are taken.
+
+    Raises:
+        TrialFailure: a result has the wrong type, or all rollouts failed.
+    """
     failures: list[tuple[WatchedProblem, BaseException]] = []
 
     async def play(index: int, session: aiohttp.ClientSession) -> None:
@@ -76,7 +85,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
 
 
 def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
-    """A model that gives the same answer to every request, within the run's sampling parameters."""
+    """Return a model that gives the same answer to every request and has the run's sampling parameters."""
     return FakeLLM.saying(
         lambda prompt: answer,
         tokenizer=ByteTokenizer(),
@@ -87,7 +96,7 @@ def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
 
 
 def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
-    """What every rollout failing means."""
+    """Return the failure that explains why every rollout failed."""
     problem, error = failures[0]
     if isinstance(error, KeyError) and error.args and error.args[0] in problem.missing:
         return TrialFailure(
@@ -106,13 +115,13 @@ def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailur
 
 
 def place(error: BaseException) -> tuple[str, int | None, str]:
-    """(file, line, type) of the innermost frame."""
+    """(file, line, error type) of the frame that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return frames[-1].filename, frames[-1].lineno, type(error).__name__
 
 
 def needs_outside(error: BaseException | None) -> bool:
-    """Whether the network, a service or the scripted model's limits are behind an error."""
+    """Whether an error was caused by the network, a service or the scripted model's limits."""
     while error is not None:
         if isinstance(error, (*OUTSIDE_ERRORS, TokenizerLimitError)):
             return True
@@ -121,9 +130,9 @@ def needs_outside(error: BaseException | None) -> bool:
 
 
 class ByteTokenizer:
-    """One token per byte and one that ends a message: what rendering and parsing need, and no more.
+    """A tokenizer with one token per byte and one that ends a message, which is enough for rendering and parsing.
 
-    It is here at once, where a real tokenizer takes a second to import.
+    A real tokenizer would take a second to import.
     """
 
     all_special_ids = (END_TOKEN,)

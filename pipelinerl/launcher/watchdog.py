@@ -1,4 +1,4 @@
-"""Finds the roles of this node that hang or froze, and ends their processes after it wrote down what all were doing.
+"""Finds the roles of this node that hang or are frozen, writes a hang report, and ends their processes.
 
 Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay
 within `launcher.max_log_mb`.
@@ -30,24 +30,28 @@ STACKS_GRACE_S = 0.5
 
 
 class Watchdog:
-    """Reads status files since it was made: silence before that proves nothing."""
+    """Watches the status files of roles. It ignores silence from before it was created.
+
+    Args:
+        jobs: names of all roles of this node.
+    """
 
     def __init__(self, host: Host, jobs: Sequence[str], limits: LauncherSection):
-        """``jobs``: all roles of this node."""
         self._host, self._jobs, self._limits = host, jobs, limits
         self._run_queues = RunQueues(host.processes_of)
         self._since = time.monotonic()
 
     async def next_failures(self, started: Callable[[], Mapping[str, float]]) -> list[FailedRole]:
-        """Roles that count as failed, one interval from now.
+        """Wait one interval and return the roles that then count as failed.
 
         Args:
-            started: running roles and when their processes were started (monotonic seconds), asked at that time.
+            started: returns the running roles and the monotonic times when they were started. It is called after
+                the wait.
         """
         before = time.monotonic()
         await asyncio.sleep(WATCH_INTERVAL_S)
         now = time.monotonic()
-        if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself: silence proves nothing
+        if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself, so it ignores earlier silence
             self._since = now
         running = dict(started())
         await asyncio.to_thread(cut_logs, self._logs(), self._limits.max_log_mb * 2**20)
@@ -56,7 +60,7 @@ class Watchdog:
         return find_failed(statuses, running, self._limits, now, self._since, starved)
 
     async def kill(self, failed: FailedRole) -> None:
-        """End a failed role's processes, after writing down what every role was doing."""
+        """Write a hang report and end a failed role's processes."""
         pids = self._host.processes_of(failed.job)
         await asyncio.to_thread(write_hang_report, self._host.run_dir, failed, self._jobs, self._stack_pids())
         log.warning("killing job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
@@ -67,19 +71,24 @@ class Watchdog:
         return [folder / LOG_FILE, *(folder / name / "log.txt" for name in self._jobs)]
 
     def _statuses(self) -> dict[str, StatusRecord]:
-        """Every role's newest status, on the monotonic clock: setting the clock is neither silence nor progress."""
+        """Every role's newest status with monotonic times, which do not change when the system clock is set."""
         offset = time.time() - time.monotonic()
         return {name: status.since_boot(offset) for name, status in read_statuses(self._host.run_dir).items()}
 
     def _stack_pids(self) -> list[int]:
-        """Roles that registered the signal; to anybody else SIGUSR1 would be the end."""
+        """Pids of running roles. They have registered a handler for SIGUSR1, which would end other processes."""
         ours = set(self._host.all_processes())
         statuses = read_statuses(self._host.run_dir).values()
         return [status.pid for status in statuses if status.pid in ours and status.state == "running"]
 
 
 def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pids: Sequence[int]) -> Path:
-    """Every role's status, the wait chain and all stacks, before anything is killed."""
+    """Write every role's status, the wait chains and all stacks to a new folder in `hangs/`, and return that folder.
+
+    Args:
+        jobs: names of the roles whose stacks are copied.
+        pids: processes that are asked for their stacks by SIGUSR1.
+    """
     reaper.send(list(pids), signal.SIGUSR1)
     time.sleep(STACKS_GRACE_S)
     folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{failed.job}"

@@ -1,8 +1,8 @@
-"""Who is to blame when nothing moves: pure decisions over the roles' status files.
+"""Finds the role that has failed when a run makes no progress: pure decisions over the roles' status files.
 
-Three ways to fail while alive: *silent* (no heartbeat: frozen), *never started* (no progress since the start), *stuck*
-(heartbeat, but no progress). A role that waits for another role is never stuck itself: the blame follows the wait chain
-to its end, or, where the chain is a circle, to the member that stood still first.
+A live process can fail in three ways: *silent* (no heartbeat: frozen), *never started* (no progress since the start),
+*stuck* (heartbeat, but no progress). A role that waits for another role is never stuck itself: the role at the end of
+the wait chain is. If the chain is a circle, it is the member whose last progress is oldest.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,13 @@ def find_failed(
     since: float,
     starved: Mapping[str, float] | None = None,
 ) -> list[FailedRole]:
-    """Roles that count as failed now. All times are seconds of one clock that nobody sets.
+    """Return the roles that count as failed now. All times are seconds of one monotonic clock.
 
     Args:
-        statuses: by status name; `finetune_0.rank1` belongs to job `finetune_0`.
-        started: when every running job's process was started.
-        now: the present.
-        since: the launcher itself has been watching without a gap since then; older silence proves nothing.
-        starved: by job, seconds of its silence in which its processes were ready to run and got no CPU.
+        statuses: by status name. `finetune_0.rank1` belongs to job `finetune_0`.
+        started: when the process of each running job was started.
+        since: when the launcher began to watch without a gap. Older silence is ignored.
+        starved: by job, seconds of its silence in which its processes were ready to run but got no CPU.
     """
     failed: dict[str, FailedRole] = {}
     for name, status in statuses.items():
@@ -65,7 +64,8 @@ def job_of(status_name: str) -> str:
 
 
 def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: float, since: float) -> str | None:
-    """A role that starts loads libraries for long and has ``startup_timeout_s`` instead."""
+    """Why a role counts as silent, or None. A starting role is exempt: it has ``startup_timeout_s`` to load libraries.
+    """
     silence = now - max(status.heartbeat, since, started)
     if silence <= limits.heartbeat_timeout_s or not status.progress_count:
         return None
@@ -82,7 +82,7 @@ def _slow_start(status: StatusRecord, started: float, limits: LauncherSection, n
 
 
 def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: float, since: float) -> set[str]:
-    """Ends of the wait chains of all roles that stand still for too long."""
+    """Names at the ends of the wait chains of all roles that have made no progress for too long."""
     still = {
         name
         for name, status in statuses.items()
@@ -95,13 +95,16 @@ def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: f
 
 
 def _waits_elsewhere(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
-    """The end of a chain that waits for a role without a status (another node, not yet started) is not to blame."""
+    """Whether a role waits for one without a status, on another node or not yet started. It is then not stuck itself.
+    """
     waits = statuses[name].waits
     return bool(waits) and waits[0].on is not None and not _targets(waits[0].on, statuses)
 
 
 def wait_chain(name: str, statuses: Mapping[str, StatusRecord]) -> list[str]:
-    """From a role along whom it waits for, oldest wait first; a circle ends with the member that moved last least.
+    """Follow the oldest waits from a role to the role that holds it up. Names are in the order of the waits.
+
+    A chain that runs into a circle ends with the member of the circle whose last progress is oldest.
 
     >>> wait_chain("actor_0", statuses)
     ['actor_0', 'finetune_0', 'preprocessor_0']
@@ -122,7 +125,7 @@ def wait_chain(name: str, statuses: Mapping[str, StatusRecord]) -> list[str]:
 
 
 def _targets(on: str | None, statuses: Mapping[str, StatusRecord]) -> list[str]:
-    """Statuses that a wait names, by job or by kind."""
+    """Names of the statuses that a wait refers to, by job or by kind."""
     if on is None:
         return []
     if on in statuses:

@@ -2,8 +2,8 @@
 
     2026-01-31 12:00:00.123 INFO actor_0 actor.loop: published group=0-17 rollouts=8
 
-Secrets of the run are replaced before a line is written, wherever they come from. A traceback follows its event on
-indented lines, so every line that starts in column 0 is an event.
+Secrets of the run are replaced before a line is written, wherever they come from. Tracebacks are indented, so every
+line that starts in column 0 is an event.
 """
 
 import logging
@@ -19,7 +19,7 @@ CHATTY = ("httpx", "httpcore", "urllib3", "aiohttp.access", "asyncio", "filelock
 
 
 class EventFormatter(logging.Formatter):
-    """`time LEVEL job logger: message`, secrets removed, one line per event."""
+    """Formats an event as one line `time LEVEL job logger: message`, with secrets replaced."""
 
     def __init__(self, job_name: str, secrets: tuple[str, ...] = ()):
         super().__init__()
@@ -50,7 +50,7 @@ def setup_role_logging(job_name: str, level: int = logging.INFO) -> None:
 
 
 def setup_launcher_logging(path: Path) -> None:
-    """Send every logger of the launcher to a file: the terminal is for progress and messages."""
+    """Send every logger of the launcher to a file, because the terminal shows progress and messages."""
     _install(logging.FileHandler(path), "launcher", logging.INFO)
 
 

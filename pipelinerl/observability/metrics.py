@@ -1,8 +1,8 @@
-"""Numbers of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same in wandb.
+"""Metrics of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same points in wandb.
 
-The file is the truth and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older points, so
-that a long run keeps its whole curve in a bounded file. wandb lives in a thread of its own behind a bounded queue: a
-slow, missing or failing wandb costs points of a curve, never a step of the run.
+The file is authoritative and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older
+points, so that a bounded file keeps the whole curve of a long run. wandb runs in its own thread behind a bounded queue.
+A slow, missing or failing wandb loses points of its curve but never delays a step.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Points = Sequence[dict[str, Any]]
 
 
 class MetricsLogger:
-    """Logs numbers of one job; `kind` names the file and the wandb run (e.g. `actor`, `finetune`).
+    """Logs metrics of one job. `kind` names the file and the wandb run (e.g. `actor`, `finetune`).
 
     >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
     >>> metrics.log({"loss": 0.1}, step=3)
@@ -49,7 +49,7 @@ class MetricsLogger:
         self._wandb = _WandbThread(cfg, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append one point. NaN and infinities are written as null; names that are not declared are warned of."""
+        """Append one point. NaN and infinities are written as null. A name that is not declared gives a warning."""
         warn_undeclared(self._kind, values.keys() - self._known)
         self._known |= values.keys()
         point = {name: _number(value) for name, value in values.items()}
@@ -84,7 +84,7 @@ def _open_lines(path: Path) -> TextIO:
 
 
 def thin(path: Path) -> None:
-    """Delete every second line of the older half; a reader sees the old file or the new one."""
+    """Delete every second line of the older half. The file is replaced atomically, so that readers see a whole one."""
     half, read = path.stat().st_size // 2, 0
     temporary = path.with_name(f".{path.name}.thin")
     with open(path, "rb") as old, open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as new:
@@ -96,7 +96,7 @@ def thin(path: Path) -> None:
 
 
 def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
-    """Delete the points of later steps, which are about to be made again; returns how many steps they were."""
+    """Delete the points after `step`, because a resumed trainer repeats these steps. Returns the number of steps."""
     path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
     points = read_metrics(run_dir, kind)
     kept = [point for point in points if point["step"] <= step]
@@ -106,7 +106,7 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
 
 
 def read_metrics(run_dir: Path | str, kind: str) -> list[dict[str, Any]]:
-    """All points of a kind in order; a torn last line is left out."""
+    """Return all points of a kind in order, without lines that are incomplete."""
     points = []
     with contextlib.suppress(FileNotFoundError):
         for line in (Path(run_dir) / "metrics" / f"{kind}.jsonl").read_text().splitlines():
@@ -121,7 +121,7 @@ def _number(value: Any) -> float | int | None:
 
 
 class _WandbThread:
-    """Owns the wandb run. Ends at `close`, or at wandb's first error."""
+    """The thread that owns the wandb run. It ends at `close` or at wandb's first error."""
 
     def __init__(self, cfg: Config, run_dir: Path, kind: str):
         self._points: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_POINTS)
@@ -152,5 +152,5 @@ class _WandbThread:
                     | {f"{kind}/step": step}
                 )
             run.finish()
-        except Exception:  # a foreign library at the edge of the process: it may fail, the role may not
+        except Exception:  # wandb may fail, but its failure must not stop the role
             log.exception("wandb failed; metrics go on in metrics/%s.jsonl", kind)

@@ -1,8 +1,8 @@
 """The common entry of every role: `python -m pipelinerl.<folder> --run ADDRESS --job J`.
 
-Reads the run folder, or makes one from the run's redis address, sets up log, heartbeat, streams and lease, runs the
-role, and turns its end into an exit code: 0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on
-one that a restart cannot mend, 3 when it was asked to leave the run; the last log line says why.
+Reads the run folder, or makes one from the run's redis address. Sets up log, heartbeat, streams and lease, runs the
+role, and turns its end into an exit code: 0 when it returns (done, or asked to stop by SIGTERM), 1 on an error, 2 on an
+error that a restart cannot repair, 3 when it was asked to leave the run. The last log line says why.
 """
 
 import argparse
@@ -45,7 +45,7 @@ EXIT_REFUSED = 2
 EXIT_LEFT = 3
 MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
-"""What no restart can mend: the role ends with `EXIT_REFUSED` and the supervisor stops the run."""
+"""Errors that a restart cannot repair. The role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 CORRUPT_ADVICE = (
     ". `python -m pipelinerl.streams verify RUN` describes the damage; the same command with resume=checkpoint goes on "
     "from the newest good checkpoint with new streams"
@@ -54,7 +54,7 @@ CORRUPT_ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleContext:
-    """What every role gets. `stop` is set by SIGTERM and SIGINT: end cleanly and return."""
+    """What every role's main function gets. SIGTERM and SIGINT set `stop`: the role must then end and return."""
 
     run_dir: Path
     job: "Job"
@@ -63,19 +63,19 @@ class RoleContext:
     status: RoleStatus
     stop: threading.Event
     membership: "Membership | None" = None
-    """None: nobody has a lease, the placed jobs are all there is."""
+    """None: the run has no leases, and its servers are the placed jobs."""
 
     @property
     def server_view(self) -> "ServerView":
-        """Which servers are in the run now."""
+        """The servers that are in the run now."""
         from pipelinerl.membership.watch import PlacedJobs
 
         return PlacedJobs(self.world.jobs) if self.membership is None else self.membership.watch
 
     def wait_for_model(self) -> None:
-        """Return when `model_path` can be read: a tiny model is built while the roles start.
+        """Return when `model_path` can be read, because a tiny model is built while the roles start.
 
-        Call it after what the role imports. A builder that fails ends the run, so there is no deadline here.
+        Call it after the role's imports. The wait has no deadline, because a builder that fails ends the run.
         """
         built = Path(self.cfg.model_path) / "config.json"
         if self.cfg.tiny_model is None or built.is_file():
@@ -87,7 +87,7 @@ class RoleContext:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around a role's large imports: the garbage collector would spend a tenth of their time and find nothing."""
+    """Turn the garbage collector off during a role's large imports, where it takes a tenth of the time for nothing."""
     gc.disable()
     try:
         yield
@@ -154,7 +154,7 @@ def _run(main: Callable[[RoleContext], None], args: argparse.Namespace, stop: th
 
 
 def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatus, stop: threading.Event) -> int:
-    """The role's part, from its first lease to the end of the last."""
+    """Run the role while it holds its lease, and return its exit code."""
     from pipelinerl.membership.entry import take_part
     from pipelinerl.streams import backend_from_config
 
@@ -183,7 +183,7 @@ def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatu
 
 
 def _code_of(error: Exception) -> int:
-    """The exit code of a role that ended with this error, which is logged."""
+    """Log the error that ended the role and return the exit code."""
     if isinstance(error, LeftError):
         log.info("role left: %s", error)
         return EXIT_LEFT
@@ -195,6 +195,6 @@ def _code_of(error: Exception) -> int:
 
 
 def status_name(job_name: str) -> str:
-    """Ranks above 0 of a distributed job report beside it: `finetune_0.rank1`."""
+    """Name of this process's status. Ranks above 0 of a distributed job have their own: `finetune_0.rank1`."""
     rank = int(os.environ.get("RANK", "0"))
     return f"{job_name}.rank{rank}" if rank else job_name

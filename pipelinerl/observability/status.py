@@ -1,9 +1,9 @@
-"""A role's heartbeat: what it last did, what it waits for and since when, in `status/<job>.json`.
+"""A role's heartbeat in `status/<job>.json`: its last progress, what it waits for and since when.
 
-The role calls `progress()` whenever something moved and wraps every wait in `waiting()`. A helper thread publishes
-the state at most twice a second and otherwise every `HEARTBEAT_S` seconds, so three things can be told apart:
-a process that moves, a live process that waits for somebody, and one that is frozen (no heartbeat at all). A role
-that stands for another process (an engine, redis-server) lends it its heartbeat: `beat_with_progress`.
+The role calls `progress()` whenever it made progress and wraps every wait in `waiting()`. A helper thread publishes
+the state at most twice a second and at least every `HEARTBEAT_S` seconds. So three cases can be told apart: a process
+that makes progress, a live process that waits for another, and one that is frozen (no heartbeat). A role that
+represents another process (an engine, redis-server) uses `beat_with_progress` to report that process's heartbeat.
 SIGUSR1 writes the Python stacks of all threads to `<job>/stacks.txt`.
 """
 
@@ -27,14 +27,14 @@ HEARTBEAT_S = 2.0
 MIN_WRITE_INTERVAL_S = 0.5
 STATUS_DIR = "status"
 LAUNCHER = "launcher"
-"""Whom a role waits for that waits for the launcher; no job has this name."""
+"""`on` of a wait for the launcher. No job has this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
     what: str
     on: str | None
-    """Job (or kind) that ends the wait; None = nobody in particular."""
+    """Job or kind of job that ends the wait. None = no particular one."""
     since: float
     """Unix time."""
 
@@ -52,17 +52,17 @@ class StatusRecord:
     progress_at: float
     progress_count: int
     waits: tuple[Wait, ...]
-    """Current waits, oldest first; empty while the role works."""
+    """Current waits, oldest first. Empty while the role works."""
     fields: dict[str, Any]
     """Latest values given to `progress`."""
     clock_offset: float = 0.0
     """Unix time minus the host's monotonic clock, when this was written."""
 
     def since_boot(self, clock_offset: float) -> "StatusRecord":
-        """The same with times of this host's monotonic clock, which nobody sets.
+        """Return the record with times of the monotonic clock, which does not change when the system clock is set.
 
         Args:
-            clock_offset: this host's Unix time minus its monotonic clock; for records of other hosts.
+            clock_offset: this host's Unix time minus its monotonic clock. It is used for records of other hosts.
         """
         shift = self.clock_offset if self.hostname == socket.gethostname() else clock_offset
         return replace(
@@ -75,7 +75,11 @@ class StatusRecord:
 
 
 class Activity:
-    """What a role did last and what it waits for. Cheap, and any thread may call; ``changed`` is called after each."""
+    """Keeps a role's last progress and its waits. Calls are cheap and may come from any thread.
+
+    Args:
+        changed: called after every progress and every begin and end of a wait.
+    """
 
     def __init__(self, changed: Callable[[], None]):
         self._changed = changed
@@ -96,7 +100,7 @@ class Activity:
         self._changed()
 
     def begin(self) -> None:
-        """The role's own start begins only now."""
+        """Begin the time limit of the role's start only now."""
         self._started = time.monotonic()
 
     def beat_with_progress(self) -> None:
@@ -117,7 +121,7 @@ class Activity:
         return self._progress_at if self._beats_with_progress else time.monotonic()
 
     def record(self, job: str, state: str) -> StatusRecord:
-        """As of now."""
+        """Return the status as of now."""
         now = time.monotonic()
         offset = time.time() - now
         waits = sorted(self._waits.values(), key=lambda wait: wait.since)
@@ -159,19 +163,19 @@ class RoleStatus:
         self._thread.start()
 
     def progress(self, **fields: Any) -> None:
-        """Something moved. Costs a few assignments; the file is written by the helper thread."""
+        """Report progress with its newest values. This only sets attributes: the helper thread writes the file."""
         self._activity.progress(fields)
 
     def beat_with_progress(self) -> None:
-        """From now on the heartbeat is the last progress: for a role whose life is that of another process.
+        """Use the last progress as the heartbeat from now on, for a role that represents another process.
 
-        Such a role asks the other process regularly and calls `progress` for every answer; when that process freezes
+        Such a role asks the other process regularly and calls `progress` for every answer. If that process freezes,
         the role counts as frozen too.
         """
         self._activity.beat_with_progress()
 
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Name a wait: on whom (job or kind) and for what."""
+        """Report a wait while the block runs: for what, and on which job or kind."""
         return self._activity.waiting(what, on)
 
     def last_beat(self) -> float:
@@ -180,7 +184,7 @@ class RoleStatus:
 
     @contextlib.contextmanager
     def waiting_for_launcher(self, what: str) -> Iterator[None]:
-        """Name a wait before the role's own start, whose time limit begins when the wait is over."""
+        """Report a wait before the role's own start. The time limit of the start begins when the wait is over."""
         with self.waiting(what, on=LAUNCHER):
             yield
         self._activity.begin()
@@ -201,7 +205,7 @@ class RoleStatus:
         return self._activity.record(self.job_name, self._state)
 
     def _publish(self) -> None:
-        """Consumes the dirty flag; ends when the status is closed."""
+        """Write the file whenever the status changed or the heartbeat is due. Ends when the status is closed."""
         while not self._closed.is_set():
             self._dirty.wait(timeout=HEARTBEAT_S)
             self._dirty.clear()
@@ -211,7 +215,7 @@ class RoleStatus:
             self._closed.wait(timeout=MIN_WRITE_INTERVAL_S)
 
     def _write(self) -> None:
-        """A status that cannot be written (disk full) is no reason to stop the role."""
+        """Write the file. If it cannot be written, such as on a full disk, the role continues."""
         with contextlib.suppress(OSError):
             write_status(self._path, self.record())
 
@@ -222,7 +226,7 @@ def write_status(path: Path, record: StatusRecord) -> None:
 
 
 def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
-    """Every role's newest status, by job name. Files that are not there or not whole are left out."""
+    """Return every role's newest status by status name. Files that cannot be read are left out."""
     statuses = {}
     for path in sorted((Path(run_dir) / STATUS_DIR).glob("[!.]*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -233,7 +237,7 @@ def read_statuses(run_dir: Path | str) -> dict[str, StatusRecord]:
 
 
 def _register_stacks(run_dir: Path, job_name: str) -> Any:
-    """SIGUSR1 appends all threads' stacks to `<job>/stacks.txt`; the file stays open for the handler."""
+    """Make SIGUSR1 append all threads' stacks to `<job>/stacks.txt`. Returns the file, which the handler needs open."""
     job, _, rank = job_name.partition(".")
     path = run_dir / job / (f"stacks.{rank}.txt" if rank else "stacks.txt")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """How a run appears in Weights & Biases: one group per run folder, one wandb run per kind of role.
 
-Without an API key `online` becomes `offline`, decided here and said by the launcher. wandb itself is imported late.
+Without an API key `online` becomes `offline`, and the launcher warns of it. wandb itself is imported late.
 """
 
 import hashlib
@@ -16,7 +16,12 @@ INIT_TIMEOUT_S = 60
 
 
 def effective_mode(mode: str, env: Mapping[str, str] = os.environ, home: Path | None = None) -> str:
-    """`online` needs an API key, in the environment or in ~/.netrc; without one the run is recorded offline."""
+    """Return `offline` instead of `online` if neither the environment nor ~/.netrc has an API key.
+
+    Args:
+        mode: `wandb.mode` as configured.
+        home: folder of `.netrc`. None = the user's.
+    """
     if mode != "online" or env.get("WANDB_API_KEY"):
         return mode
     return "online" if _netrc_has_key(env, home or Path.home()) else "offline"
@@ -32,9 +37,9 @@ def _netrc_has_key(env: Mapping[str, str], home: Path) -> bool:
 
 
 def run_identity(section: WandbSection, run_dir: Path, kind: str) -> dict[str, str]:
-    """Group, name and id; the id depends on folder and kind only, so a restarted role continues its run.
+    """Return group, name and id. The id depends only on folder and kind, so that a restarted role continues its run.
 
-    Two run folders have two names, also where both are called `run1`: unless `wandb_group` says otherwise.
+    Two run folders have different groups even if both are called `run1`, unless `wandb_group` is set.
     """
     folder = run_dir.resolve()
     group = section.wandb_group or f"{folder.parent.name}-{folder.name}-{_digest(str(folder))[:6]}".lstrip("-")
@@ -46,9 +51,9 @@ def _digest(text: str) -> str:
 
 
 def start(cfg: Config, run_dir: Path, kind: str) -> Any:
-    """Start (or continue) the wandb run of this kind of role, with the run's configuration.
+    """Start or continue the wandb run of this kind of role, with the run's configuration.
 
-    The trainer's has its host's statistics.
+    Only the trainer's run records statistics of its host.
     """
     section = cfg.wandb
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,4 +1,7 @@
-"""Environment → cluster → jobs on devices. Pure except for counting GPUs and cores and checking ports; no torch."""
+"""Environment → cluster → jobs on devices.
+
+Pure, except that it counts GPUs and cores and checks ports. It imports no torch.
+"""
 
 from pipelinerl.world.cluster import Cluster, Node, read_cluster, visible_devices
 from pipelinerl.world.map import Job, WorldMap, build_world, check_local_devices, map_world

@@ -1,8 +1,8 @@
 """The machines of a run: node ranks, host names, devices and cores, read from the environment.
 
-Consumes ``world.*`` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment; emits a frozen
-``Cluster`` that every launcher of the run derives identically (except its own ``rank`` and cores). It never guesses a
-host name from another one, and never imports torch: GPUs are counted through NVML.
+Consumes ``world.*`` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment. Emits a frozen
+``Cluster``, which is the same for every launcher of the run except for its ``rank`` and cores. It never guesses a host
+name from another one. It counts GPUs through NVML and never imports torch.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     hostname: str
-    """How the other nodes reach it; the loopback address in a world of one node."""
+    """Name or address by which other nodes reach it. In a world of one node this is the loopback address."""
     devices: int
     """GPUs, or slots on CPU."""
     cores: tuple[int, ...] = ()
-    """CPU worlds: the cores that its slots share; empty on CUDA (nothing is pinned)."""
+    """CPU worlds: the cores that its slots share. Empty on CUDA, where no role is pinned."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[Node, ...]
     rank: int = 0
     identity: str | None = None
-    """A string that all launchers of this run share and other runs do not; None in a world of one node."""
+    """A string that all launchers of this run share and other runs do not. None in a world of one node."""
 
     @property
     def total_devices(self) -> int:
@@ -47,7 +47,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment says about this launcher's place among the nodes."""
+    """This launcher's place among the nodes, according to the environment."""
 
     num_nodes: int = 1
     rank: int = 0
@@ -64,9 +64,17 @@ def read_cluster(
     count_gpus: Callable[[], int] | None = None,
     affinity: Callable[[], set[int]] = lambda: os.sched_getaffinity(0),
 ) -> Cluster:
-    """Read the cluster; ``count_gpus`` and ``affinity`` are the only I/O and can be replaced in tests.
+    """Read the cluster. ``count_gpus`` and ``affinity`` are the only I/O, and tests can replace them.
 
-    In a dry run without launcher variables ``world.hosts`` alone makes the nodes, seen from the first.
+    In a dry run without launcher variables ``world.hosts`` alone defines the nodes, and this launcher is the first.
+
+    Args:
+        env: the launcher's environment.
+        count_gpus: counts the GPUs of this node.
+        affinity: returns the cores that this process may use.
+
+    Raises:
+        WorldError: environment and configuration contradict each other or do not describe a cluster.
     """
     place = read_node_environment(env)
     if dry_run and world.hosts and place.num_nodes == 1:
@@ -84,7 +92,10 @@ def read_cluster(
 
 
 def read_node_environment(env: Mapping[str, str]) -> NodeEnvironment:
-    """Place of this launcher: torchrun's variables, else ``WORLD_SIZE``/``RANK``, else SLURM's, else one node."""
+    """Read this launcher's place from torchrun's variables, ``WORLD_SIZE``/``RANK`` or SLURM's, in this order.
+
+    Without any of them there is one node.
+    """
     if "GROUP_RANK" in env and "LOCAL_WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "WORLD_SIZE" in env:
@@ -164,8 +175,11 @@ def _integer(env: Mapping[str, str], key: str) -> int:
 
 
 def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
-    """Host names in node order; a single node is its loopback address, so that nothing listens beyond it, unless
-    `world.hosts` names it: roles on other machines may then join."""
+    """Host names in node order.
+
+    A single node has its loopback address, so that its roles listen only there. If `world.hosts` names it, roles on
+    other machines may join.
+    """
     hosts = tuple(world.hosts) if world.hosts is not None else place.hosts
     source = "world.hosts" if world.hosts is not None else "the environment"
     if not hosts and place.num_nodes > 1:
@@ -184,7 +198,7 @@ def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
 
 
 def _gpus_per_node(world: WorldSection, num_nodes: int, count_gpus: Callable[[], int]) -> tuple[int, ...]:
-    """Configured GPUs of each node; where they are not configured, this node's count stands for every node."""
+    """Configured GPUs of each node. If they are not configured, every node counts as having as many as this one."""
     configured = world.gpus_per_node
     if world.accelerator == "cpu":
         return (0,) * num_nodes
@@ -240,7 +254,7 @@ def _expand_brackets(name: str) -> list[str]:
 
 
 def visible_device_names(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would use (it stops at -1); None when it is not set."""
+    """Entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would use (it stops at -1). None if the variable is not set."""
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
@@ -253,7 +267,7 @@ def visible_device_names(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def count_visible_gpus(env: Mapping[str, str]) -> int:
-    """GPUs that processes started with this environment can use."""
+    """Number of GPUs that processes with this environment can use."""
     memory = gpu_memory_bytes()
     names = visible_device_names(env)
     if names is None or not memory:
@@ -262,7 +276,7 @@ def count_visible_gpus(env: Mapping[str, str]) -> int:
 
 
 def gpu_memory_bytes() -> tuple[int, ...]:
-    """Total memory of each GPU of this machine; empty without NVIDIA's driver."""
+    """Total memory of each GPU of this machine. Empty without NVIDIA's driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -290,6 +304,6 @@ def _nvml_memory(nvml: ctypes.CDLL, index: int) -> int:
 
 
 def visible_devices(gpus: tuple[int, ...], env: Mapping[str, str]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a job on ``gpus``, which count within what this launcher itself may use."""
+    """``CUDA_VISIBLE_DEVICES`` of a job on ``gpus``, which are indices into the GPUs that this launcher may use."""
     names = visible_device_names(env)
     return ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)

@@ -1,7 +1,7 @@
-"""The world map: every job of a run with its node, devices, port and URL. Written once by the launcher, then frozen.
+"""The world map: every job of a run with its node, devices, port and URL. The launcher writes it once.
 
-Every launcher of a run builds the same map (only cores are each node's own). It says where roles were placed; which of
-them live, and what has joined since, is said by their leases (`pipelinerl.membership`).
+Every launcher of a run builds the same map, except for the cores of its own node. The map says where roles were placed.
+Leases (`pipelinerl.membership`) say which of them are alive and which have joined since.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ WORLD_FILE = Path("conf") / "world.json"
 ANY_ADDRESS = "0.0.0.0"
 LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier")
 WEIGHT_PORTS_PER_SERVER = 2
-"""A server that comes back gets a fresh transfer group, whose store must not wait for the old one's port."""
+"""A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One process tree that the launcher of its node starts."""
 
     name: str
-    """``<kind>_<replica_idx>``; also the name of its folder in the run folder."""
+    """``<kind>_<replica_idx>``, which is also the name of its folder in the run folder."""
     kind: str
     replica_idx: int = 0
     node_rank: int = 0
     hostname: str = LOOPBACK
     port: int | None = None
     gpus: tuple[int, ...] = ()
-    """CUDA: GPU numbers within what the node's launcher can use."""
+    """CUDA: indices into the GPUs that the node's launcher can use."""
     cores: tuple[int, ...] = ()
     """CPU: cores that the job is pinned to."""
     url: str = ""
     num_ranks: int = 1
-    """finetune: trainer processes of this job; servers: tensor × pipeline parallel size."""
+    """Of finetune, the trainer processes of this job. Of a server, its tensor × pipeline parallel size."""
     first_rank: int = 0
     """finetune: global rank of its first process."""
     serves: int = 0
@@ -88,12 +88,12 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def launcher_port(self) -> int:
-        """Where the launchers of several nodes meet, on node 0."""
+        """Port on node 0 where the launchers of several nodes meet."""
         return self.weight_port + self.weight_ports
 
     @property
     def is_open(self) -> bool:
-        """Whether roles listen beyond their node: it has several, or its only one is named in `world.hosts`."""
+        """Whether roles listen beyond their node: the world has several nodes, or `world.hosts` names its only one."""
         return len(self.nodes) > 1 or not is_loopback(self.nodes[0].hostname)
 
     @property
@@ -103,7 +103,10 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_backend(self) -> Literal["nccl", "ipc", "tcp"]:
-        """What ``weights.backend=auto`` means: NCCL takes no GPU twice, and IPC reaches that of trainer rank 0 only."""
+        """The backend that ``weights.backend=auto`` selects.
+
+        NCCL cannot use one GPU twice, and IPC reaches only the GPU of trainer rank 0.
+        """
         if self.accelerator == "cpu":
             return "tcp"
         if not self.share_devices:
@@ -111,10 +114,10 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return "ipc" if self._device_count == 1 else "tcp"
 
     def transfer_backend(self, wanted: str) -> Literal["nccl", "ipc", "tcp"]:
-        """How weights travel where ``weights.backend`` is ``wanted``; TCP goes through host memory and always can.
+        """The backend for ``weights.backend=wanted``. TCP works everywhere because it goes through host memory.
 
         Raises:
-            WorldError: the devices cannot.
+            WorldError: the world's devices do not support it.
         """
         if wanted not in ("auto", "tcp", self.weight_backend):
             kind = "a CPU world" if self.accelerator == "cpu" else f"a world of {self._device_count} GPU(s)"
@@ -140,12 +143,12 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return self.trainer_world_size
 
     def job_dicts(self) -> list[dict[str, Any]]:
-        """``cfg.jobs`` as domains read it: ``Job(**job)`` rebuilds each; verifiers also appear as "environment"."""
+        """``cfg.jobs`` as domains read it: ``Job(**job)`` rebuilds each. Verifiers also appear as "environment"."""
         jobs = [msgspec.to_builtins(job) for job in self.jobs]
         return jobs + [{**job, "kind": "environment"} for job in jobs if job["kind"] == "verifier"]
 
     def digest(self) -> str:
-        """Equal on all launchers of a run that agree about the world (a node's cores are its own affair)."""
+        """Digest of the world without the nodes' cores, so that all launchers that agree about it have the same."""
         jobs = tuple(msgspec.structs.replace(job, cores=()) for job in self.jobs)
         nodes = tuple(msgspec.structs.replace(node, cores=()) for node in self.nodes)
         shared = msgspec.structs.replace(self, jobs=jobs, nodes=nodes)
@@ -173,12 +176,16 @@ def is_loopback(hostname: str) -> bool:
 
 
 def build_world(cfg: Config, env: Mapping[str, str]) -> WorldMap:
-    """Read the cluster, place every job, choose and check the ports of this node."""
+    """Read the cluster from the launcher's environment `env`, place every job, choose and check this node's ports."""
     return map_world(cfg, read_cluster(cfg.world, env, dry_run=cfg.dry_run))
 
 
 def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
-    """Place every job of a known cluster; ``check=False`` leaves the ports unchecked (simulated clusters)."""
+    """Place every job of a known cluster. ``check=False`` does not check the ports, for simulated clusters.
+
+    Raises:
+        WorldError: the jobs do not fit, a port is in use, or the devices do not support ``weights.backend``.
+    """
     placements = place(request_from_config(cfg), cluster)
     listening = [p for p in placements if p.kind in LISTENING_KINDS]
     weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
@@ -208,7 +215,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
         share_devices=cfg.world.share_devices,
         idle_devices=idle_devices(placements, cluster),
     )
-    world.transfer_backend(cfg.weights.backend)  # refuses before anything starts
+    world.transfer_backend(cfg.weights.backend)  # refuses an impossible backend before the start
     return world
 
 
@@ -257,7 +264,7 @@ def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
 
 
 def check_local_devices(world: WorldMap, node_rank: int, env: Mapping[str, str]) -> None:
-    """Refuse to start jobs on GPUs that this node does not have (a configured, not detected, world)."""
+    """Refuse to start jobs on GPUs that this node lacks, which a configured `world.gpus_per_node` can ask for."""
     needed = 1 + max((gpu for job in world.on_node(node_rank) for gpu in job.gpus), default=-1)
     present = count_visible_gpus(env) if needed else 0
     if present < needed:

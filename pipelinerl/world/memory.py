@@ -1,14 +1,14 @@
-"""Memory plan per device: what trainer and servers will hold, from the configuration and the model's shape.
+"""Estimates the memory of the trainer's and the servers' devices from the configuration and the model's shape.
 
-An estimate for people, made before anything starts: states and caches are exact sums, activations a rule of thumb.
+The plan is made before the start. Its states and caches are exact sums, its activations a rule of thumb.
 Bytes per parameter P of one trainer rank (N ranks, float32 master weights everywhere):
 
     ddp       16 P               weights, gradient, two Adam moments in float32
     fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
-    deepspeed bf16  2 P + 2 P + 12 P;  stage 1 shards the 12, stage 2 also the gradient (then 4 P), stage 3 all
-              fp32  4 P + 4 P + 8 P, likewise
+    deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
+              fp32  4 P + 4 P + 8 P   sharded in the same way
 
-With LoRA the weights are whole and the rest counts the adapters only.
+With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ SMALLER_TRAINER = (
     ("finetune.engine", "fsdp2"),
     ("finetune.lora.enabled", True),
 )
-"""Changes that make a trainer smaller, the one that changes least first."""
+"""Settings that make a trainer smaller, the least intrusive first."""
 MAX_RANKS_POWER = 11
 LAYER_ACTIVATION_FACTOR = 34
 """Bytes per token and hidden unit of one layer's activations in 16 bit (arXiv 2205.05198, eq. 1, attention fused)."""
@@ -43,7 +43,7 @@ class MemoryItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU (or CPU slot) of each job of a kind."""
+    """The memory of one GPU (or CPU slot) of the jobs of a kind."""
 
     kind: str
     num_devices: int
@@ -64,7 +64,7 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 def memory_plan(
     cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
 ) -> tuple[DevicePlan, ...]:
-    """Plans of the trainer's and the servers' devices."""
+    """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
     ranks = world.trainer_world_size
     trainer = trainer_items(cfg, shape, ranks)
     total = sum(item.num_bytes for item in trainer)
@@ -98,7 +98,13 @@ def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, total: int, share: fl
 def state_bytes(
     parameters: int, *, engine: str, stage: int, ranks: int, half: bool, trained: int | None = None
 ) -> tuple[int, int, int]:
-    """(weights, gradient, optimizer states incl. master weights) of one rank; ``trained`` of the parameters learn."""
+    """Bytes of weights, gradient, and optimizer states with master weights on one rank.
+
+    Args:
+        stage: DeepSpeed's ZeRO stage.
+        half: whether the trainer's weights are bfloat16.
+        trained: number of trained parameters. None = all.
+    """
     if engine == "deepspeed":
         weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 8)
         sharded = (stage >= 3, stage >= 2, stage >= 1)
@@ -111,14 +117,14 @@ def state_bytes(
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Adapters on every linear layer of the decoder: rank × (inputs + outputs) each."""
+    """Number of adapter parameters on all linear layers of the decoder: rank × (inputs + outputs) for each layer."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
     return shape.layers * rank * (attention + 3 * shape.experts * (shape.hidden + shape.intermediate))
 
 
 def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryItem, ...]:
-    """What one trainer rank holds at its peak."""
+    """Return what one of `ranks` trainer ranks holds at its peak."""
     finetune = cfg.finetune
     half = finetune.dtype == "bfloat16"
     weights, gradient, states = state_bytes(
@@ -147,13 +153,13 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryIte
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
-    """A copy of a section with one key of it, or of a section inside, changed."""
+    """Return a copy of a section with one key changed. A dotted key changes a section inside."""
     name, _, rest = key.partition(".")
     return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
-    """The fewest of the usual changes that make a job of this kind fit its devices, in words."""
+    """Describe the fewest changes that make a job of this kind fit its devices of `gpu_bytes` each."""
     if kind != "finetune":
         return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
     ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
@@ -187,7 +193,7 @@ def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
 
 
 def utilization(cfg: Config) -> float:
-    """vLLM's share of the device."""
+    """vLLM's share of the device's memory."""
     return float(_vllm(cfg, "gpu-memory-utilization", DEFAULT_UTILIZATION))
 
 
@@ -196,10 +202,10 @@ def _vllm(cfg: Config, key: str, default: Any) -> Any:
 
 
 def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
-    """What one device of a server holds beside the KV cache.
+    """Return what one device of a server holds in addition to the KV cache.
 
-    An update is staged whole by every rank. On a GPU of its own vLLM's share leaves room for it, or it waits in host
-    memory; beside a trainer it is part of the share.
+    Every rank stages a whole weight update. A server that has the GPU for itself stages it outside vLLM's share or in
+    host memory. If it shares the GPU with a trainer, the staged update is part of vLLM's share.
     """
     whole = shape.parameters * _element(cfg)
     items: tuple[MemoryItem, ...] = (
@@ -212,18 +218,18 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
 
 
 def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
-    """What is left of vLLM's share of one device."""
+    """Bytes of vLLM's share of one device that remain for the KV cache."""
     held = sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks))
     return max(int(gpu_bytes * utilization(cfg)) - held, 0)
 
 
 def _element(cfg: Config) -> int:
-    """Bytes of a weight, or of a key's or value's number, in a server."""
+    """Bytes of one weight, or of one element of a key or value, in a server."""
     return 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
 
 
 def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
-    """One device of a server."""
+    """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
     max_len = int(_vllm(cfg, "max-model-len", cfg.finetune.seq_length))
     cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
     tokens = cache * ranks // shape.kv_bytes_per_token(_element(cfg))

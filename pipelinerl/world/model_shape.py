@@ -1,6 +1,7 @@
-"""Sizes of a causal language model, from its ``config.json`` and nothing heavier.
+"""Sizes of a causal language model, read from its ``config.json`` alone.
 
-Used for plans only (memory, throughput): the count is that of a Llama-like decoder, dense or mixture of experts.
+They are used only for plans of memory and throughput. Parameters are counted as those of a Llama-like decoder, dense or
+mixture of experts.
 """
 
 import json
@@ -11,7 +12,7 @@ import msgspec
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What memory and throughput depend on."""
+    """The sizes on which memory and throughput depend."""
 
     layers: int
     hidden: int
@@ -34,7 +35,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self._count(self.active_experts)
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Keys and values of one token over all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
     def _count(self, experts: int) -> int:
@@ -67,11 +68,12 @@ PUBLISHED_SHAPES = {
     "Qwen/Qwen2.5-14B": _qwen(48, 5120, 13824, 40, 8, 152064, False),
     "Qwen/Qwen2.5-32B": _qwen(64, 5120, 27648, 40, 8, 152064, False),
 }
-"""So that the default configurations can be planned without a download; a local ``config.json`` counts first."""
+"""Shapes with which the default configurations can be planned without a download. A local ``config.json`` has priority.
+"""
 
 
 def find_model_shape(model_path: str) -> ModelShape | None:
-    """Shape of a model folder, of a model in the local Hugging Face cache, or of a published one; else None."""
+    """Shape of a model folder, of a model in the local Hugging Face cache, or in `PUBLISHED_SHAPES`. Else None."""
     folder = Path(model_path)
     if (folder / "config.json").is_file():
         return shape_from_config(json.loads((folder / "config.json").read_text()))
@@ -93,7 +95,7 @@ def _cached_config(model_path: str) -> Path | None:
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape | None:
-    """Shape of a ``config.json``; None when it is not a decoder whose sizes are named as usual."""
+    """Shape of a ``config.json``. None if it is not a decoder whose sizes have the usual names."""
     config = {**config, **config.get("text_config", {})}
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

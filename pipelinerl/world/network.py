@@ -1,6 +1,6 @@
 """The network interface through which other nodes reach this one.
 
-Gloo and NCCL otherwise guess it from the machine's own name, which may resolve to loopback or to another network.
+Gloo and NCCL would otherwise guess it from the machine's own name, which may resolve to loopback or another network.
 """
 
 import socket
@@ -9,7 +9,7 @@ import psutil
 
 
 def interface_of(hostname: str) -> str | None:
-    """Name of the local interface that has the address of ``hostname``; None if no interface here has it."""
+    """Name of the local interface that has the address of ``hostname``. None if no interface of this node has it."""
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(hostname, None)}
     except OSError:

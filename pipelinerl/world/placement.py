@@ -1,9 +1,9 @@
 """Which job runs on which devices: a pure function of the ``world`` section and the cluster.
 
-Inference servers fill the nodes from node 0, each inside one node; the trainer takes what is left on every node, in
-whole sequence-parallel groups; roles without a device sit beside the trainer. Every device is used at most once, except
-with ``world.share_devices``, where servers and trainer each use all of them. A world that cannot be placed is a
-``WorldError`` with the numbers.
+Inference servers fill the nodes from node 0, and each stays inside one node. The trainer takes the remaining devices
+of every node in whole sequence-parallel groups. Roles without a device run on the trainer's nodes. Every device is used
+at most once, except with ``world.share_devices``, where servers and trainer each use all of them. A world that cannot
+be placed raises a ``WorldError`` with the numbers.
 """
 
 import msgspec
@@ -18,7 +18,7 @@ CPU_KINDS = ("redis", "actor", "preprocessor", "verifier")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration asks of a cluster."""
+    """The parts of a configuration on which the placement depends."""
 
     world: WorldSection
     gpus_per_llm: int = 1
@@ -27,14 +27,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """How many servers of each kind; the trainer gets the remaining devices."""
+    """Number of servers of each kind. The trainer gets the remaining devices."""
 
     actor_llms: int
     preprocessor_llms: int
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One job on its devices, without a port."""
+    """The devices and cores of one job."""
 
     kind: str
     replica_idx: int
@@ -62,7 +62,7 @@ def request_from_config(cfg: Config) -> Request:
 
 
 def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:
-    """All jobs of the world, servers first, then the trainer, then the roles without a device."""
+    """Place all jobs of the world: servers first, then the trainer, then the roles without a device."""
     free = {node.rank: list(range(node.devices)) for node in cluster.nodes}
     split = split_devices(request, cluster)
     servers = _place_servers(request, cluster, split, free)
@@ -79,13 +79,16 @@ def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:
 
 
 def idle_devices(placements: tuple[Placement, ...], cluster: Cluster) -> int:
-    """Devices that no job uses (remainders of parallel groups)."""
+    """Number of devices that no job uses, because they do not fill a parallel group."""
     used = {(p.node_rank, device) for p in placements for device in p.devices}
     return cluster.total_devices - len(used)
 
 
 def split_devices(request: Request, cluster: Cluster) -> Split:
-    """Numbers of servers by the fractions: shares rounded down to whole servers, at least one where asked for."""
+    """Compute the numbers of servers from the fractions.
+
+    Shares are rounded down to whole servers. A kind with a positive fraction gets at least one.
+    """
     world, size = request.world, request.gpus_per_llm
     if world.actor_fraction == 0 or (world.finetune_fraction == 0 and not world.share_devices):
         raise WorldError(
@@ -170,7 +173,7 @@ def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int
 
 
 def _place_cpu_roles(request: Request, cluster: Cluster, trainers: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Replica i of each role on the i-th node, trainer nodes first; redis on the leading node."""
+    """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0."""
     beside = {trainer.node_rank: trainer.cores for trainer in trainers}
     nodes = sorted(cluster.nodes, key=lambda node: (node.rank not in beside, node.rank))
     counts = {
@@ -189,7 +192,10 @@ def _place_cpu_roles(request: Request, cluster: Cluster, trainers: tuple[Placeme
 
 
 def device_cores(node: Node, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Cores of the given CPU slots: the node's cores in ``devices`` equal pieces, shared when there are fewer."""
+    """Cores of the given CPU slots. The node's cores are cut into ``node.devices`` equal pieces, one for each slot.
+
+    If there are fewer cores than slots, slots share cores.
+    """
     if not node.cores:
         return ()
     count = len(node.cores)

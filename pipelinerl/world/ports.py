@@ -1,8 +1,8 @@
-"""Ports of a run: one contiguous block, free on this node.
+"""Chooses the ports of a run: one contiguous block that is free on this node.
 
-In a world of one node the block is searched; in a world of several nodes every launcher must come to the same numbers
-without talking, so the block starts at ``world.port_base`` or at a number derived from the run's identity, and each
-launcher checks the ports of its own node.
+In a world of one node a free block is searched. In a world of several nodes every launcher must choose the same block
+without communication. It therefore starts at ``world.port_base`` or at a number derived from the run's identity, and
+each launcher checks the ports of its own node.
 """
 
 import random
@@ -30,7 +30,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def ephemeral_start() -> int:
-    """First port that the kernel hands to outgoing connections; ports below it stay free between check and use."""
+    """First port that the kernel gives to outgoing connections. Ports below it stay free between check and use."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -45,7 +45,10 @@ def _search_range(count: int) -> range:
 
 
 def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool] = is_port_free) -> int:
-    """First port of ``count`` consecutive free ones, from a random place on so that runs started together differ."""
+    """Return the first of ``count`` consecutive free ports.
+
+    The search starts at a random port, so that runs which start together choose different blocks.
+    """
     bases = _search_range(count)
     start = random.choice(bases)
     for begin, end in ((start, bases.stop), (bases.start, start)):
@@ -61,7 +64,7 @@ def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool
 
 
 def derive_port_base(identity: str, count: int) -> int:
-    """The same block on every node: a hash of the run's identity."""
+    """Return the first of ``count`` ports, derived from a hash of the run's identity and so the same on every node."""
     bases = range(LOWEST_PORT, max(DEFAULT_EPHEMERAL_START - count, LOWEST_PORT + 1))
     return bases[zlib.crc32(identity.encode()) % len(bases)]
 
@@ -69,7 +72,7 @@ def derive_port_base(identity: str, count: int) -> int:
 def check_ports(
     host: str, ports: Iterable[tuple[str, int]], *, key: str, is_free: Callable[[str, int], bool] = is_port_free
 ) -> None:
-    """Refuse (owner, port) pairs that are in use on this node; ``key`` names the setting to change."""
+    """Refuse (owner, port) pairs that are in use on this node. ``key`` names the setting to change."""
     for owner, port in ports:
         if not is_free(host, port):
             raise WorldError(f"{key}: port {port} of {owner} is in use on this node: choose another value, or null")

@@ -1,4 +1,4 @@
-"""The world and its memory plan as people see them. Presentation only: nothing here decides."""
+"""Renders the world and its memory plan as tables. Presentation only."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +11,7 @@ from pipelinerl.world.model_shape import find_model_shape
 
 
 def world_table(world: WorldMap) -> Table:
-    """One line per job, node by node."""
+    """Return a table with one line per job, ordered by node."""
     unit = "GPUs" if world.accelerator == "cuda" else "cores"
     table = Table(title=world_title(world), title_justify="left", header_style="bold")
     for column in ("node", "job", unit, "listens on", "notes"):
@@ -59,7 +59,7 @@ def job_note(job: Job, world: WorldMap) -> str:
 
 
 def compact_numbers(numbers: tuple[int, ...]) -> str:
-    """0, 1, 2, 5 → "0–2,5"."""
+    """Join consecutive numbers: 0, 1, 2, 5 → "0–2,5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -70,7 +70,7 @@ def compact_numbers(numbers: tuple[int, ...]) -> str:
 
 
 def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -> Table:
-    """One section per kind of job."""
+    """Return a table with one section per kind of job. `assumed`: `gpu_bytes` was not measured."""
     size = f"{gpu_bytes / GIB:.0f} GiB" + (" assumed" if assumed else "")
     table = Table(title=f"Memory per GPU ({size}; estimates)", title_justify="left", header_style="bold")
     table.add_column("job", overflow="fold")
@@ -88,7 +88,7 @@ def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -
 
 
 def render_world(cfg: Config, world: WorldMap) -> RenderableType:
-    """The table of jobs, and on CUDA the memory plan where the model's sizes are known without a download."""
+    """Return the table of jobs. On CUDA add the memory plan if the model's sizes are known without a download."""
     if world.accelerator == "cpu":
         return world_table(world)
     shape = find_model_shape(cfg.model_path)
