@@ -1,5 +1,5 @@
-"""Commands and functions that read a run's folder from outside, while the run lives or after it has ended.
+"""Commands and functions that read a run's folder from outside, while the run is alive or after it has ended.
 
-`status` shows who waits for whom, `ledger` what became of every rollout, `streams` the records, `report` the summary.
-`outside` opens the streams. Nothing here changes a run.
+`status` shows which role waits for which, `ledger` the outcome of every rollout, `streams` the records, `report` the
+summary. `outside` opens the streams. Nothing here changes a run.
 """

@@ -1,7 +1,7 @@
-"""What looks wrong in a run, each in one line with the cure: pure functions over metrics and the trainer's messages.
+"""Finds what looks wrong in a run: pure functions over metrics and the trainer's messages.
 
-An alarm says what was seen, since which step, and what to do. It never changes the run. A new one is a function in
-`CHECKS`; its numbers stand at the top, so that a threshold is never hidden in a condition.
+An alarm says in one line what was seen, since which step, and what to do. It never changes the run. To add an alarm,
+write a function and list it in `CHECKS`. All thresholds are constants at the top of the module.
 """
 
 import statistics
@@ -13,18 +13,18 @@ from pipelinerl.observability.metrics import Points
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
 WINDOW = 8
-"""Points at the beginning and at the end of a curve that are compared."""
+"""Number of points at the beginning and at the end of a curve that are compared."""
 FEWEST_POINTS = 2 * WINDOW
 ENTROPY_LEFT, ENTROPY_SUCCESS = 0.1, 0.5
-"""Collapse: this share of the first entropy is left while success is below."""
+"""Collapse: less than this share of the first entropy is left while success is below the second value."""
 REWARD_GAIN, SUCCESS_GAIN, SOLVED = 0.1, 0.02, 0.95
-"""Hack: the reward has grown by this much, success by less than that, and there was success to gain."""
+"""Hack: the reward grew by at least the first value, success by at most the second, and began below the third."""
 LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
-"""Explosion: so many times the first length, and this share of rollouts cut; or so many times in any case."""
+"""Explosion: growth of the length together with this share of cut rollouts, or growth that is enough alone."""
 CLIPPED = 0.3
 VERSIONS_BEHIND = 3
 FRESH_LOG_RATIO = 1.0
-"""Nats between server and trainer on tokens that the present version sampled; rounding in bfloat16 stays below."""
+"""Nats between server and trainer on tokens that the present version sampled. Rounding in bfloat16 stays below."""
 UNREADABLE, NO_SUCCESS = 0.9, 0.02
 UNREADABLE_TEXT = 0.2
 """Share of sampled tokens that are no text."""
@@ -42,7 +42,7 @@ class Alarm:
 
     name: str
     step: int | None
-    """First optimizer step of which this is said; None: of the whole run."""
+    """First optimizer step to which the alarm applies. None = the whole run."""
     text: str
     cure: str
 
@@ -53,7 +53,7 @@ class Alarm:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What the checks read."""
+    """Metrics and messages that the checks read."""
 
     finetune: Points = ()
     actor: Points = ()
@@ -62,16 +62,16 @@ class History:
     steps_per_update: int = 1
     """Optimizer steps between two weight updates, as configured."""
     unreadable_share: float | None = None
-    """Of sampled tokens: unknown to the tokenizer, or broken characters. None: nobody decoded any."""
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None = not measured."""
 
 
 def alarms(history: History) -> list[Alarm]:
-    """Everything that looks wrong, the gravest first."""
+    """Return all alarms of a run, the most serious first."""
     return [alarm for check in CHECKS for alarm in check(history)]
 
 
 def expelled_servers(history: History) -> Iterable[Alarm]:
-    """A server that missed a weight probe."""
+    """Alarm if a server missed a weight probe."""
     missed: dict[str, ProbeMissed] = {}
     for message in history.messages:
         if isinstance(message, ProbeMissed):
@@ -86,7 +86,7 @@ def expelled_servers(history: History) -> Iterable[Alarm]:
 
 
 def lost_servers(history: History) -> Iterable[Alarm]:
-    """A server that was in service and is named no more, without having missed a probe."""
+    """Alarm if the newest weight update does not name a server of earlier ones that has missed no probe."""
     updates = [message for message in history.messages if isinstance(message, WeightUpdateSuccess)]
     if not updates:
         return
@@ -102,7 +102,7 @@ def lost_servers(history: History) -> Iterable[Alarm]:
 
 
 def other_weights(history: History) -> Iterable[Alarm]:
-    """Tokens of the present version whose log-probabilities the trainer does not share."""
+    """Alarm if the trainer's log-probabilities differ from the servers' on tokens of the present version."""
     points = [point for point in history.finetune if _has(point, "logratio_abs_max_lag0")]
     recent = points[-WINDOW:]
     if len(recent) < 3:
@@ -120,7 +120,7 @@ def other_weights(history: History) -> Iterable[Alarm]:
 
 
 def stalled_version(history: History) -> Iterable[Alarm]:
-    """The trainer goes on and the servers keep an old version."""
+    """Alarm if the trainer makes steps while the servers keep an old version."""
     recent = [point for point in history.finetune if _has(point, "live_version")][-WINDOW:]
     if len(recent) < WINDOW or recent[0]["live_version"] != recent[-1]["live_version"]:
         return
@@ -136,7 +136,7 @@ def stalled_version(history: History) -> Iterable[Alarm]:
 
 
 def unreadable_output(history: History) -> Iterable[Alarm]:
-    """From the first rollout on, nothing that the model says can be read."""
+    """Alarm if the model's output cannot be read from the first rollout on."""
     share = history.unreadable_share
     if share is not None and share > UNREADABLE_TEXT:
         yield Alarm(
@@ -161,7 +161,7 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
 
 
 def reward_without_success(history: History) -> Iterable[Alarm]:
-    """The reward grows and success does not."""
+    """Alarm if the reward grows but success does not."""
     points = [point for point in history.actor if _has(point, "reward") and _has(point, "success")]
     if len(points) < FEWEST_POINTS:
         return
@@ -177,7 +177,7 @@ def reward_without_success(history: History) -> Iterable[Alarm]:
 
 
 def entropy_collapse(history: History) -> Iterable[Alarm]:
-    """The policy says one thing only, before it succeeds."""
+    """Alarm if the entropy collapses before the policy succeeds."""
     points = [point for point in history.finetune if _has(point, "entropy")]
     if len(points) < FEWEST_POINTS:
         return
@@ -195,7 +195,7 @@ def entropy_collapse(history: History) -> Iterable[Alarm]:
 
 
 def length_explosion(history: History) -> Iterable[Alarm]:
-    """Answers grow until they are cut."""
+    """Alarm if answers grow until they are cut."""
     points = [point for point in history.actor if _has(point, "output_tokens")]
     if len(points) < FEWEST_POINTS:
         return
@@ -213,7 +213,7 @@ def length_explosion(history: History) -> Iterable[Alarm]:
 
 
 def zero_advantages(history: History) -> Iterable[Alarm]:
-    """Nothing is learned from: all attempts at a problem earn the same."""
+    """Alarm if all attempts at every problem earn the same reward, so that nothing is learned."""
     points = [point for point in history.preprocessor if _has(point, "advantage_std")]
     recent = points[-WINDOW:]
     if len(recent) < 3 or any(point["advantage_std"] > 1e-6 for point in recent):
@@ -232,7 +232,7 @@ def zero_advantages(history: History) -> Iterable[Alarm]:
 
 
 def clipping(history: History) -> Iterable[Alarm]:
-    """The loss's clip acts on a large share of the tokens."""
+    """Alarm if the loss clips a large share of the tokens."""
     points = [point for point in history.finetune if _has(point, "clip_fraction")]
     if len(points) < WINDOW:
         return
@@ -259,7 +259,7 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     zero_advantages,
     clipping,
 )
-"""The gravest first."""
+"""The most serious first."""
 
 
 def _has(point: Mapping[str, Any], name: str) -> bool:
@@ -267,6 +267,6 @@ def _has(point: Mapping[str, Any], name: str) -> bool:
 
 
 def _ends(points: Points, name: str) -> tuple[float, float]:
-    """Mean of the first and of the last `WINDOW` points."""
+    """Return the means of the first and of the last `WINDOW` points."""
     values = [float(point[name]) for point in points]
     return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])

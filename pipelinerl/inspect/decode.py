@@ -1,7 +1,8 @@
-"""Token ids as text, one piece per token, and the conversation that the text is. Pure but for loading the tokenizer.
+"""Decodes token ids to text, one piece per token, and finds the messages in the text.
 
-The pieces of a sequence joined are its text, special tokens included. A token that holds a part of a character has an
-empty piece; the character stands at the token that completes it.
+The pieces of a sequence joined are its text, including special tokens. If a character is split over several tokens, the
+last of them has the character and the others have empty pieces. All functions are pure except the one that loads the
+tokenizer.
 """
 
 import json
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 BROKEN = "\ufffd"
 LONGEST_CHARACTER = 8
-"""Tokens after which a character that is not complete counts as broken."""
+"""Number of tokens after which an incomplete character counts as broken."""
 FORMATS = (
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n?(?P<text>.*?)(?:<\|im_end\|>\n?|(?=<\|im_start\|>)|\Z)", re.DOTALL),
     re.compile(
@@ -42,7 +43,7 @@ FORMATS = (
 
 
 class TokenText:
-    """Texts of tokens under one tokenizer."""
+    """Decodes tokens with one tokenizer."""
 
     def __init__(self, tokenizer: "Tokenizer"):
         self._tokenizer = tokenizer
@@ -51,7 +52,7 @@ class TokenText:
         self._after_text = lru_cache(maxsize=1 << 18)(self._text_after_anchor)
 
     def pieces(self, token_ids: Iterable[int]) -> list[str]:
-        """One text per token."""
+        """Return one text per token."""
         texts: list[str] = []
         waiting: list[int] = []
         for token_id in token_ids:
@@ -79,14 +80,14 @@ class TokenText:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def _text_after_anchor(self, token_ids: tuple[int, ...]) -> str:
-        """Their text where something stands before them: at a beginning, some tokenizers drop a space."""
+        """Decode the tokens after another token, because some tokenizers drop a space at the beginning of a text."""
         if len(token_ids) == 1 and not self.is_known(token_ids[0]):
             return f"<unknown token {token_ids[0]}>"
         return self._decode([*self._anchor, *token_ids]).removeprefix(self._anchor_text)
 
 
 class NumberText(TokenText):
-    """Stands in where there is no tokenizer: every token is its number."""
+    """Replaces a missing tokenizer: the text of every token is its number."""
 
     def __init__(self) -> None:
         pass
@@ -99,10 +100,10 @@ class NumberText(TokenText):
 
 
 def load_token_text(run_dir: Path) -> TokenText:
-    """The tokenizer of a run: of its exports, its model's folder, or the Hugging Face cache.
+    """Load a run's tokenizer from its newest export, its model's folder, or the Hugging Face cache, in this order.
 
     Raises:
-        ConfigError: none of them has one.
+        ConfigError: none of them has a tokenizer.
     """
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
@@ -124,12 +125,12 @@ def load_token_text(run_dir: Path) -> TokenText:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message of a conversation, as it was rendered."""
+    """One message of a conversation, as the chat template rendered it."""
 
     role: str
-    """Empty where the text has no marks of a chat template."""
+    """Empty if the text has no marks of a chat template."""
     parts: tuple[tuple[str, bool], ...]
-    """(text, whether it was sampled), in order."""
+    """(text, whether it was sampled) of each part, in order."""
 
     @property
     def text(self) -> str:
@@ -137,7 +138,7 @@ class Message:
 
 
 def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
-    """bool [T]: tokens that the policy sampled."""
+    """bool [T]: whether the policy sampled the token."""
     mask = np.zeros(len(sequence.token_ids), bool)
     for start, end, _ in sequence.spans.tolist():
         mask[start:end] = True
@@ -145,7 +146,12 @@ def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
 
 
 def conversation(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
-    """The messages in a sequence's text. A mark of the template that was sampled is part of no message."""
+    """Find the messages in a sequence's text. Marks of the template belong to no message, even if they were sampled.
+
+    Args:
+        pieces: text of each token.
+        sampled: whether each token was sampled.
+    """
     text = "".join(pieces)
     origin = [flag for piece, flag in zip(pieces, sampled, strict=True) for _ in piece]
     for pattern in FORMATS:
@@ -166,7 +172,7 @@ def _parts(text: str, origin: Sequence[bool], start: int, end: int) -> tuple[tup
 
 
 def problem_fields(problem: str) -> dict[str, Any]:
-    """A problem's fields; what is no JSON object, or was cut, is one text."""
+    """Parse a problem's fields. A text that is not a JSON object, or was cut, becomes the only field `problem`."""
     try:
         fields = json.loads(problem)
     except ValueError:

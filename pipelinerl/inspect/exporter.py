@@ -1,8 +1,8 @@
-"""A run's figures for Prometheus, on one port: `python -m pipelinerl.inspect.exporter RUN [--port 9400]`.
+"""Exports a run's metrics to Prometheus on one port: `python -m pipelinerl.inspect.exporter RUN [--port 9400]`.
 
 Reads the run folder when it is scraped: the newest point of every role's metrics, the roles' statuses and the leases.
-Beside the run, so that a scrape costs no role anything and no role opens a port for it. `--scrape-config` and
-`--dashboard` print what Prometheus and Grafana are given.
+It is a separate process, so that scrapes cost the roles nothing and no role opens a port for them. `--scrape-config`
+and `--dashboard` print the documents for Prometheus and Grafana.
 
     pipelinerl_<role>_<metric>                    the newest value, `/` written as `_`
     pipelinerl_heartbeat_age_seconds{job}         since the role's last sign of life
@@ -49,7 +49,7 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 class RunCollector(Collector):
-    """Everything that one run says of itself, at the time of the scrape."""
+    """Collects the metrics, statuses and leases of one run at the time of the scrape."""
 
     def __init__(self, run_dir: Path, store: LeaseStore):
         self._run_dir, self._store = run_dir, store
@@ -90,7 +90,7 @@ class RunCollector(Collector):
 
 
 def metric_name(role: str, name: str) -> str:
-    """A metric's name as Prometheus allows it."""
+    """Return a metric's name in the characters that Prometheus allows."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", f"{PREFIX}_{role}_{name}")
 
 
@@ -99,7 +99,7 @@ def is_value(name: str, value: Any) -> bool:
 
 
 def scrape_config(port: int, run: str) -> str:
-    """The job for `scrape_configs` of Prometheus."""
+    """Return the job for `scrape_configs` of Prometheus as YAML. `run` is the value of the job's label."""
     import yaml
 
     target = {"targets": [f"localhost:{port}"], "labels": {"run": run}}
@@ -108,7 +108,7 @@ def scrape_config(port: int, run: str) -> str:
 
 
 def dashboard() -> str:
-    """The dashboard for Grafana's import."""
+    """Return the dashboard for Grafana's import as JSON."""
     panels = [
         {
             "id": index + 1,

@@ -1,9 +1,9 @@
-"""`python -m pipelinerl.ledger RUN`: what became of every dispatched rollout.
+"""`python -m pipelinerl.ledger RUN`: the outcome of every dispatched rollout.
 
-The ledger is derived from the topics and owns nothing: `actor` says which groups were published or dropped,
-`preprocessor` which rollouts were packed for which step or dropped and why, `trainer` how many steps are trained.
-A dispatch settled twice or lost, a rollout trained twice, or one of a published group that is neither trained, dropped
-nor still ahead of the trainer, is an error that the command reports with a non-zero exit.
+The ledger is derived from the topics. `actor` says which groups were published or dropped, `preprocessor` which
+rollouts were packed for which step or dropped and why, `trainer` how many steps are trained. The command reports a
+violation with a non-zero exit code: a dispatch that was settled twice or lost, a rollout that was trained twice, or a
+published rollout that was passed over (neither trained, nor dropped, nor still ahead of the trainer).
 """
 
 import argparse
@@ -36,12 +36,12 @@ from pipelinerl.streams.epoch import LEDGER_FILE, lost_folder, read_epoch
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """One rollout, `sample_id` = `<group_id>/<attempt>`; `attempt` is `*` for a group that never came to be."""
+    """One rollout with `sample_id` = `<group_id>/<attempt>`. `attempt` is `*` for a group that was not published."""
 
     sample_id: str
     outcome: str
-    """trained, packed (its step is not done yet), dropped, queued (published, not packed yet), or in flight:
-    a dispatch that later ones have overtaken."""
+    """trained, packed (its step is not done yet), dropped, queued (published, not packed yet), lost (its streams were
+    set aside), or in flight (a dispatch that later ones have overtaken)."""
     step: int | None = None
     reason: str | None = None
 
@@ -50,11 +50,11 @@ class LedgerEntry:
 class Ledger:
     entries: tuple[LedgerEntry, ...]
     violations: tuple[str, ...]
-    """Dispatches settled twice or not at all; samples published or trained twice, trained though dropped, packed
-    without having been published, passed over."""
+    """Dispatches that were settled twice or not at all. Samples that were published or trained twice, trained although
+    dropped, packed although not published, or passed over."""
 
     def counts(self) -> dict[str, int]:
-        """Rollouts by outcome; drops by reason."""
+        """Count rollouts by outcome, and dropped ones by reason."""
         return dict(Counter(f"dropped/{e.reason}" if e.outcome == "dropped" else e.outcome for e in self.entries))
 
 
@@ -66,12 +66,14 @@ def build(
     first_offset: int = 0,
     first_progress: int = 0,
 ) -> Ledger:
-    """Joins the records of one replica's topics; pure.
+    """Build the ledger of one replica from the records of its topics. Pure.
 
     Args:
-        first_offset: of the first record of ``actor``; older ones were used up and deleted, so that what was packed
-            from them cannot be looked up any more.
-        first_progress: offset of the first record of ``preprocessor``; what older ones settled is not known any more.
+        steps_trained: number of optimizer steps that are done.
+        first_offset: offset of the first record of ``actor``. Older records were deleted after use, so that samples
+            packed from them cannot be looked up.
+        first_progress: offset of the first record of ``preprocessor``. The samples that older records settled are
+            unknown.
     """
     published: dict[str, LedgerEntry] = {}
     dispatches = [record for record in actor if not isinstance(record, OrderResumed)]
@@ -110,7 +112,7 @@ def build(
 def _dispatches(
     records: Sequence[RolloutGroup | GroupDropped], *, complete: bool
 ) -> tuple[list[LedgerEntry], list[str]]:
-    """Dispatches in flight, and what is wrong with the numbers; gaps say something only when the topic is complete."""
+    """Return the dispatches in flight and the violations of dispatch numbers. Gaps count only if `complete`."""
     times = Counter(record.dispatch_index for record in records)
     violations = [f"dispatch {number} was settled {count} times" for number, count in times.items() if count > 1]
     if not complete or not records:
@@ -123,7 +125,7 @@ def _dispatches(
 
 
 def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEntry]:
-    """What a record of the preprocessor says about samples."""
+    """Return the samples that a record of the preprocessor settles."""
     step = progress.step - 1
     outcome = "trained" if step < steps_trained else "packed"
     packed = [LedgerEntry(sample_id=i, outcome=outcome, step=step) for i in progress.packed_sample_ids]
@@ -131,14 +133,15 @@ def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEn
 
 
 def _passed_over(published: Sequence[str], settled: Mapping[str, LedgerEntry]) -> list[str]:
-    """Samples are settled in the order of their publication: one that is not, before one that is packed, is lost."""
+    """Find lost samples. Samples are settled in the order of publication, so one before a packed one must be settled.
+    """
     packed = (i for i, name in enumerate(published) if name in settled and settled[name].outcome != "dropped")
     last = max(packed, default=0)
     return [f"{name} was passed over: neither packed nor dropped" for name in published[:last] if name not in settled]
 
 
 def merge(ledgers: Sequence[Ledger]) -> Ledger:
-    """One ledger of all replicas, whose samples are different ones."""
+    """Join the ledgers of all replicas. A sample that belongs to several replicas is a violation."""
     entries = tuple(entry for ledger in ledgers for entry in ledger.entries)
     counts = Counter(entry.sample_id for entry in entries)
     shared = tuple(f"{name} belongs to several replicas" for name, count in counts.items() if count > 1)
@@ -146,10 +149,11 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: Ledger) -> Ledger:
-    """One ledger of a run whose streams were begun anew; pure.
+    """Join the ledgers of all stream epochs of a run. Pure.
 
     Args:
-        earlier: (step of the checkpoint that it ended with, entries) of each epoch that ended, oldest first.
+        earlier: (step of its last checkpoint, entries) of each ended epoch, oldest first.
+        present: the ledger of the present streams.
     """
     known: dict[str, LedgerEntry] = {}
     violations = list(present.violations)
@@ -175,7 +179,10 @@ def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list
 
 
 def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
-    """What was written down when the streams were begun anew; empty for a run with its first streams."""
+    """Read the ledgers that were written when a new stream epoch began. Empty for a run in its first epoch.
+
+    Returns (step of the epoch's last checkpoint, entries) of each ended epoch, oldest first.
+    """
     found = []
     last = read_epoch(run_dir).number
     for number in range(1, last):
@@ -188,14 +195,14 @@ def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
 
 
 def read(run_dir: Path) -> Ledger:
-    """The ledger of a run folder, finished or running, from its streams."""
+    """Read the ledger of a finished or running run folder from its streams."""
     earlier = read_earlier(run_dir)
     present = read_present(run_dir)
     return over_epochs(earlier, present) if earlier else present
 
 
 def read_present(run_dir: Path) -> Ledger:
-    """The ledger of the present streams."""
+    """Read the ledger of the present streams."""
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
@@ -219,7 +226,7 @@ def read_present(run_dir: Path) -> Ledger:
 
 
 def without_tokens(record: Any) -> Any:
-    """The record as far as the ledger asks for it: the tokens of a long topic do not fit into memory."""
+    """Return the record without its tokens, because those of a long topic do not fit into memory."""
     if not isinstance(record, RolloutGroup):
         return record
     rollouts = tuple(msgspec.structs.replace(rollout, sequences=()) for rollout in record.rollouts)

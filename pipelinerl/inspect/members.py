@@ -1,6 +1,6 @@
-"""Who is in a run now, and asking a server to leave it: `python -m pipelinerl.inspect.members ADDRESS [--leave NAME]`.
+"""Lists a run's members or asks a server to leave: `python -m pipelinerl.inspect.members ADDRESS [--leave NAME]`.
 
-A lease is shown as held when it was renewed while this command looked. Nothing is started here, and only `--leave`
+A lease is shown as held if it was renewed while the command watched. The command starts nothing, and only `--leave`
 writes.
 """
 
@@ -21,7 +21,7 @@ from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import LeaseStore
 
 LOOK_AGAIN_S = 2.5
-"""Longer than a role waits between two renewals."""
+"""Seconds between two looks at the leases. Longer than a role waits between two renewals."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def store_of(run: str) -> LeaseStore:
-    """The leases of a run, wherever its streams are."""
+    """Open the store with the leases of a run. `run` is its folder or its redis address."""
     address = parse_address(run)
     if not isinstance(address, Path):
         return open_store(address)
@@ -62,7 +62,7 @@ def look_twice(store: LeaseStore, sleep: Callable[[float], None]) -> tuple[dict[
 
 
 def table_of(before: dict[str, Lease], after: dict[str, Lease]) -> Table:
-    """One line per lease."""
+    """Return a table with one line per lease of `after`. `before` are the leases of the first look."""
     table = Table(header_style="bold")
     for column in ("member", "state", "lease", "serves", "rollouts", "weights", "address"):
         table.add_column(column)

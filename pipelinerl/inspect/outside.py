@@ -1,8 +1,8 @@
-"""A run's streams as seen from outside: by commands and tests, while the run goes on or after it has ended.
+"""Opens a run's streams from outside, for commands and tests, while the run is alive or after it has ended.
 
-`look_into` sets this process's backend and leaves no trace in the run. The password of a live run's redis is in no
-file: the user's own roles have it in their environment. An ended run's redis is started again on its data, on a free
-loopback port with a password of its own, for as long as the look takes.
+`look_into` sets this process's streams backend and changes nothing in the run. The password of a live run's redis is in
+no file, so it is read from the environment of the user's own roles. The redis of an ended run is started again on its
+data for the time of the look, on a free loopback port with a new password.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from pipelinerl.streams import backend_from_config, set_streams_backend
 
 @contextlib.contextmanager
 def look_into(run_dir: Path) -> Iterator[None]:
-    """Sets the backend of the run's configuration; `files` for a folder that has none.
+    """Set the streams backend of the run's configuration, or `files` if the folder has no configuration.
 
     Raises:
-        StreamError: there is no such folder, or nobody here can read its redis.
+        StreamError: there is no such folder, or the password of its redis is not available here.
     """
     if not run_dir.is_dir():
         raise StreamError(f"{run_dir} is not a run folder: there is no such folder")
@@ -58,7 +58,7 @@ def look_into(run_dir: Path) -> Iterator[None]:
 
 
 def password_of_live_roles(run_dir: Path) -> str | None:
-    """The redis password as a live role of this user on this node has it; None when there is none."""
+    """Read the redis password from a live role of this user on this node. None if there is no such role."""
     for status in read_statuses(run_dir).values():
         environment = process_environment(status.pid)
         if environment.get(ROLE_VARIABLE, "").endswith(f"/{status.job}"):
@@ -67,7 +67,7 @@ def password_of_live_roles(run_dir: Path) -> str | None:
 
 
 def process_environment(pid: int) -> dict[str, str]:
-    """Another process's environment; empty when it is gone or not ours to read."""
+    """Read another process's environment. Empty if the process has ended or belongs to another user."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -77,7 +77,7 @@ def process_environment(pid: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
-    """An ended run's redis, serving its data to this process."""
+    """Run redis on the data of an ended run while the block runs, and use it as this process's backend."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     password = secrets.token_urlsafe(32)

@@ -1,6 +1,7 @@
-"""What a run amounts to, from its own records: pure functions over the topics, and `summarise`, which reads them.
+"""Summarises a run from its own records.
 
-Every figure names its source; one that nobody reported is None, never 0.
+`read_records` reads the topics, `summarise` computes the figures from them (pure), and `write_report` writes the
+summary and the picture. A figure without a record is None, never 0.
 """
 
 import json
@@ -31,16 +32,16 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(kw_only=True)
 class RolloutTotals:
-    """Running totals over the actors' groups; merge-able record by record, so a long topic is never held in memory."""
+    """Totals over the actors' groups. They are added record by record, because a long topic does not fit in memory."""
 
     rollouts: int = 0
     tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
-    """Sampled tokens of a rollout → rollouts."""
+    """Number of rollouts by their number of sampled tokens."""
     versions: Counter[int] = field(default_factory=Counter)
-    """Weight versions in a rollout → rollouts."""
+    """Number of rollouts by their number of weight versions."""
     is_complete: bool = True
-    """False: older groups were used up and deleted from the topic before they were counted."""
+    """False if older groups were deleted from the topic before they were counted."""
 
     def add(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
@@ -54,7 +55,7 @@ class RolloutTotals:
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """What the topics of a run say."""
+    """The records of a run's topics from which the summary is made."""
 
     trainer: list[TrainerMessage] = field(default_factory=list)
     evaluations: list[EvaluationDone] = field(default_factory=list)
@@ -62,7 +63,12 @@ class RunRecords:
 
 
 def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True) -> RunRecords:
-    """Read the topics of a run from their beginning; the streams backend must be set."""
+    """Read the topics of a run from their beginning. The streams backend must be set.
+
+    Args:
+        replicas: number of actors.
+        with_rollouts: also read the groups, which takes long for a long run.
+    """
     records = RunRecords()
     with open_reader(SingleStreamSpec(run_dir, TRAINER), TrainerMessage, name=None, over_damage=True) as reader:
         records.trainer = [message for _, message in reader.read_all()]
@@ -77,7 +83,7 @@ def read_records(run_dir: Path, *, replicas: int = 1, with_rollouts: bool = True
 
 
 def read_rollouts(spec: SingleStreamSpec, totals: RolloutTotals) -> None:
-    """Add up a topic of groups, a batch at a time."""
+    """Add a topic of groups to the totals, one batch at a time."""
     with open_reader(spec, ActorRecord, name=None, over_damage=True) as reader:
         batch = reader.poll(0)
         totals.is_complete &= not batch or batch[0][0] == 0
@@ -96,7 +102,13 @@ def summarise(
     seed: int,
     phases: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The figures of `summary.json`."""
+    """Compute the figures of `summary.json`.
+
+    Args:
+        actor_points: the actor's metrics.
+        wall_s: seconds of all launches of the run.
+        phases: see `phases_of`.
+    """
     steps = last_per_step(records.trainer)
     evaluations = sorted(records.evaluations, key=lambda evaluation: evaluation.version)
     updates = {m.version: m for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.version > 0}
@@ -135,7 +147,7 @@ def summarise(
 
 
 def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float | None]:
-    """Of the first and the last evaluation."""
+    """Success and reward of the first and the last evaluation."""
     if not evaluations:
         return dict.fromkeys(("success_before", "success_after", "reward_before", "reward_after"))
     first, last = evaluations[0], evaluations[-1]
@@ -148,7 +160,7 @@ def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float |
 
 
 def lag_steps(steps: Sequence[SamplesProcessed]) -> dict[str, float | None]:
-    """Mean over tokens, and the largest."""
+    """Mean lag over tokens and largest lag, in optimizer steps."""
     return {
         "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
         "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
@@ -158,10 +170,10 @@ def lag_steps(steps: Sequence[SamplesProcessed]) -> dict[str, float | None]:
 def phases_of(
     records: RunRecords, statuses: Mapping[str, StatusRecord], *, launched: float, started: float, now: float
 ) -> dict[str, Any]:
-    """Seconds of this launch, one phase after another; what did not happen is left out.
+    """Seconds of each phase of this launch, in order. Phases that did not happen are left out.
 
     Args:
-        statuses: for `ready`: seconds from the start of each role to its first progress.
+        statuses: of the roles, for `ready`: seconds from the start of each role to its first progress.
         launched: when the launcher's process began. All times are Unix times.
         started: when it started the roles.
         now: when the summary is made.
@@ -196,17 +208,17 @@ def middle_and_worst(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def largest(points: Iterable[Mapping[str, Any]], name: str) -> Any:
-    """The largest value of a number that begins anew with each process, None when nobody reports it."""
+    """The largest value of a metric that starts again with each process. None if no point has it."""
     return max((point[name] for point in points if point.get(name) is not None), default=None)
 
 
 def last_per_step(messages: Iterable[TrainerMessage]) -> list[SamplesProcessed]:
-    """The newest report of every optimizer step, in order: a resumed trainer repeats steps."""
+    """The newest message of every optimizer step, in order of the steps. A resumed trainer repeats steps."""
     return sorted({m.step: m for m in messages if isinstance(m, SamplesProcessed)}.values(), key=lambda m: m.step)
 
 
 def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[EvaluationDone] = ()) -> float | None:
-    """From the first weights that servers held, or the end of their evaluation, to the last optimizer step."""
+    """Seconds from the first weights that servers held, or the end of their evaluation, to the last optimizer step."""
     updates = [m for m in messages if isinstance(m, WeightUpdateSuccess) and m.timestamp]
     ends = [m.timestamp for m in messages if isinstance(m, SamplesProcessed) and m.timestamp]
     if not updates or not ends:
@@ -218,7 +230,10 @@ def training_seconds(messages: Sequence[TrainerMessage], evaluations: Sequence[E
 
 
 def percentile(counts: Counter[int], percent: float) -> int | None:
-    """The smallest value that at least ``percent`` of the observations do not exceed; None without observations."""
+    """The smallest value that at least ``percent`` of the observations do not exceed. None without observations.
+
+    `counts` has the number of observations of each value.
+    """
     wanted, seen = counts.total() * percent / 100, 0
     for value in sorted(counts):
         seen += counts[value]
@@ -232,7 +247,7 @@ def rate(amount: float | None, seconds: float | None) -> float | None:
 
 
 def latest(points: Sequence[dict[str, Any]], name: str) -> Any:
-    """The newest value of a running total, None when nobody reports it."""
+    """The newest value of a running total. None if no point has it."""
     return next((point[name] for point in reversed(points) if point.get(name) is not None), None)
 
 
@@ -243,9 +258,10 @@ def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
 
 
 def write_report(run_dir: Path, *, replicas: int, launched: float, started: float, seed: int) -> dict[str, Any]:
-    """Write `summary.json` and `learning_curve.png`; returns the summary.
+    """Write `summary.json` and `learning_curve.png`, and return the summary.
 
     Args:
+        replicas: number of actors.
         launched: when the launcher's process began, Unix time.
         started: when it started the roles, Unix time.
     """
@@ -260,7 +276,7 @@ def write_report(run_dir: Path, *, replicas: int, launched: float, started: floa
 
 
 def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> dict[str, Any] | None:
-    """The newest point of a kind, without reading the whole file."""
+    """Return the newest point of a kind of role from the last `tail_bytes` of its file. None if there is none."""
     path = run_dir / "metrics" / f"{kind}.jsonl"
     try:
         with open(path, "rb") as stream:
@@ -279,7 +295,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
-    """The summary for people."""
+    """Return the summary as lines of text."""
     pause, lag, lengths = summary["pause_ms"], summary["lag_steps"], summary["tokens_in_one_rollout"]
     before, after = number(summary["success_before"], 3), number(summary["success_after"], 3)
     return [
@@ -304,14 +320,14 @@ def number(value: float | None, digits: int) -> str:
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and up to `width` − 1 before it."""
+    """Mean of each value and up to `width` − 1 values before it."""
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def draw_learning_curve(path: Path, records: RunRecords, actor_points: Sequence[dict[str, Any]] = ()) -> None:
-    """What was learned over weight versions, and under it what it took: lag and waiting of each optimizer step.
+    """Draw reward and success over weight versions, and below them lag and waiting time of each optimizer step.
 
-    Reward and success of training are those of the same rollouts, the actor's newest 1,024. Evaluations are points.
+    Training success is a mean over the actor's newest 1,024 rollouts. Evaluations are points.
     """
     import matplotlib
 

@@ -6,8 +6,8 @@
     pipelinerl rollouts results/x --group 0-17          the attempts at one problem; 0-17/3 is one of them
     pipelinerl rollouts results/x --test --worst 5      of the evaluations
 
-Reads the archive and the topics of a running, stopped or finished run; changes nothing. Sampled text stands between
-« and », and is green where there are colours.
+Reads the archive and the topics of a running, stopped or finished run and changes nothing. Sampled text is printed
+between « and », in green if the terminal has colours.
 """
 
 import argparse
@@ -48,7 +48,7 @@ TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = parser().parse_args(argv)
     try:
         with look_into(args.run):
@@ -87,7 +87,7 @@ def print_all(console: Console, found: Iterable[SeenRollout], text: TokenText) -
 
 
 def select(args: argparse.Namespace, text: TokenText) -> Iterable[SeenRollout]:
-    """The rollouts that are asked for, in the order in which they are shown."""
+    """Return the rollouts that the arguments ask for, in the order in which they are shown."""
     found: Iterator[SeenRollout] = matching(rollouts_of(args), group=args.group, domain=args.domain)
     if args.grep:
         pattern = compiled(args.grep)
@@ -103,7 +103,7 @@ def select(args: argparse.Namespace, text: TokenText) -> Iterable[SeenRollout]:
 
 
 def _time(seen: SeenRollout) -> float:
-    """The step for which it was decided; what is not decided yet comes last, evaluations by their version."""
+    """Sort key of a rollout: its step, the weight version of an evaluation, or infinity if it has no step yet."""
     if seen.step is not None:
         return seen.step
     return seen.dispatched_version if seen.is_test else math.inf
@@ -125,7 +125,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def token_text(run_dir: Path) -> TokenText:
-    """The run's tokenizer; token ids where there is none, and the reason on stderr."""
+    """Load the run's tokenizer. Without one, show token ids and print the reason on stderr."""
     try:
         return load_token_text(run_dir)
     except ConfigError as error:
@@ -134,7 +134,7 @@ def token_text(run_dir: Path) -> TokenText:
 
 
 def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
-    """The conversation in every sequence."""
+    """Return the messages of every sequence of a rollout."""
     return [
         conversation(text.pieces(sequence.token_ids.tolist()), sampled_mask(sequence).tolist())
         for sequence in seen.rollout.sequences
@@ -146,7 +146,7 @@ def whole_text(seen: SeenRollout, text: TokenText) -> str:
 
 
 def headline(seen: SeenRollout) -> str:
-    """Everything about a rollout but its text."""
+    """Describe a rollout in one line, without its text."""
     versions = "–".join(map(str, dict.fromkeys((*seen.versions[:1], *seen.versions[-1:])))) or "–"
     fate = seen.fate if seen.step is None or seen.fate == TRAINED else f"dropped: {seen.fate}"
     facts = [
@@ -166,7 +166,7 @@ def headline(seen: SeenRollout) -> str:
 
 
 def rendered(seen: SeenRollout, text: TokenText) -> Text:
-    """A rollout for the terminal."""
+    """Render a rollout for the terminal."""
     out = Text()
     out.append(f"── {headline(seen)}\n", "bold")
     for name, value in problem_fields(seen.problem).items():
@@ -190,7 +190,7 @@ def styled(part: str, style: str) -> Text:
 
 
 def as_json(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
-    """A rollout for programs."""
+    """Return a rollout as values that JSON can hold."""
     rollout = seen.rollout
     return jsonable(
         {

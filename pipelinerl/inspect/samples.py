@@ -1,7 +1,7 @@
-"""Every rollout of a run that is still on record, with its fate: from the archive and from the topics.
+"""Reads every rollout of a run that is still recorded, with its fate, from the archive and the topics.
 
-Consumes the archive, topics `actor`, `actor_test` and `preprocessor`; changes nothing. The caller has opened the
-streams (`outside.look_into`). Works while the run goes on, after it, and after it was killed.
+Consumes the archive and the topics `actor`, `actor_test` and `preprocessor`, and changes nothing. The caller must have
+opened the streams (`outside.look_into`). The run may be alive, finished or killed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,13 +25,13 @@ from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
 QUEUED = "queued"
-"""Published, and not packed yet."""
+"""Fate of a rollout that was published but not packed yet."""
 EVALUATED = "evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenRollout:  # structure: everything that is known of a rollout
-    """A rollout as people see it."""
+    """A rollout with all that is recorded about it."""
 
     group_id: str
     domain: str
@@ -39,14 +39,14 @@ class SeenRollout:  # structure: everything that is known of a rollout
     problem: str
     rollout: Rollout
     fate: str
-    """`trained`, the reason of a drop, `queued` or `evaluation`."""
+    """`trained`, the reason why it was dropped, `queued` or `evaluation`."""
     step: int | None
-    """Optimizer step for which it was packed or dropped; None: not decided, or an evaluation."""
+    """Optimizer step for which it was packed or dropped. None if that is not decided, or for an evaluation."""
     dispatched_version: int
     advantages: tuple[float | None, ...] = ()
     flags: tuple[str, ...] = ()
     scores: tuple[ScoredSequence | None, ...] = ()
-    """The trainer's numbers, one entry per sequence; empty where there are none."""
+    """The trainer's log-probabilities and entropies, one entry per sequence. Empty if there are none."""
 
     @property
     def sample_id(self) -> str:
@@ -58,7 +58,7 @@ class SeenRollout:  # structure: everything that is known of a rollout
 
     @property
     def advantage(self) -> float | None:
-        """Of its first trained sequence."""
+        """Advantage of its first trained sequence."""
         return next((advantage for advantage in self.advantages if advantage is not None), None)
 
     @cached_property
@@ -87,7 +87,7 @@ class SeenRollout:  # structure: everything that is known of a rollout
 
 @dataclass
 class _Settled:
-    """What topic `preprocessor` says: sample → (fate, step)."""
+    """(fate, step) of each sample according to topic `preprocessor`."""
 
     fates: dict[str, tuple[str, int]] = field(default_factory=dict)
 
@@ -99,7 +99,8 @@ class _Settled:
 
 
 def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) -> Iterator[SeenRollout]:
-    """Training rollouts by step, then those that are not packed yet; each once. ``step``: only those of one step."""
+    """Yield each training rollout once, by step, then those that are not packed yet. ``step``: only those of one step.
+    """
     scores = read_scores(run_dir, step)
     archived = set()
     for number, _, records in read_archive(run_dir, "preprocessor", ArchivedStep):
@@ -123,14 +124,14 @@ def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) 
 
 
 def read_tests(run_dir: Path, *, replicas: int = 1) -> Iterator[SeenRollout]:
-    """Evaluation rollouts that are still there."""
+    """Yield the evaluation rollouts that the topics still hold."""
     for replica in range(replicas):
         for group in _groups(run_dir, topics.ACTOR_TEST, replica):
             yield from seen_group(group, EVALUATED)
 
 
 def read_scores(run_dir: Path, step: int | None = None) -> dict[str, ScoredSequence]:
-    """The trainer's numbers by sequence id."""
+    """Read the trainer's log-probabilities and entropies by sequence id. ``step``: only those of one step."""
     return {
         sequence.sequence_id: sequence
         for number, _, records in read_archive(run_dir, "finetune", ScoredStep)
@@ -163,7 +164,7 @@ def _from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSeq
 
 
 def seen_group(group: RolloutGroup, fate: str) -> list[SeenRollout]:
-    """A group's rollouts by themselves."""
+    """Return the rollouts of a group, all with the same fate."""
     return [_from_group(group, rollout, fate, None, {}) for rollout in group.rollouts]
 
 
@@ -193,7 +194,7 @@ def _scores_of(
 def matching(
     rollouts: Iterable[SeenRollout], *, group: str | None = None, domain: str | None = None
 ) -> Iterator[SeenRollout]:
-    """Those of one group (`0-17`) or attempt (`0-17/3`), and of one domain or data set."""
+    """Filter rollouts by group (`0-17`) or attempt (`0-17/3`), and by domain or data set."""
     for seen in rollouts:
         if group is not None and group not in (seen.group_id, seen.sample_id):
             continue

@@ -1,7 +1,7 @@
 """One screen about a run: `python -m pipelinerl.status results/x [--watch] [--stacks]`.
 
-Reads the run folder only (status files, topics, hang reports), so it works from any shell on any node that sees the
-folder, and after the run as well. `--stacks` asks every live role of this machine for its Python stacks, too.
+Reads only the run folder (status files, topics, hang reports). It therefore works from any shell on any node that sees
+the folder, also after the run. `--stacks` also asks every live role of this machine for its Python stacks.
 """
 
 import argparse
@@ -32,11 +32,11 @@ STACKS_GRACE_S = 0.7
 STALE_HEARTBEAT_S = 10.0
 WATCH_S = 1.0
 WATCH_REPEAT_S = 30.0
-"""Where the screen cannot be redrawn."""
+"""Seconds between two screens if the screen cannot be redrawn."""
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether a launcher, or the process that cleans up after one, holds the run folder."""
+    """Whether a launcher, or the reaper that cleans up after one, holds the lock of the run folder."""
     try:
         with open(run_dir / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -48,7 +48,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, StatusRecord]) -> str:
-    """The run in one line.
+    """Describe the state of the run in one line.
 
     Args:
         last_step: `finetune.max_train_steps`.
@@ -65,7 +65,7 @@ def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, S
 
 
 def as_ended(statuses: Mapping[str, StatusRecord]) -> dict[str, StatusRecord]:
-    """The last statuses of roles that are not there any more: nobody wrote that they were stopped."""
+    """Return the statuses of roles of an ended run as stopped, because a role that is stopped does not write it."""
     return {
         name: replace(status, state="stopped", waits=()) if status.state in ("running", "done") else status
         for name, status in statuses.items()
@@ -73,7 +73,7 @@ def as_ended(statuses: Mapping[str, StatusRecord]) -> dict[str, StatusRecord]:
 
 
 def role_rows(statuses: Mapping[str, StatusRecord], now: float) -> list[tuple[str, ...]]:
-    """One row per role: state, last progress, what it waits for, newest fields."""
+    """Return one row per role: name, state, last progress, what it waits for, newest fields."""
     rows: list[tuple[str, ...]] = []
     for name, status in sorted(statuses.items()):
         state = describe_state(status, now)
@@ -138,7 +138,7 @@ def progress_lines(records: Any) -> list[str]:
 
 
 def queue_lines(run_dir: Path) -> list[str]:
-    """Records written and still unread per stream."""
+    """Return a table of the records of each stream and how far its readers are behind."""
     backend = get_streams_backend()
     rows = []
     for spec in backend.specs(run_dir):
@@ -150,7 +150,7 @@ def queue_lines(run_dir: Path) -> list[str]:
 
 
 def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str]:
-    """Ask every live role of this machine for its stacks and return what they wrote."""
+    """Ask every live role of this machine for its stacks and return the stacks as lines."""
     asked = []
     for name, status in sorted(statuses.items()):
         if status.state == "running" and status.hostname == socket.gethostname() and is_role(status.pid, name, run_dir):
@@ -167,7 +167,7 @@ def dump_stacks(run_dir: Path, statuses: Mapping[str, StatusRecord]) -> list[str
 
 
 def is_role(pid: int, name: str, run_dir: Path) -> bool:
-    """Whether this process is that role: to anybody else the signal would be the end."""
+    """Whether this process is that role. The signal for stacks would end any other process."""
     job = name.partition(".")[0]
     if process_environment(pid).get(ROLE_VARIABLE, "").endswith(f"/{job}"):
         return True
@@ -179,7 +179,7 @@ def is_role(pid: int, name: str, run_dir: Path) -> bool:
 
 
 def screen(run_dir: Path) -> list[str]:
-    """Everything but the stacks."""
+    """Return the lines of the screen, without stacks."""
     cfg = load_old_run(run_dir)
     statuses = read_statuses(run_dir)
     step = max((int(status.fields.get("step") or 0) for status in statuses.values()), default=0)
@@ -204,7 +204,7 @@ def screen(run_dir: Path) -> list[str]:
 
 
 def watch(run_dir: Path) -> None:
-    """The screen again and again until the run ends: redrawn on a terminal, every 30 s elsewhere."""
+    """Show the screen until the run ends. It is redrawn on a terminal, and printed every 30 s elsewhere."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -212,7 +212,7 @@ def watch(run_dir: Path) -> None:
     console, running = Console(), True
     with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
         while running:
-            running = is_running(run_dir)  # asked first: what is shown last is of the end
+            running = is_running(run_dir)  # asked before the screen is made, so that the last screen shows the end
             text = "\n".join(screen(run_dir))
             if live is None:
                 print(text, flush=True)
@@ -224,7 +224,7 @@ def watch(run_dir: Path) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell."""
+    """Format rows as lines of text with columns as wide as their widest cell."""
     everything = [header, *rows]
     widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
     return [

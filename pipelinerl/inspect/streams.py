@@ -1,10 +1,10 @@
-"""Looks into a run's streams from outside; leaves no trace in them.
+"""Looks into a run's streams from outside and does not change them.
 
 python -m pipelinerl.streams tail results/x actor            the last 10 records as JSON, one per line
 python -m pipelinerl.streams tail results/x actor --from 0 --follow
 python -m pipelinerl.streams tail results/x actor --text     as conversations instead of token ids
 python -m pipelinerl.streams stats results/x                 streams, lengths, positions, bytes
-python -m pipelinerl.streams verify results/x                damage, and whom it matters to; exit code 1 = there is some
+python -m pipelinerl.streams verify results/x                damage and whom it matters to. Exit code 1 = damage
 """
 
 import argparse
@@ -31,11 +31,11 @@ from pipelinerl.streams.spec import SingleStreamSpec
 _FOLLOW_S = 0.5
 
 Show = Callable[[SingleStreamSpec, int, Any], str]
-"""A record (its stream, its offset) as printed."""
+"""Formats a record, given its stream and its offset, for printing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = _parser().parse_args(argv)
     try:
         with look_into(args.run):
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tail(args: argparse.Namespace) -> None:
-    """Prints records; with ``--follow`` until interrupted."""
+    """Prints records, with ``--follow`` until interrupted."""
     specs = _matching(args.run, args.topic)
     if not specs and args.follow:
         specs = [_parse_topic(args.run, args.topic) or SingleStreamSpec(args.run, args.topic)]
@@ -85,7 +85,7 @@ def stats(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Describes damage and whom it matters to; exit code 1 when there is some."""
+    """Describes damage and whom it matters to, with exit code 1 if there is any."""
     findings = find_damage(args.run)
     for line in told(findings, args.run):
         print(line)
@@ -118,7 +118,7 @@ def _matching(run_dir: Path, topic: str) -> list[SingleStreamSpec]:
 
 
 def _parse_topic(run_dir: Path, text: str) -> SingleStreamSpec | None:
-    """`topic/instance/partition` as a stream; None when the text is something else."""
+    """Parse `topic/instance/partition`. None if the text has another form."""
     match text.split("/"):
         case [topic, instance, partition] if instance.isdecimal() and partition.isdecimal():
             return SingleStreamSpec(run_dir, topic, int(instance), int(partition))
@@ -136,7 +136,7 @@ def _json_of_record(spec: SingleStreamSpec, offset: int, record: Any) -> str:
 
 
 def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
-    """Shows groups as conversations, and dropped ones as the reason."""
+    """Return a function that shows groups as conversations, and dropped groups as the reason of the drop."""
     other = next((spec.topic for spec in specs if spec.topic not in (ACTOR, ACTOR_TEST)), None)
     if other is not None:
         raise StreamError(f"--text shows rollouts, which topics {ACTOR} and {ACTOR_TEST} hold, not {other}")
@@ -154,7 +154,7 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
 
 
 def _print_new(readers: list[TopicReader[Any]], timeout_s: float, show: Show) -> bool:
-    """Prints what each reader has; returns whether there was anything."""
+    """Print the new records of each reader. Returns whether there were any."""
     printed = False
     for reader in readers:
         for offset, record in reader.poll(timeout_s):

@@ -1,8 +1,8 @@
-"""`python -m pipelinerl.streams verify RUN`: damage in a run's streams, and whom it matters to. Changes nothing.
+"""`python -m pipelinerl.streams verify RUN`: finds damage in a run's streams and whom it matters to. Changes nothing.
 
-Every record is read and checked. A finding is what is damaged or missing, and what a named reader's position, an
-actor's snapshot or a checkpoint points at beyond the end of a stream. It matters to a reader that has yet to read it.
-Readers without a name want newest records only and pass over damage.
+It reads and checks every record. A finding is a range of records that are damaged or missing. Records are missing if a
+named reader's position, an actor's snapshot or a checkpoint points beyond the end of the stream. A finding matters to a
+reader that has not read the records yet. Readers without a name only want new records and skip damage.
 """
 
 import json
@@ -22,14 +22,14 @@ from pipelinerl.streams.spec import SingleStreamSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Records ``first`` … ``end - 1`` of a stream that cannot be read."""
+    """Records ``first`` … ``end - 1`` of a stream, which cannot be read."""
 
     stream: str
     first: int
     end: int
     reason: str
     readers: Mapping[str, bool] = field(default_factory=dict)
-    """Whether it matters to a reader or pointer, by name."""
+    """Whether the finding matters, by name of the reader or pointer."""
 
     @property
     def matters(self) -> bool:
@@ -37,7 +37,7 @@ class Finding:
 
 
 def verify(run_dir: Path) -> list[Finding]:
-    """Everything that is wrong with the streams; the backend must be set."""
+    """Return all findings about the streams. The streams backend must be set."""
     backend = get_streams_backend()
     findings = []
     ends: dict[str, int] = {}
@@ -85,7 +85,7 @@ def _needing(stored: StreamStats, end: int) -> dict[str, bool]:
 
 
 def pointers(run_dir: Path) -> Iterator[tuple[str, str, int]]:
-    """(who, stream, record) of everything outside the streams that goes on at a record of the present epoch."""
+    """Yield (owner, stream, record) of each snapshot and checkpoint that continues at a record of the present epoch."""
     for path in sorted(run_dir.glob("actor_*/progress.msgpack")):
         try:
             offset = int(msgspec.msgpack.decode(path.read_bytes())["offset"])
@@ -108,7 +108,7 @@ def _counters(manifest: Path) -> dict[str, Any]:
 
 
 def told(findings: list[Finding], run_dir: Path) -> Iterator[str]:
-    """The findings for people."""
+    """Describe the findings in lines of text."""
     for finding in findings:
         records = (
             f"record {finding.first}"

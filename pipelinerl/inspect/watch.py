@@ -1,4 +1,4 @@
-"""Alarms of a run that goes on: reads what the metrics files have got since it last looked, tells every alarm once."""
+"""Finds new alarms of a running run. It reads only the new points of the metrics files and reports each alarm once."""
 
 import json
 import time
@@ -12,7 +12,7 @@ EVERY_S = 5.0
 
 
 class MetricsTail:
-    """The points of one role, of which only the metrics that alarms read are kept."""
+    """Reads the new points of one role's metrics file and keeps the metrics that alarms read."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -20,7 +20,7 @@ class MetricsTail:
         self.points: list[dict[str, Any]] = []
 
     def read(self) -> None:
-        """Take what is new; begin again when the file has been cut, as a resumed trainer does."""
+        """Read the new points. Starts again if the file became shorter, because a resumed trainer cuts it."""
         try:
             with open(self._path, "rb") as file:
                 if file.seek(0, 2) < self._place:
@@ -39,12 +39,11 @@ class MetricsTail:
 
 
 class AlarmWatch:
-    """Alarms that have not been told.
+    """Finds alarms that have not been reported yet.
 
     Args:
-        run_dir: the run folder.
         steps_per_update: optimizer steps between two weight updates.
-        every_s: how often it looks at most.
+        every_s: least seconds between two looks at the metrics.
     """
 
     def __init__(self, run_dir: Path, *, steps_per_update: int = 1, every_s: float = EVERY_S):
@@ -56,14 +55,14 @@ class AlarmWatch:
         self._told: set[tuple[str, int | None]] = set()
 
     def take(self, message: TrainerMessage) -> None:
-        """A message of the trainer."""
+        """Take a message of the trainer into account."""
         if isinstance(message, ProbeMissed | WeightUpdateSuccess):
             self._messages.append(message)
         if isinstance(message, ProbeMissed):
             self._next = 0.0  # it may be the last message of the run
 
     def new(self) -> list[Alarm]:
-        """What looks wrong now and has not been told; nothing when it is too early to look again."""
+        """Return the alarms that have not been returned before. Empty if the last look was less than `every_s` ago."""
         now = time.monotonic()
         if now < self._next:
             return []

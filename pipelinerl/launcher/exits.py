@@ -41,7 +41,7 @@ def decide_after_exit(
         reason = "it ended although the run goes on"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
-        # The trainer still serves weights after its last step, but the run can end without it.
+        # The trainer keeps the servers up to date after its last step, but the run can end without that.
         return Exit(action="done", reason=f"{reason} after training was done; its work is complete")
     if not mendable:
         return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")

@@ -64,8 +64,7 @@ def job_of(status_name: str) -> str:
 
 
 def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: float, since: float) -> str | None:
-    """Why a role counts as silent, or None. A starting role is exempt: it has ``startup_timeout_s`` to load libraries.
-    """
+    """Why a role counts as silent, or None. Starting roles are exempt: they have ``startup_timeout_s`` to load."""
     silence = now - max(status.heartbeat, since, started)
     if silence <= limits.heartbeat_timeout_s or not status.progress_count:
         return None
@@ -95,8 +94,7 @@ def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: f
 
 
 def _waits_elsewhere(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
-    """Whether a role waits for one without a status, on another node or not yet started. It is then not stuck itself.
-    """
+    """Whether a role waits for one without a status (on another node, not yet started). It is then not stuck itself."""
     waits = statuses[name].waits
     return bool(waits) and waits[0].on is not None and not _targets(waits[0].on, statuses)
 

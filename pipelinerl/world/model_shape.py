@@ -68,8 +68,7 @@ PUBLISHED_SHAPES = {
     "Qwen/Qwen2.5-14B": _qwen(48, 5120, 13824, 40, 8, 152064, False),
     "Qwen/Qwen2.5-32B": _qwen(64, 5120, 27648, 40, 8, 152064, False),
 }
-"""Shapes with which the default configurations can be planned without a download. A local ``config.json`` has priority.
-"""
+"""Shapes for planning the default configurations without a download. A local ``config.json`` has priority."""
 
 
 def find_model_shape(model_path: str) -> ModelShape | None:

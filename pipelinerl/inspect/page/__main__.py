@@ -20,7 +20,7 @@ from pipelinerl.inspect.page.serve import LOOPBACK, LiveRuns, make_server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
     args = parser().parse_args(argv)
     if args.serve:
         return serve(args.runs, args.port)
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(runs: Sequence[Path], port: int) -> int:
-    """The live page until interrupted."""
+    """Serve the live page until interrupted. `port` = 0 takes a free port."""
     live = LiveRuns(runs)
-    live.runs()  # a folder that is no run is told here, not in the browser
+    live.runs()  # an error about a folder that is no run appears here, not in the browser
     with make_server(live, port) as server:
         print(f"http://{LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,6 +1,7 @@
-"""Rollouts for the page: chosen evenly over the steps, flagged ones first, decoded token by token. Bounded in bytes.
+"""Chooses rollouts for the page evenly over the steps, flagged ones first, and decodes them token by token.
 
-Consumes what `inspect.samples` reads; keeps only a few of every step in memory.
+Consumes the rollouts that `inspect.samples` reads and keeps only a few of every step in memory. The result is bounded
+in bytes.
 """
 
 import json
@@ -18,13 +19,13 @@ from pipelinerl.records import ScoredSequence, TrainingSequence
 PER_STEP = 16
 PER_EVALUATION = 24
 MAX_TOKENS = 3000
-"""Of one sequence; the middle of a longer one is left out."""
+"""Tokens shown of one sequence. The page leaves out the middle of longer ones."""
 MILLI = 1000
-"""Log-probabilities are given in thousandths of a nat."""
+"""The page gets log-probabilities in thousandths of a nat."""
 
 
 class Candidates:
-    """Takes all rollouts, keeps some of every step."""
+    """Takes all rollouts and keeps up to `per_step` of every step, which are those that `best` prefers."""
 
     def __init__(self, per_step: int = PER_STEP):
         self._per_step = per_step
@@ -40,14 +41,14 @@ class Candidates:
                 own[:] = best(own, self._per_step)
 
     def in_turn(self) -> Iterator[SeenRollout]:
-        """The rollouts of the last step, of the first, of the one between them, and so on."""
+        """Yield the rollouts of the last step, of the first, of the one between them, and so on."""
         steps = sorted(step for step in self._by_step if step is not None)
         for step in [*spread(steps), *([None] if None in self._by_step else [])]:
             yield from best(self._by_step[step], self._per_step)
 
 
 def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
-    """At most ``count``: flagged ones first (half of them at most), then those that the trainer scored, then others.
+    """Choose at most ``count`` rollouts: flagged ones (at most half), then ones that the trainer scored, then others.
 
     Attempts of one problem stay together.
     """
@@ -62,7 +63,7 @@ def best(rollouts: Sequence[SeenRollout], count: int) -> list[SeenRollout]:
 
 
 def spread(steps: Sequence[int]) -> list[int]:
-    """All steps, so ordered that any beginning of the list covers the run evenly."""
+    """Order the steps so that any beginning of the list covers the run evenly."""
     if len(steps) < 3:
         return list(reversed(steps))
     ordered, halves = [steps[-1], steps[0]], [(0, len(steps) - 1)]
@@ -75,7 +76,7 @@ def spread(steps: Sequence[int]) -> list[int]:
 
 
 def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> list[dict[str, Any]]:
-    """As many as have room, as the page takes them, by step."""
+    """Return the first rollouts that fit into `max_bytes` as data of the page, sorted by step."""
     found, used = [], 0
     for rollout in rollouts:
         data = as_data(rollout, text)
@@ -87,7 +88,7 @@ def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> 
 
 
 def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
-    """One rollout."""
+    """Return one rollout as data of the page."""
     scores = seen.scores or (None,) * len(seen.rollout.sequences)
     advantages = seen.advantages or (None,) * len(seen.rollout.sequences)
     return {
@@ -123,7 +124,10 @@ def _short(value: Any) -> str:
 def sequence_data(
     sequence: TrainingSequence, score: ScoredSequence | None, advantage: float | None, text: TokenText
 ) -> dict[str, Any]:
-    """Tokens with what is known of each. Numbers of sampled tokens are in the order of these tokens."""
+    """Return the tokens of a sequence with their values.
+
+    `pieces` has all shown tokens and `at` the places of the sampled ones. The other lists follow the order of `at`.
+    """
     pieces = text.pieces(sequence.token_ids.tolist())
     keep = kept_tokens(len(pieces))
     lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
@@ -150,14 +154,14 @@ def sequence_data(
 
 
 def kept_tokens(count: int, limit: int = MAX_TOKENS) -> np.ndarray:
-    """Places of the tokens that are shown: the first third and the last two thirds of the limit."""
+    """Places of the shown tokens: a third of the limit from the beginning, two thirds from the end."""
     if count <= limit:
         return np.arange(count)
     return np.concatenate([np.arange(limit // 3), np.arange(count - (limit - limit // 3), count)])
 
 
 def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
-    """Share of sampled tokens that the tokenizer does not know, or that are broken characters."""
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens."""
     bad = total = 0
     for seen in rollouts:
         for sequence in seen.rollout.sequences:

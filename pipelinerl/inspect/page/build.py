@@ -1,6 +1,6 @@
-"""From run folders to one HTML file: data, style and program inlined, nothing loaded from anywhere.
+"""Builds one HTML file from run folders. Data, style and program are inlined, and the page loads no other file.
 
-The data travels as gzip in base64, which every browser of today unpacks by itself.
+The data is gzip in base64, which all current browsers can unpack.
 """
 
 import base64
@@ -28,20 +28,20 @@ log = logging.getLogger(__name__)
 REPORT_FILE = "report.html"
 MAX_PAGE_BYTES = 5 * 2**20
 MAX_ROLLOUT_BYTES = 12 * 2**20
-"""Of the rollouts' JSON over all runs, before compression."""
+"""Bytes of the JSON of the rollouts of all runs, before compression."""
 CHECKED_FOR_TEXT = 200
-"""Rollouts that are decoded to see whether the tokenizer fits."""
+"""Number of rollouts that are decoded to find out whether the tokenizer fits the model."""
 
 
 def write_page(run_dirs: Sequence[Path], path: Path) -> int:
-    """Writes the page; returns its size in bytes."""
+    """Write the page and return its size in bytes."""
     page = build_page([collect(run_dir, MAX_ROLLOUT_BYTES // len(run_dirs)) for run_dir in run_dirs])
     replace_file(path, page, mode=0o600)
     return len(page)
 
 
 def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]:
-    """All of a run that the page shows."""
+    """Return the data of a run for the page, with at most `max_bytes` of rollouts."""
     with look_into(run_dir):
         source = read_source(run_dir)
         text = token_text(run_dir)
@@ -78,7 +78,7 @@ def unreadable(candidates: Candidates, text: TokenText) -> float | None:
 
 
 def token_text(run_dir: Path) -> TokenText:
-    """The run's tokenizer; numbers instead of text where there is none."""
+    """Load the run's tokenizer. Without one, the page shows token ids."""
     try:
         return load_token_text(run_dir)
     except ConfigError as error:
@@ -87,7 +87,12 @@ def token_text(run_dir: Path) -> TokenText:
 
 
 def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:
-    """The page; of the rollouts as many as fit into `MAX_PAGE_BYTES`."""
+    """Return the page. Rollouts are halved until it fits into `MAX_PAGE_BYTES`.
+
+    Args:
+        runs: data of each run, from `collect`.
+        live: the page asks its server for new data.
+    """
     while True:
         page = _fill(runs, live)
         if len(page) <= MAX_PAGE_BYTES or not any(run["rollouts"] for run in runs):
@@ -96,7 +101,7 @@ def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:
 
 
 def encode(runs: Sequence[dict[str, Any]]) -> bytes:
-    """The page's data: gzip of JSON."""
+    """Return the page's data as gzip of JSON."""
     document = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
     return gzip.compress(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(), 6, mtime=0)
 

@@ -1,7 +1,7 @@
-"""A run folder as the plain data of the page: curves, evaluations, survivorship, time, configuration, alarms.
+"""Turns a run folder into plain data for the page: curves, evaluations, survivorship, time, configuration.
 
-Consumes metrics, topics `trainer` and `evaluation`, the configuration and the summary; the caller has opened the
-streams. A figure that nobody reported is absent.
+Consumes metrics, topics `trainer` and `evaluation`, the configuration and the summary. The caller must have opened the
+streams. A figure without a record is left out.
 """
 
 import math
@@ -34,7 +34,7 @@ class Chart:
     unit: str
     lines: tuple[tuple[str, str, str], ...]
     parts: bool = False
-    """Also the same metrics of every domain or data set, where there are several."""
+    """Whether to add the first line's metric of every domain or data set."""
 
 
 CHARTS = (
@@ -71,7 +71,7 @@ CHARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunSource:
-    """What is read of a run once, for page and alarms."""
+    """The records of a run that page and alarms share."""
 
     run_dir: Path
     cfg: Config
@@ -95,7 +95,7 @@ def read_source(run_dir: Path) -> RunSource:
 
 
 def run_data(source: RunSource) -> dict[str, Any]:
-    """Everything about a run but its rollouts and alarms."""
+    """Return the data about a run, except its rollouts and alarms."""
     return {
         "name": source.run_dir.resolve().name,
         "path": str(source.run_dir),
@@ -111,7 +111,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
 
 
 def state_of(source: RunSource) -> str:
-    """In words, with the newest step."""
+    """Describe the state of the run with its newest step."""
     step = source.finetune[-1]["step"] if source.finetune else 0
     total = source.cfg.finetune.max_train_steps
     done = any(isinstance(m, TrainingDone) and m.step >= total for m in source.records.trainer)
@@ -119,7 +119,7 @@ def state_of(source: RunSource) -> str:
 
 
 def figures(source: RunSource) -> list[tuple[str, str]]:
-    """(label, value) of the first screen."""
+    """Return (label, value) of the figures on the first screen."""
     known = read_summary(source.run_dir)
     seen = summarise(source.records, source.actor, wall_s=known["wall_s"] if known else 0.0, seed=source.cfg.seed)
     lag, pause = seen["lag_steps"], seen["pause_ms"]
@@ -157,7 +157,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
-    """A chart with the lines that have points; several points of a step count as the last of them."""
+    """Return a chart with the lines that have values other than 0. Of several points of a step the last one counts."""
     wanted = list(chart.lines)
     if chart.parts:
         role, metric, _ = chart.lines[0]
@@ -171,13 +171,13 @@ def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
 
 
 def part_names(points: Points, metric: str) -> list[str]:
-    """Names like `<domain>/success`."""
+    """Names like `<domain>/success` in the newest point."""
     names = {name for point in points[-1:] for name in point if name.endswith(f"/{metric}")}
     return sorted(name for name in names if name.count("/") == 1 and not name.startswith("eval/"))
 
 
 def series(points: Points, metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values, thinned out so that no spike is lost."""
+    """Steps and values of a metric, thinned so that no spike is lost."""
     last = {point["step"]: point[metric] for point in points if point.get(metric) is not None}
     xs = sorted(last)
     kept = thinned([float(last[x]) for x in xs])
@@ -185,7 +185,7 @@ def series(points: Points, metric: str) -> tuple[list[int], list[float]]:
 
 
 def thinned(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Places of at most ``limit`` values: the smallest and the largest of every bucket."""
+    """Places of about ``limit`` values: the smallest and the largest of every bucket, and the last value."""
     if len(values) <= limit:
         return list(range(len(values)))
     size = math.ceil(len(values) / (limit // 2))
@@ -201,7 +201,7 @@ def _short(value: float) -> float:
 
 
 def evaluation(done: EvaluationDone) -> dict[str, Any]:
-    """An evaluation with the 95 % interval of its success, rollouts counted as independent."""
+    """Return an evaluation with the 95 % interval of its success, which counts rollouts as independent."""
     low, high = wilson(done.success, done.num_rollouts)
     parts = {
         name.removesuffix("/success"): _short(value)
@@ -230,7 +230,8 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def survivorship(points: Points) -> dict[str, Any]:
-    """Fates with counts and means over the run, and the loss of every length decile at the end."""
+    """Return counts and means of every fate over the run, and the newest share of dropped rollouts per length decile.
+    """
     totals: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0.0, "tokens": 0.0, "reward": 0.0})
     for point in points:
         for name, count in point.items():
@@ -250,7 +251,7 @@ def survivorship(points: Points) -> dict[str, Any]:
 
 
 def time_by_role(source: RunSource) -> list[dict[str, Any]]:
-    """Seconds of every role's parts, from the first to the last metrics."""
+    """Seconds that trainer and servers spent on each activity, from their first to their last metrics."""
     roles = []
     if len(source.finetune) > 1:
         wall = source.finetune[-1]["time"] - source.finetune[0]["time"]
@@ -272,7 +273,7 @@ def _with_rest(parts: Mapping[str, float], wall: float, rest: str) -> list[tuple
 
 
 def changed_keys(cfg: Config) -> list[tuple[str, str, str]]:
-    """(key, value, default) of the configuration's keys that differ from their defaults."""
+    """(key, value, default) of the keys whose values differ from their defaults."""
     values = OmegaConf.create(cfg.model_dump(mode="json"))
     changed = []
     for key in declared(Config):
@@ -285,7 +286,7 @@ def changed_keys(cfg: Config) -> list[tuple[str, str, str]]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted keys and their values as text."""
+    """Return the nested values as dotted keys with texts."""
     if isinstance(value, dict) and value:
         items: Iterable[tuple[str, str]] = (
             item for key, inner in value.items() for item in flat(inner, f"{prefix}.{key}".lstrip(".")).items()

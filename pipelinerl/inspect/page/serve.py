@@ -1,6 +1,6 @@
-"""The page of runs that go on, on loopback: the browser asks for fresh data every few seconds.
+"""Serves the page of running runs on loopback. The browser asks for new data every few seconds.
 
-One request at a time reads the runs, and an answer is used again for a moment, so that several tabs cost one reading.
+One request at a time reads the runs, and its data is reused for `FRESH_S`, so that several tabs need one reading.
 """
 
 import threading
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LiveRuns:
-    """The runs' data, read again when it is older than a moment. Any thread."""
+    """The data of the runs, read again if it is older than `fresh_s`. Any thread may ask for it."""
 
     def __init__(self, run_dirs: Sequence[Path], fresh_s: float = FRESH_S):
         self._run_dirs, self._fresh_s = run_dirs, fresh_s
@@ -34,7 +34,7 @@ class LiveRuns:
 
 
 def make_server(live: LiveRuns, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page at `/` and of its data at `/data`; other sites' pages cannot read it."""
+    """Return a server of the page at `/` and of its data at `/data`. Pages of other sites cannot read them."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
