@@ -1,7 +1,7 @@
 """The bounded archive of a run: `archive/<job>/step_<n>.kept` and `.rest` in the run folder.
 
-The preprocessor keeps rollouts with their fates, every rank of the trainer its log-probabilities of the same ones.
-`choice` decides which, without the two talking to each other; `folder` holds the files within their bound.
+The preprocessor keeps rollouts with their fates. Every rank of the trainer keeps its log-probabilities of the same
+rollouts. `choice` chooses them without communication between the two. `folder` keeps the files within their bound.
 """
 
 from pipelinerl.archive.choice import chosen, flags_of

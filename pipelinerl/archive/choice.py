@@ -1,4 +1,4 @@
-"""Which rollouts of a step stay. Pure, and a function of names: every process comes to the same choice by itself."""
+"""Chooses the rollouts of a step that are kept. The choice depends only on names, so that all processes agree. Pure."""
 
 import hashlib
 import statistics
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from pipelinerl.records.rollouts import Rollout
 
 UNINTERESTING = ("zero_advantage",)
-"""Reasons of drops that are no flag: they are as frequent as solved problems."""
+"""Reasons of drops that are not flags, because they are as frequent as solved problems."""
 REWARD_WITHOUT_SUCCESS = "reward_without_success"
 LONGEST = "longest"
 
 
 def chosen(sample_ids: Iterable[str], count: int) -> set[str]:
-    """``count`` of the samples (`<group_id>/<attempt>`), attempts of one problem together.
+    """Choose ``count`` of the samples (`<group_id>/<attempt>`), with attempts of one problem together.
 
-    What is among the chosen of all samples is among the chosen of any part of them.
+    A sample that is chosen from a set is also chosen from every subset that contains it.
     """
     return set(sorted(set(sample_ids), key=_place)[:count])
 
@@ -26,11 +26,11 @@ def _place(sample_id: str) -> tuple[bytes, int]:
 
 
 def flags_of(rollouts: Sequence[tuple[Rollout, str]]) -> list[tuple[str, ...]]:
-    """For each of a step's rollouts with its fate: what is remarkable about it.
+    """Return the flags of each of a step's rollouts, which are given with their fates.
 
-    - the reason why it was dropped, but for solved or hopeless groups that a filter leaves out,
-    - `reward_without_success`: it failed, and has a higher reward than the median of those that succeeded,
-    - `longest`: no other rollout of the step has as many sampled tokens.
+    - The reason why it was dropped, except for groups that a filter drops because their advantages are zero.
+    - `reward_without_success`: it failed, but its reward is above the median of those that succeeded.
+    - `longest`: it has the most sampled tokens of the step.
     """
     wins = [rollout.reward for rollout, _ in rollouts if rollout.metrics.get("success")]
     usual = statistics.median(wins) if wins else None

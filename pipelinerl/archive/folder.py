@@ -1,8 +1,8 @@
-"""The files of one writer's archive, and their bound.
+"""The files of one writer's archive, within a bound.
 
-A step has two files, each replaced whole: `kept`, the chosen and the flagged, and `rest`, everything else, which only
-the newest steps have. When the bound is reached, the oldest `rest` goes first; then steps are thinned out evenly. A
-disk that is full costs an entry of the archive, never a step of the run.
+A step has two files, each written atomically: `kept` has the chosen and the flagged rollouts, `rest` all others. Only
+the newest steps have a `rest`. Beyond the bound the oldest `rest` is deleted first, then steps are thinned evenly. A
+full disk only costs an entry of the archive: the run continues.
 """
 
 import logging
@@ -29,7 +29,7 @@ _NAME = re.compile(r"step_(\d+)\.(kept|rest)")
 class StepFile(NamedTuple):
     step: int
     part: str
-    """`kept` or `rest`"""
+    """`kept` or `rest`."""
 
     @property
     def name(self) -> str:
@@ -37,14 +37,14 @@ class StepFile(NamedTuple):
 
 
 class StepArchive(Generic[R]):
-    """Writes one job's part of the archive. One thread.
+    """Writes one job's part of the archive. For one thread only.
 
     Args:
-        folder: made at the first write.
-        record_type: of the records in the files.
-        max_bytes: of all files together; the newest step's `kept` stays whatever its size.
-        last_steps: newest steps whose `rest` stays.
-        per_step: rollouts that are chosen of every step.
+        folder: created at the first write.
+        record_type: type of the records in the files.
+        max_bytes: bound on all files together. The newest step's `kept` stays regardless of its size.
+        last_steps: number of newest steps whose `rest` stays.
+        per_step: number of rollouts that are chosen of every step.
     """
 
     def __init__(self, folder: Path, record_type: type[R], *, max_bytes: int, last_steps: int, per_step: int):
@@ -56,7 +56,7 @@ class StepArchive(Generic[R]):
         self._warned = False
 
     def write(self, step: int, *, kept: R, rest: R) -> None:
-        """Archives a step, or the step anew; deletes what is over the bound."""
+        """Write a step, replacing an earlier version of it, and delete files beyond the bound."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for part, record in ((KEPT, kept), (REST, rest)):
@@ -75,7 +75,13 @@ class StepArchive(Generic[R]):
 def open_archive(
     section: ArchiveSection, run_dir: Path, name: str, record_type: type[R], *, share: float
 ) -> StepArchive[R] | None:
-    """The archive of a job (``name``) with its share of `archive.archive_mb`; None where nothing is to be kept."""
+    """Open the archive of a job with its share of `archive.archive_mb`. None if `archive_mb` is 0.
+
+    Args:
+        name: the job's name.
+        record_type: type of the records in the files.
+        share: fraction of `archive.archive_mb` that the job may use.
+    """
     if not section.archive_mb:
         return None
     return StepArchive(
@@ -88,7 +94,7 @@ def open_archive(
 
 
 def sizes_in(folder: Path) -> dict[StepFile, int]:
-    """The archive's files and their bytes."""
+    """Return the archive's files and their sizes in bytes."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := _NAME.fullmatch(path.name):
@@ -97,7 +103,7 @@ def sizes_in(folder: Path) -> dict[StepFile, int]:
 
 
 def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_bytes: int) -> list[StepFile]:
-    """Files to delete after step ``newest`` was written; pure."""
+    """Return the files to delete after step ``newest`` was written. Pure."""
     gone = [file for file in sizes if file.part == REST and file.step <= newest - last_steps]
     left = {file: size for file, size in sizes.items() if file not in set(gone)}
     total = sum(left.values())
@@ -117,15 +123,16 @@ def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_
 
 
 def _least_missed(steps: list[int]) -> int:
-    """The step, neither first nor last, without which the largest gap grows least; the oldest of equals."""
+    """The step between first and last whose removal leaves the smallest gap. Of several, the oldest."""
     gaps = [(after - before, step) for before, step, after in zip(steps, steps[1:], steps[2:], strict=False)]
     return min(gaps)[1]
 
 
 def read_archive(run_dir: Path, kind: str, record_type: type[R]) -> Iterator[tuple[int, str, list[R]]]:
-    """(step, job's name, records of its files) of every job of a kind, by step.
+    """Yield (step, job's name, records of its files) of every job of a kind, by step.
 
-    A file that cannot be read is left out with a warning: a live run may delete it, a power cut may have emptied it.
+    A file that cannot be read is left out with a warning, because a power cut may have emptied it. A file that a live
+    run has just deleted is left out silently.
     """
     codec: Codec[R] = Codec(record_type)
     places: dict[tuple[int, str], list[StepFile]] = defaultdict(list)

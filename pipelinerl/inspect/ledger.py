@@ -133,8 +133,7 @@ def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEn
 
 
 def _passed_over(published: Sequence[str], settled: Mapping[str, LedgerEntry]) -> list[str]:
-    """Find lost samples. Samples are settled in the order of publication, so one before a packed one must be settled.
-    """
+    """Find samples that were published before a packed one and are not settled, although they must be by then."""
     packed = (i for i, name in enumerate(published) if name in settled and settled[name].outcome != "dropped")
     last = max(packed, default=0)
     return [f"{name} was passed over: neither packed nor dropped" for name in published[:last] if name not in settled]

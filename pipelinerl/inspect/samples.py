@@ -99,8 +99,7 @@ class _Settled:
 
 
 def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) -> Iterator[SeenRollout]:
-    """Yield each training rollout once, by step, then those that are not packed yet. ``step``: only those of one step.
-    """
+    """Yield each training rollout once, by step and then those without one. ``step``: only those of one step."""
     scores = read_scores(run_dir, step)
     archived = set()
     for number, _, records in read_archive(run_dir, "preprocessor", ArchivedStep):

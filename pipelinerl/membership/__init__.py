@@ -1,6 +1,6 @@
-"""Who takes part in a run, alive and where: each role renews a lease, everybody else sees whose lease holds.
+"""Which roles take part in a run, and where: each role renews a lease, and all others see which leases are held.
 
-`lease` is the record and the pure decisions, `stores` and `redis` hold the leases, `registration` renews one's own,
-`watch` follows those of others, `address` and `joining` let a role start alone. A lease says that a role lives and
-where it listens. Which server holds which weights is said by the trainer's messages alone.
+`lease` has the record and the pure decisions, `stores` and `redis` hold the leases, `registration` renews a role's own
+lease, `watch` follows those of others, `address` and `joining` let a role start alone. A lease says that a role is
+alive and where it listens. Only the trainer's messages say which server holds which weights.
 """

@@ -1,10 +1,10 @@
-"""The address of a run, and what a role needs that starts with nothing else.
+"""The address of a run, and how a role starts that has only this address.
 
     results/guessing                           a folder that the role shares with the launcher
     redis://10.0.0.1:15000/guessing-0a1b2c     the run's redis server and the run's name on it
 
-A role that starts with a redis address takes configuration and world from there into a folder of its own. It then is a
-run folder like any other, whose streams and leases are on that server. The password comes by environment.
+A role that starts with a redis address copies configuration and world from there into a new folder. This folder is a
+run folder like any other, but its streams and leases are on the server. The password comes from the environment.
 """
 
 import logging
@@ -26,7 +26,7 @@ from pipelinerl.world.map import WORLD_FILE
 log = logging.getLogger(__name__)
 
 WAIT_S = 600.0
-"""How long a role that starts alone waits for the launcher to publish the run."""
+"""Seconds that a role which starts alone waits until the launcher has published the run."""
 POLL_S = 0.5
 DOCUMENTS: Mapping[str, Path] = {"config": Path(RUN_CONFIG), "world": WORLD_FILE}
 
@@ -45,7 +45,7 @@ class RedisAddress:
 
 
 def parse_address(text: str) -> Path | RedisAddress:
-    """A run's address as a user writes it.
+    """Parse a run's address as a user writes it.
 
     Raises:
         ConfigError: it is neither a folder's name nor `redis://HOST:PORT/RUN`.
@@ -67,7 +67,7 @@ def parse_address(text: str) -> Path | RedisAddress:
 
 
 def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
-    """Where the leases of the run in this folder are: with its streams."""
+    """Return the address of the leases of the run in this folder. They are in the same place as its streams."""
     if cfg.streams.backend != "redis":
         return run_dir
     from pipelinerl.streams.redis import redis_place
@@ -76,7 +76,7 @@ def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
 
 
 def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ) -> LeaseStore:
-    """The leases at an address."""
+    """Open the store of the leases at an address. The redis password is taken from `env`."""
     if isinstance(address, Path):
         return FolderStore(address)
     from pipelinerl.membership.redis import RedisStore
@@ -85,7 +85,7 @@ def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ
 
 
 def publish_run(address: RedisAddress, run_dir: Path) -> None:
-    """Puts configuration and world of a run folder where a role finds them that has only the address.
+    """Publish configuration and world of a run folder on redis, for roles that have only the address.
 
     Raises:
         StoreAwayError: the server does not answer.
@@ -98,11 +98,11 @@ def publish_run(address: RedisAddress, run_dir: Path) -> None:
 
 
 def fetch_run(address: RedisAddress, folder: Path, wait_s: float = WAIT_S) -> Path:
-    """Makes the folder a run folder of the run at this address; waits until the run is published there.
+    """Wait until the run is published at this address, copy it into the folder, and return the folder.
 
     Raises:
         ConfigError: the folder belongs to another run.
-        DeadlineError: the server did not answer, or knows no such run.
+        DeadlineError: within `wait_s` the server did not answer, or the run was not published.
     """
     from pipelinerl.membership.redis import RedisStore
 

@@ -1,4 +1,4 @@
-"""How a role enters a run and takes part in it: command line, job, lease, view of the others."""
+"""How a role enters a run and takes part in it: from its command line to its job, its lease, and the others' leases."""
 
 import logging
 import os
@@ -21,13 +21,13 @@ from pipelinerl.world import Job, WorldMap
 log = logging.getLogger(__name__)
 
 WITHOUT_LEASE = ("redis",)
-"""Kinds that everybody finds through the run's address."""
+"""Kinds without a lease, because other roles find them through the run's address."""
 SERVERS = ("actor_llm", "preprocessor_llm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A role that knows its run and its job."""
+    """A role's run, job and store of leases."""
 
     run_dir: Path
     cfg: Config
@@ -36,25 +36,25 @@ class Entry:
     store: LeaseStore
     incarnation: str
     is_claimed: bool
-    """The name was chosen, and its lease is written."""
+    """Whether the role chose its name by writing the lease of it."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A role's own lease and what it knows of the others."""
+    """A role's own lease and its view of the others'."""
 
     watch: MembershipWatch
     registration: Registration | None
-    """None: redis, and ranks above 0 of the trainer."""
+    """None for redis and for ranks above 0 of the trainer."""
 
     def announce(self, **changes: object) -> None:
-        """Changes the role's own lease."""
+        """Change fields of the role's own lease."""
         if self.registration is not None:
             self.registration.update(**changes)
 
     @property
     def is_asked_to_leave(self) -> bool:
-        """Whether this role should end what is under way and go."""
+        """Whether this role should finish its work in progress and leave the run."""
         return self.registration is not None and self.registration.is_asked_to_leave
 
     def close(self) -> None:
@@ -64,12 +64,18 @@ class Membership:
 
 
 def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) -> Entry:
-    """From a role's command line to its job; waits for a run that is not published yet.
+    """Find a role's run and job from its command line. Waits for a run that is not published yet.
 
     Args:
-        run: the run's address; None = the folder ``run_dir``.
-        run_dir: the role's own folder, where the address is on redis.
-        name: a job of the world, a joining kind with a number, or one without: then a free number is taken.
+        run: the run's address. None = the folder ``run_dir``.
+        run_dir: the role's own folder, if the address is on redis.
+        name: a job of the world, or a kind that may join, with or without a number. Without one it gets a free number.
+        place: where the role runs.
+
+    Raises:
+        ConfigError: there is no address, or the folder belongs to another run.
+        DeadlineError: the run was not published, or no name could be claimed in time.
+        WorldError: there is no such job, and its kind cannot join.
     """
     address = parse_address(run) if run is not None else run_dir
     if address is None:
@@ -104,8 +110,8 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
     """Begin to renew the role's lease and to watch those of the others.
 
     Args:
-        life: changes as long as the role lives.
-        on_taken: called when another process takes the role's place.
+        life: its value changes as long as the role is alive.
+        on_taken: called when another process takes the role's name.
     """
     registration = None
     if entry.job.kind not in WITHOUT_LEASE and os.environ.get("RANK", "0") == "0":
@@ -116,7 +122,7 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
 
 
 def first_lease(entry: Entry) -> Lease:
-    """A server becomes ready later, any other role is as soon as it lives."""
+    """Return the first lease of a role. Servers start as `starting`, all other roles as `ready`."""
     job, is_server = entry.job, entry.job.kind in SERVERS
     return Lease(
         name=job.name,

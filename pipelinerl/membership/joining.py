@@ -1,4 +1,4 @@
-"""The job of a role that the launcher did not place, or that runs elsewhere than it was placed."""
+"""The job of a role that the launcher did not place, or that runs at another place than planned."""
 
 import re
 import socket
@@ -17,15 +17,15 @@ from pipelinerl.world.cluster import LOOPBACK
 from pipelinerl.world.ports import find_port_block
 
 JOINING = ("actor_llm", "preprocessor_llm", "verifier")
-"""Kinds of which more may come than the launcher placed. Actors and preprocessors divide the problems and the optimizer
-steps among exactly `world.replicas`, trainer ranks are one gang."""
+"""Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
+exactly `world.replicas`. Trainer ranks cannot, because they must all start together."""
 SCHEMES = {"redis": "redis"}
 MAX_TRIES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """Where a role runs that starts alone; None = decide from what is here."""
+    """Where a role that starts alone runs. None = derive it from the world and this machine."""
 
     hostname: str | None = None
     port: int | None = None
@@ -34,14 +34,15 @@ class Whereabouts:
 
 
 def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: str) -> Job:
-    """The job to run under this name.
+    """Return the job to run under this name.
 
     Args:
-        name: a job of the world, or a joining kind with a number of its own.
-        reach: this machine's address as others of the run reach it, where ``place`` names none.
+        name: a job of the world, or a kind that may join with its own number.
+        place: overrides the host, port and replica of the job.
+        reach: this machine's address for other roles, if ``place`` has none.
 
     Raises:
-        WorldError: no such job, and its kind cannot join.
+        WorldError: there is no such job, and its kind cannot join.
     """
     found = next((job for job in world.jobs if job.name == name), None)
     if found is not None:
@@ -72,7 +73,7 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """`actor_llm_3` → (`actor_llm`, 3); `actor_llm` → (`actor_llm`, None)."""
+    """Split `actor_llm_3` into (`actor_llm`, 3) and `actor_llm` into (`actor_llm`, None)."""
     match = re.fullmatch(r"(.+)_(\d+)", name)
     return (match.group(1), int(match.group(2))) if match else (name, None)
 
@@ -83,7 +84,12 @@ def url_of(kind: str, hostname: str, port: int | None) -> str:
 
 
 def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_s: float) -> str:
-    """A name of this kind that nobody has, claimed in the store under this incarnation."""
+    """Claim a free name of this kind by writing a lease with this incarnation, and return the name.
+
+    Raises:
+        StoreAwayError: the store does not answer.
+        WorldError: too many names are taken.
+    """
     first = 1 + max((job.replica_idx for job in world.get(kind)), default=-1)
     taken = store.leases()
     for number in range(first, first + MAX_TRIES):
@@ -95,7 +101,7 @@ def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, 
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as the peer sees it."""
+    """Return this machine's address on the network that leads to the peer."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -103,7 +109,11 @@ def address_towards(host: str, port: int) -> str:
 
 
 def reach_of(world: WorldMap, peers: Sequence[tuple[str, int]]) -> str:
-    """How others reach this machine: by loopback, in a run that stays on it, else by its address towards a peer."""
+    """Return the address at which other roles reach this machine.
+
+    It is loopback if the run stays on this machine, else the address towards the first (host, port) of `peers`, else
+    the host name.
+    """
     if world.bind_host == LOOPBACK:
         return LOOPBACK
     return address_towards(*peers[0]) if peers else socket.gethostname()

@@ -1,8 +1,8 @@
 """The lease of a role, and what an observer may conclude from the leases that it has seen. Pure.
 
-Clocks of machines are never compared. A lease carries a number that rises with each renewal. An observer counts, on
-its own clock, how long the number has stood still. A look that is late counts for at most `MAX_STEP_S`: while the store
-is away or the observer is frozen, nobody's lease runs out.
+Clocks of different machines are never compared. A lease has a number that rises with each renewal. An observer measures
+with its own clock for how long the number has not changed. The time between two looks counts as at most `MAX_STEP_S`,
+so that no lease runs out while the store is away or the observer is frozen.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,36 +15,36 @@ from msgspec import Meta
 from pipelinerl.world import Job
 
 PROTOCOL = 1
-"""Of what roles say to each other over HTTP. A role with another number is not used."""
+"""Version of the HTTP protocol between roles. A role with another version is not used."""
 MAX_STEP_S = 2.0
 FORGET_AFTER = 10
-"""A lease that has stood still for so many times its length is deleted."""
+"""A lease that was not renewed for this many times its length is deleted."""
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]+(_[a-z]+)*_[0-9]+$", max_length=64)]
 State = Literal["starting", "ready", "draining"]
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """One role's lease, as it stands in the store."""
+    """One role's lease, as it is stored."""
 
     name: Name
     """The job's name, e.g. `actor_llm_3`."""
     incarnation: str
-    """Random, of one process: a role that starts again has another."""
+    """Random identity of one process. A role that starts again has another."""
     sequence: Annotated[int, Meta(ge=0)] = 0
     """Rises with each renewal."""
     ttl_s: Annotated[float, Meta(gt=0, le=86_400)]
-    """The lease has run out once the sequence has stood still for so many seconds."""
+    """The lease has run out once the sequence has not changed for this many seconds."""
     state: State = "starting"
-    """Draining: no new request; what is under way ends."""
+    """A draining server takes no new requests and finishes those in progress."""
     url: str = ""
     serves: Annotated[int, Meta(ge=0)] = 0
     """Servers: the replica of the actor (preprocessor) that uses it."""
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     capacity: Annotated[int, Meta(ge=0)] = 0
-    """Servers: rollouts at once."""
+    """Servers: number of rollouts at the same time."""
     version: str = ""
-    """Servers: the weights that it says it holds. For people: the trainer's messages decide."""
+    """Servers: the weight version that the server reports. It is only displayed: the trainer's messages decide."""
     protocol: int = PROTOCOL
 
     @property
@@ -52,7 +52,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         return self.name.rpartition("_")[0]
 
     def as_job(self) -> Job:
-        """The lease as the world would describe it."""
+        """Return the lease as a job of the world."""
         return Job(
             name=self.name,
             kind=self.kind,
@@ -65,7 +65,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveServer(NamedTuple):
-    """A server that may be asked, as far as its lease says."""
+    """A server that may get requests according to its lease."""
 
     job: Job
     is_draining: bool = False
@@ -73,30 +73,30 @@ class LiveServer(NamedTuple):
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """A lease and the observer's time at which it last changed."""
+    """A lease and the time on the observer's clock at which it last changed."""
 
     lease: Lease
     changed_s: float
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one observer knows."""
+    """Everything that one observer knows about the leases."""
 
     clock_s: float = 0.0
-    """The observer's own time: the sum of its steps."""
+    """The observer's own clock: the sum of the times between its looks."""
     looked_at: float | None = None
     """`time.monotonic` of the last look."""
     sightings: dict[str, Sighting] = {}
-    """The leases that are in the store."""
+    """The leases in the store at the last look."""
     known: frozenset[str] = frozenset()
-    """Names that were ever seen."""
+    """All names that were ever seen."""
 
     def silent_s(self, name: str) -> float:
-        """Seconds for which the lease has stood still."""
+        """Seconds since the lease was last seen to change."""
         return self.clock_s - self.sightings[name].changed_s
 
     def alive(self) -> dict[str, Lease]:
-        """Members whose lease holds."""
+        """Leases that have not run out, by name."""
         return {
             name: sighting.lease
             for name, sighting in self.sightings.items()
@@ -104,7 +104,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def forgotten(self) -> list[Lease]:
-        """Members whose lease ran out so long ago that it may be deleted."""
+        """Leases that ran out so long ago that they may be deleted."""
         return [
             sighting.lease
             for name, sighting in self.sightings.items()
@@ -113,11 +113,14 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observe(before: Observed, leases: Mapping[str, Lease], now: float) -> Observed:
-    """What the observer knows after a look at the store.
+    """Return what the observer knows after a look at the store.
 
-    A lease that was not there at the last look counts as renewed: a new observer gives every lease its whole length.
+    A lease that was not there at the last look counts as renewed, so that a new observer gives every lease its whole
+    length.
 
     Args:
+        before: what the observer knew before.
+        leases: the leases in the store, by name.
         now: `time.monotonic` of the look.
     """
     step_s = 0.0 if before.looked_at is None else min(max(now - before.looked_at, 0.0), MAX_STEP_S)
@@ -135,10 +138,10 @@ def _renewal(lease: Lease) -> tuple[str, int]:
 
 
 def servers_now(initial: Iterable[Job], observed: Observed, kind: str) -> dict[str, LiveServer]:
-    """The run's servers of one kind, by name: where each is now.
+    """Return the run's servers of one kind and their present addresses, by name.
 
-    A server of the initial world counts until its first lease was seen, because servers take minutes to start.
-    Afterwards its lease decides. Any other server counts while its lease holds and it is ready.
+    A server that the launcher placed counts until its first lease is seen, because servers take minutes to start.
+    Afterwards, and for any other server, it counts while its lease is held and its state is not `starting`.
 
     Args:
         initial: the jobs that the launcher placed.

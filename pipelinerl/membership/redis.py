@@ -1,10 +1,10 @@
-"""Leases on the run's redis server, where streams are there too.
+"""The store of leases on the run's redis server, for runs that keep their streams there too.
 
     pipelinerl-run:<run>:members     hash: name → lease
     pipelinerl-run:<run>:leave       set: names that are asked to leave
     pipelinerl-run:<run>:documents   hash: configuration and world, for roles that start without the run folder
 
-A write that compares is one Lua script, which the server executes whole or not at all.
+A write that depends on the stored value is one Lua script, which the server executes atomically.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class RedisStore:
     """Leases of one run on one redis server.
 
     Args:
-        run_id: what the run's keys have in their names.
+        run_id: the run's name in the keys.
     """
 
     def __init__(self, *, host: str, port: int, password: str | None, run_id: str):
@@ -93,12 +93,12 @@ class RedisStore:
             return bool(self._client.sismember(self._leave, name))
 
     def publish_documents(self, documents: Mapping[str, bytes]) -> None:
-        """Replaces what a role needs that starts without the run folder."""
+        """Replace the documents for roles that start without the run folder."""
         with self._server():
             self._client.hset(f"{self._prefix}:documents", mapping=dict(documents))
 
     def documents(self) -> dict[str, bytes]:
-        """Those documents; empty before the launcher has published them."""
+        """Return the published documents by name. Empty before the launcher has published them."""
         with self._server():
             found = self._client.hgetall(f"{self._prefix}:documents")
         return {name.decode(): content for name, content in found.items()}

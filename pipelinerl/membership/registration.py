@@ -1,8 +1,8 @@
-"""A role's own lease, renewed by a thread while the role shows that it lives.
+"""A role's own lease, renewed by a thread while the role shows that it is alive.
 
-Consumes: the role's sign of life. Produces: renewals, at least four in the lease's length. Waits for: nothing; while
-the store is away it tries again, because a lease does not run out for observers that cannot look. Ends: at ``close``,
-which gives the lease back.
+Consumes: the role's sign of life. Produces: at least four renewals per length of the lease. Waits for: nothing. While
+the store is away it tries again, because no lease runs out for observers that cannot read the store either. Ends: at
+``close``, which deletes the lease.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ RENEWALS_PER_LEASE = 4
 
 
 class Registration:
-    """The lease of this process.
+    """Renews the lease of this process.
 
     Args:
-        lease: as it begins; the incarnation is chosen here.
-        life: rises, or changes, as long as the role lives: a frozen engine's role stops renewing.
-        on_taken: called once, from the thread, when another process has taken the name over.
-        is_claimed: the name was claimed already with ``lease.incarnation``.
+        lease: the first lease.
+        life: its value changes as long as the role is alive. The lease of a role with a frozen engine is not renewed.
+        on_taken: called once, from the thread, when another process has taken over the name.
+        is_claimed: the name was already claimed with ``lease.incarnation``.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Registration:
 
     @property
     def lease(self) -> Lease:
-        """The lease as it was last changed."""
+        """The current lease, whose last change may not be written yet."""
         return self._lease
 
     @property
     def is_asked_to_leave(self) -> bool:
-        """Whether somebody asked this member to drain and end."""
+        """Whether this member was asked to drain and end."""
         return self._asked.is_set()
 
     def update(self, **changes: Any) -> None:
-        """Changes the lease; others see it with the renewal that follows at once."""
+        """Change fields of the lease. The thread renews it at once, so that others see the change."""
         with self._lock:
             changed = msgspec.structs.replace(self._lease, **changes)
             if changed != self._lease:
@@ -72,7 +72,7 @@ class Registration:
                 self._changed.set()
 
     def close(self) -> None:
-        """Gives the lease back, if the store answers: others need not wait until it runs out."""
+        """Stop the thread and delete the lease if the store answers, so that others need not wait until it runs out."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -94,7 +94,7 @@ class Registration:
             self._changed.wait(pause_s)
 
     def _renew(self) -> bool:
-        """False when the name belongs to another process."""
+        """Write the lease. Returns False if the name belongs to another process."""
         with self._lock:
             self._lease = msgspec.structs.replace(self._lease, sequence=self._lease.sequence + 1)
             lease = self._lease

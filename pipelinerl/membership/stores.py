@@ -1,7 +1,7 @@
-"""Where leases lie: the run folder, where the roles share one. `redis` is the other store.
+"""The interface of a store of leases, and the store in a run folder that all roles share. `redis` is the other store.
 
-<run folder>/members/<name>.json     a lease, replaced whole with each renewal
-<run folder>/members/<name>.leave    somebody asked this member to leave
+<run folder>/members/<name>.json     a lease, replaced as a whole with each renewal
+<run folder>/members/<name>.leave    this member was asked to leave
 """
 
 import contextlib
@@ -20,43 +20,43 @@ FOLDER = "members"
 
 
 class StoreAwayError(PipelineRLError):
-    """The leases cannot be read or written now; the same call may work later."""
+    """The leases cannot be read or written now. The same call may work later."""
 
 
 class LeaseStore(Protocol):
-    """The leases of one run. Every method raises ``StoreAwayError`` when the store does not answer."""
+    """The leases of one run. Every method raises ``StoreAwayError`` if the store does not answer."""
 
     def claim(self, lease: Lease) -> bool:
-        """Writes a lease under a name that nobody has; False if somebody has it."""
+        """Write a lease if its name is free. Returns False if the name is taken."""
         ...
 
     def take(self, lease: Lease) -> None:
-        """Writes a lease, whoever had the name before. A request to leave was meant for that one and goes."""
+        """Write a lease even if the name was taken. Deletes a request to leave, which was for the previous holder."""
         ...
 
     def renew(self, lease: Lease) -> bool:
-        """Replaces this incarnation's lease, or one that was deleted; False if another incarnation has the name."""
+        """Write this incarnation's lease, also if it was deleted. Returns False if another incarnation has the name."""
         ...
 
     def remove(self, lease: Lease) -> None:
-        """Deletes the lease of this incarnation, if it is still there."""
+        """Delete the lease of this incarnation if it is still there."""
         ...
 
     def leases(self) -> dict[str, Lease]:
-        """Every lease that can be read, by name."""
+        """Return every lease that can be read, by name."""
         ...
 
     def ask_to_leave(self, name: str) -> None:
-        """Asks whoever has the name to drain and end."""
+        """Ask the member with this name to drain and end."""
         ...
 
     def is_asked_to_leave(self, name: str) -> bool:
-        """Whether somebody did."""
+        """Whether the member with this name was asked to leave."""
         ...
 
 
 class FolderStore:
-    """Leases as files of a folder that all roles share."""
+    """Leases as files in a run folder that all roles share."""
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / FOLDER
@@ -116,14 +116,14 @@ class FolderStore:
         return self._folder / f"{name}.leave"
 
     def _read(self, path: Path) -> Lease | None:
-        """The lease; None where there is none or the file is not one of this name."""
+        """Read a lease. None if there is no file or it holds no lease of this name."""
         with contextlib.suppress(FileNotFoundError):
             return decode(path.stem, path.read_bytes())
         return None
 
 
 def decode(name: str, content: bytes) -> Lease | None:
-    """The lease in these bytes; None if it is not one of this name: such a lease counts as not renewed."""
+    """Decode a lease. None if the bytes are no lease of this name, which then counts as not renewed."""
     try:
         lease = msgspec.json.decode(content, type=Lease)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""What one role knows of the others' leases, kept up to date by a thread.
+"""A role's view of the others' leases, which a thread keeps up to date.
 
-Consumes: the store, every `LOOK_S`. Produces: ``observed``. Deletes leases that ran out long ago. Waits for: nothing:
-while the store is away the last view stands and no lease runs out. Ends: at ``close``.
+Consumes: the store, every `LOOK_S`. Produces: ``observed``. Deletes leases that ran out long ago. Waits for: nothing.
+While the store is away the last view stays valid and no lease runs out. Ends: at ``close``.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ LOOK_S = 0.5
 
 
 class ServerView(Protocol):
-    """Who serves now."""
+    """A view of the servers that are in the run now."""
 
     def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
-        """Servers of this kind by name; ``serves``: only those of one actor (preprocessor)."""
+        """Return the servers of this kind by name. ``serves``: only those of one actor or preprocessor replica."""
         ...
 
 
 class PlacedJobs:
-    """The view where nobody has a lease: every placed server, always."""
+    """The view of a run without leases: every placed server is always there."""
 
     def __init__(self, jobs: Sequence[Job]):
         self._jobs = tuple(jobs)
@@ -62,14 +62,14 @@ class MembershipWatch:
 
     @property
     def observed(self) -> Observed:
-        """The newest view."""
+        """What the last look at the store showed."""
         return self._observed
 
     def servers(self, kind: str, serves: int | None = None) -> dict[str, LiveServer]:
         return of_replica(servers_now(self._initial, self._observed, kind), serves)
 
     def look(self) -> None:
-        """One look at the store."""
+        """Read the store once and update the view."""
         try:
             members = self._store.leases()
         except StoreAwayError as error:

@@ -1,4 +1,4 @@
-"""What a deployment is rendered from."""
+"""The values from which the documents of a platform are rendered."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Deployment:
     """The experiment's command line, and the machines that it gets."""
 
     arguments: tuple[str, ...]
-    """Of `pipelinerl.launch`."""
+    """Arguments of `pipelinerl.launch`."""
     name: str = "pipelinerl"
     nodes: int = 1
     gpus_per_node: int = 0
@@ -28,7 +28,7 @@ class Deployment:
     image: str = ""
     """Kubernetes: the container's image."""
     extra_servers: int = 0
-    """Kubernetes: servers beside those of the nodes, which join and leave as the platform has room."""
+    """Kubernetes: additional servers, which join and leave the run as the platform has room."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

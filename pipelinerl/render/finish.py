@@ -1,6 +1,6 @@
-"""`python -m pipelinerl.render.finish RUN`: the report of a run whose roles a platform started.
+"""`python -m pipelinerl.render.finish RUN`: writes the report of a run whose roles a platform started.
 
-Exit code 0: every step was made. 143: the roles were stopped before.
+Exit code 0: all steps were made. 143: the roles were stopped before that.
 """
 
 import sys

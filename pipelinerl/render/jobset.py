@@ -1,7 +1,7 @@
-"""Kubernetes: the nodes of a run as one JobSet gang, further servers as a Deployment whose pods join by lease.
+"""Kubernetes: a JobSet for the nodes of a run, and a Deployment for additional servers, which join by lease.
 
-Every pod of the gang runs the launcher as on any machine; its rank is the pod's index and its peers have the JobSet's
-stable names. The secret comes from a Kubernetes Secret of the run's name, which is not part of the document.
+Every pod of the JobSet runs the launcher as on any machine. Its rank is the pod's index, and its peers have the
+JobSet's stable names. The secret comes from a Kubernetes Secret with the run's name, which is not in the document.
 """
 
 from typing import Any
@@ -19,7 +19,11 @@ RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def render(deployment: Deployment) -> str:
-    """The documents for `kubectl apply -f -`."""
+    """Return the documents for `kubectl apply -f -`.
+
+    Raises:
+        ConfigError: the image is missing, or servers shall join and `output_dir` is not absolute.
+    """
     if not deployment.image:
         raise ConfigError("--image is missing: name the container's image")
     documents = [gang(deployment)]
@@ -29,7 +33,7 @@ def render(deployment: Deployment) -> str:
 
 
 def hosts_of(deployment: Deployment) -> list[str]:
-    """Names of the gang's pods, which the JobSet's headless service resolves."""
+    """Names of the JobSet's pods, which its headless service resolves."""
     return [f"{deployment.name}-{JOB}-0-{index}.{deployment.name}" for index in range(deployment.nodes)]
 
 

@@ -1,4 +1,4 @@
-"""A SkyPilot task: one launcher per node, which learns rank and peers from SkyPilot's variables."""
+"""A SkyPilot task that runs one launcher per node. Each gets its rank and peers from SkyPilot's variables."""
 
 import shlex
 from typing import Any
@@ -9,7 +9,7 @@ from pipelinerl.render.deployment import Deployment
 
 
 def render(deployment: Deployment) -> str:
-    """The task for `sky launch`; the secret is given with `--secret PIPELINERL_SECRET`."""
+    """Return the task for `sky launch`, which must get the secret with `--secret PIPELINERL_SECRET`."""
     resources: dict[str, Any] = {"cpus": f"{deployment.cpus_per_node}+"}
     if deployment.gpus_per_node:
         resources["accelerators"] = f"{deployment.gpu}:{deployment.gpus_per_node}"

@@ -1,9 +1,9 @@
-"""A SLURM batch script: it writes the run folder, starts every role as a step of its own, and ends when the actors do.
+"""A SLURM batch script that writes the run folder, starts every role as a job step, and ends when the actors end.
 
-Each role is started again when it fails, `PRL_RESTARTS` times; the others wait for it. The trainer's ranks meet through
-torchrun's static rendezvous. The secret is made when the job starts and is in the job's environment only. SIGTERM
-(`scancel --signal=TERM`, or the time limit's warning) reaches every role: the trainer saves. A job that is queued again
-resumes.
+A role that fails is started again up to `PRL_RESTARTS` times, while the others wait for it. The trainer's ranks meet
+through torchrun's static rendezvous. The secret is made when the job starts and is only in the job's environment.
+SIGTERM (`scancel --signal=TERM`, or the time limit's warning) reaches every role, so that the trainer saves. A job that
+is queued again resumes the run.
 """
 
 import shlex
@@ -72,7 +72,7 @@ if [[ -n $stopping ]]; then echo "stopped; a job that is queued again resumes $P
 
 
 def render(deployment: Deployment) -> str:
-    """The script for `sbatch`."""
+    """Return the script for `sbatch`."""
     assert deployment.output_dir is not None
     directives = [
         f"--job-name={deployment.name}",

@@ -230,8 +230,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def survivorship(points: Points) -> dict[str, Any]:
-    """Return counts and means of every fate over the run, and the newest share of dropped rollouts per length decile.
-    """
+    """Counts and means of every fate over the run, and the newest share of dropped rollouts per length decile."""
     totals: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0.0, "tokens": 0.0, "reward": 0.0})
     for point in points:
         for name, count in point.items():
