@@ -1,4 +1,4 @@
-"""`pipelinerl rollouts RUN`: what the model was asked and said, and what became of it.
+"""`pipelinerl rollouts RUN`: shows what the model was asked, what it answered, and how that was used.
 
     pipelinerl rollouts results/x                       the newest rollouts, in a pager, coloured
     pipelinerl rollouts results/x --step 40 --best 3    of the batch of one optimizer step, highest reward first

@@ -26,8 +26,8 @@ def decide_after_exit(
     """Decide what follows from an exit that the launcher did not ask for.
 
     Args:
-        code: exit code; below 0 it is the number of the signal that killed the process.
-        kill_reason: why the launcher killed the process itself; None if it did not.
+        code: exit code. Below 0 it is minus the number of the signal that killed the process.
+        kill_reason: why the launcher killed the process itself. None if it did not.
         restarts_used: restarts of all roles of this node so far.
     """
     if code == EXIT_LEFT and kill_reason is None:

@@ -128,7 +128,7 @@ def describe_run(
         since: when the roles were started.
         step: newest optimizer step.
         last: number of optimizer steps of the run.
-        speed: optimizer steps per second; None = not known yet.
+        speed: optimizer steps per second. None = not known yet.
     """
     evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
     starting = {name: status for name, status in statuses.items() if is_starting(status)}

@@ -126,7 +126,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
-    """Sleep until the process ends, without polling. Returns the exit code; below 0 it is minus a signal's number."""
+    """Sleep until the process ends, without polling, and return its exit code (below 0: minus a signal's number)."""
     code = process.poll()
     if code is not None:
         return code

@@ -34,7 +34,7 @@ class RunQueues:
 
         Args:
             statuses: by status name, with times of the same clock as `now`.
-            jobs: running jobs; the values are not used.
+            jobs: running jobs. The values are not used.
         """
         silent = {
             job_of(name): status.heartbeat

@@ -1,6 +1,6 @@
-"""What a world needs beside its devices: worker processes, actors, preprocessors, verifiers, bytes through streams.
+"""What a world needs in addition to devices: worker processes, actors, preprocessors, verifiers, stream bandwidth.
 
-Pure. The costs are `benchmarks/ceiling.py`'s figures of one core of the machine named there; a test compares the two.
+Pure. `benchmarks/ceiling.py` measured the costs on one core of the machine named there. A test compares the two.
 """
 
 import math
@@ -17,31 +17,31 @@ CPU_MS: Mapping[int, Mapping[str, float]] = {
     8000: {"worker": 4.68, "server": 2.656, "actor": 0.125, "preprocessor": 0.412, "check": 3.316},
     32_000: {"worker": 10.368, "server": 5.728, "actor": 0.745, "preprocessor": 1.038, "check": 3.316},
 }
-"""CPU milliseconds of a rollout by the tokens of its completion."""
+"""CPU milliseconds of a rollout in each component, by the number of tokens of its completion."""
 LOAD = 0.7
-"""Share of a core that a process may be busy: beyond it queues grow."""
+"""Share of a core that a process may use. Beyond it queues grow."""
 STREAM_BYTES = 8 + 16
-"""Per token: in a group, and in a micro-batch."""
+"""Bytes per token in a group and in a micro-batch."""
 WORLDS = (8, 64, 512, 1000)
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes and bytes for a rate of rollouts."""
+    """Processes and stream bandwidth for a rate of rollouts."""
 
     rollouts_per_s: float
     workers: int
     """Rollout workers of all actors together."""
     replicas: int
-    """Actors, and as many preprocessors."""
+    """Number of actors, and of preprocessors."""
     verifier_processes: int
-    """Where every rollout is checked once by the verifier service."""
+    """If the verifier service checks every rollout once."""
     api_cores: int
     """Cores for the API processes of all servers together."""
     stream_mb_per_s: float
 
 
 def cost_ms(component: str, tokens: float) -> float:
-    """CPU milliseconds of one rollout with a completion of so many tokens: linear between the measured lengths."""
+    """CPU milliseconds of one rollout with a completion of `tokens` tokens, linear between the measured lengths."""
     lengths = sorted(CPU_MS)
     measured = [CPU_MS[length][component] for length in lengths]
     beyond = 1.0 if component == "check" else max(1.0, tokens / lengths[-1])
@@ -49,7 +49,12 @@ def cost_ms(component: str, tokens: float) -> float:
 
 
 def needs(tokens_per_s: float, mean_length: float, prompt_length: float) -> Needs:
-    """For so many trained completion tokens per second."""
+    """Compute the needs of a rate of trained completion tokens per second.
+
+    Args:
+        mean_length: mean tokens of a completion.
+        prompt_length: tokens of a prompt.
+    """
     rollouts = tokens_per_s / mean_length
 
     def processes(component: str) -> int:
@@ -66,7 +71,7 @@ def needs(tokens_per_s: float, mean_length: float, prompt_length: float) -> Need
 
 
 def shortages(wanted: Needs, cfg: Config) -> list[str]:
-    """One warning per key that lets less through than the split makes."""
+    """Return one warning for each key of the configuration that gives fewer processes than wanted."""
     replicas = max(cfg.world.replicas, wanted.replicas)
     per_actor = math.ceil(wanted.workers / replicas)
     verifiers = math.ceil(wanted.verifier_processes / cfg.verifier.workers)
@@ -82,7 +87,13 @@ def shortages(wanted: Needs, cfg: Config) -> list[str]:
 
 
 def worlds_table(rate_per_device: float, mean_length: float, prompt_length: float) -> Table:
-    """What worlds of several sizes need, each at this rate per device. A replica is an actor and a preprocessor."""
+    """Return a table of the needs of worlds of several sizes. A replica is an actor and a preprocessor.
+
+    Args:
+        rate_per_device: trained completion tokens per second and device.
+        mean_length: mean tokens of a completion.
+        prompt_length: tokens of a prompt.
+    """
     table = Table(title="Beside the devices", title_justify="left")
     for column in ("devices", "rollouts/s", "workers", "replicas", "verifiers", "API cores", "stream MB/s"):
         table.add_column(column, justify="right")

@@ -1,7 +1,8 @@
-"""What a bound on the lag drops: a model of the oldest token's lag (docs/algorithms.md §8).
+"""Predicts the share of rollouts that a bound on the lag drops, from the oldest token's lag (docs/algorithms.md §8).
 
-The members of a group start together and are published together, when the longest has ended. The lag of their oldest
-tokens is therefore that of the longest member, m·H·I/(L̄·B) steps rounded up, and the steps that the group then waits.
+The members of a group start together and are published together when the longest has ended. The lag of their oldest
+tokens is therefore that of the longest member of m tokens, m·H·I/(L̄·B) steps rounded up, plus the steps that the group
+then waits.
 """
 
 import math
@@ -12,12 +13,12 @@ import numpy as np
 from pipelinerl.plan.throughput import PipelinePlan, Workload
 
 QUEUED_STEPS = 2
-"""Steps between publication and training: the batch being filled and the one under training."""
+"""Steps between publication and training: one for the batch being filled and one for the batch being trained."""
 TOLERATED = 0.01
 
 
 class DropShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of rollouts whose oldest token is beyond the bound."""
+    """Share of rollouts whose oldest token is beyond the bound, of all and of the longest tenth."""
 
     rollouts: float
     longest_tenth: float
@@ -29,7 +30,7 @@ def steps_per_token(work: Workload, plan: PipelinePlan) -> float:
 
 
 def drop_shares(work: Workload, plan: PipelinePlan, attempts: int, max_lag_steps: int) -> DropShares:
-    """Predicted for groups of ``attempts`` rollouts; of all, and of the longest tenth."""
+    """Predict the shares for groups of ``attempts`` rollouts and a bound of ``max_lag_steps`` optimizer steps."""
     longest_kept = max(math.floor((max_lag_steps - QUEUED_STEPS) / steps_per_token(work, plan) + 1e-9), 0)
     below = float(work.lengths.probabilities[:longest_kept].sum())
     tenth = _longest_tenth(work.lengths.probabilities)
@@ -38,7 +39,7 @@ def drop_shares(work: Workload, plan: PipelinePlan, attempts: int, max_lag_steps
 
 
 def recommended_bound(work: Workload, plan: PipelinePlan, attempts: int) -> int:
-    """The lowest `max_lag_steps` that drops at most one in a hundred of the longest tenth."""
+    """The lowest `max_lag_steps` that drops at most 1 % of the longest tenth, for groups of ``attempts`` rollouts."""
     bound = QUEUED_STEPS
     while drop_shares(work, plan, attempts, bound).longest_tenth > TOLERATED:
         bound += 1
@@ -46,7 +47,7 @@ def recommended_bound(work: Workload, plan: PipelinePlan, attempts: int) -> int:
 
 
 def _longest_tenth(probabilities: np.ndarray) -> np.ndarray:
-    """[L] distribution of the lengths of the longest tenth."""
+    """[L] probabilities of the lengths in the longest tenth."""
     above = np.cumsum(probabilities[::-1])[::-1]
     part = np.minimum(probabilities, np.maximum(0.1 - (above - probabilities), 0.0))
     return part / part.sum()

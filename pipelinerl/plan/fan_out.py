@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_weights(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print and return the seconds until the last server has an update on the wire; staging and swap come on top."""
+    """Print and return the seconds until the last server has received an update, without staging and swap."""
     wire = LinkSpeed(bytes_per_s=1e9 * args.gbytes_per_s, links_per_server=args.links)
     table = Table(title=f"seconds per update, {args.gbytes_per_s:g} GB/s per link, {args.links} links per server")
     for column in ("model", "servers", "star", *(f"chain, {ranks} rank(s)" for ranks in RANKS)):

@@ -1,4 +1,4 @@
-"""Completion lengths as the planner sees them: the share of sequences that is still alive at each decoding step."""
+"""Completion lengths for the planner: the share of sequences that still decode at each decoding step."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -27,7 +27,7 @@ class Lengths:
 
     @classmethod
     def uniform(cls, longest: int) -> "Lengths":
-        """Every length from 1 to ``longest``."""
+        """Every length from 1 to ``longest`` with the same probability."""
         return cls(np.full(longest, 1.0 / longest))
 
     @classmethod
@@ -36,7 +36,15 @@ class Lengths:
 
     @classmethod
     def lognormal(cls, mean: float, longest: int, sigma: float = 0.8) -> "Lengths":
-        """Log-normal lengths cut at ``longest`` (where a server ends them); ``mean`` is the mean after the cut."""
+        """Log-normal lengths cut at ``longest``, where a server ends them.
+
+        Args:
+            mean: mean length after the cut, from 1 to ``longest``.
+            sigma: standard deviation of the logarithm before the cut.
+
+        Raises:
+            ValueError: the mean is out of range.
+        """
         if not 1 <= mean <= longest:
             raise ValueError(f"the mean length {mean} must lie between 1 and the longest, {longest}")
         low, high = 0.0, np.log(longest) + 8 * sigma
@@ -75,11 +83,14 @@ class Lengths:
 
     @cached_property
     def residual_alive(self) -> np.ndarray:
-        """[L] the same for sequences met at a random moment of steady generation (renewal theory)."""
+        """[L] share of the sequences at a random moment of steady generation that decode l more steps or longer.
+
+        This is the residual lifetime of renewal theory.
+        """
         return np.cumsum(self.alive[::-1])[::-1] / self.mean
 
     def sample(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """int64 [count] lengths."""
+        """int64 [count] random lengths."""
         return rng.choice(np.arange(1, self.longest + 1), size=count, p=self.probabilities)
 
 

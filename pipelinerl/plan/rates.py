@@ -1,7 +1,7 @@
 """Rates of decoding and training per device, in tokens/s: measured points, or assumed from model and GPU.
 
-Assumed rates are a roofline with the efficiencies below: good for choosing a first split, to be replaced by measured
-ones (``python -m pipelinerl.plan compare RUN``).
+Assumed rates are a roofline with the efficiencies below. They are good enough for a first split. Replace them by
+measured rates when there are some (``python -m pipelinerl.plan compare RUN``).
 """
 
 import msgspec
@@ -15,12 +15,12 @@ DECODE_BANDWIDTH_EFFICIENCY = 0.6
 DECODE_COMPUTE_EFFICIENCY = 0.4
 TRAIN_COMPUTE_EFFICIENCY = 0.35
 TRAIN_FLOPS_PER_PARAMETER = 8
-"""2 forward, 4 backward, 2 again with gradient checkpointing."""
+"""2 forward, 4 backward, and 2 for the second forward pass of gradient checkpointing."""
 VLLM_SHARE = 0.9
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """Data-sheet numbers."""
+    """Numbers of a GPU's data sheet."""
 
     flops: float
     """Dense 16-bit operations per second."""
@@ -40,19 +40,27 @@ GPUS = {
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device does alone."""
+    """Rates of one device that only decodes or only trains."""
 
     decode: Utilisation
-    """tokens/s with h sequences at a time on the device"""
+    """tokens/s with h sequences at a time on the device."""
     train: float
-    """tokens/s"""
+    """tokens/s."""
     max_concurrency: int
     """Sequences per device that fit in memory, or the largest measured batch."""
     source: str
 
 
 def measured_rates(decode_points: dict[float, float], train: float) -> Rates:
-    """Rates through measured (sequences, tokens/s) points, linear between them and from the origin."""
+    """Interpolate measured rates linearly between the points and from the origin.
+
+    Args:
+        decode_points: tokens/s of decoding by sequences at a time, per device.
+        train: tokens/s of training, per device.
+
+    Raises:
+        ValueError: there is no point, or a value is not positive.
+    """
     if not decode_points or min(decode_points) <= 0 or min(*decode_points.values(), train) <= 0:
         raise ValueError(
             "measured rates must be positive: give at least one sequences:tokens_per_second and a train rate"
@@ -67,7 +75,14 @@ def measured_rates(decode_points: dict[float, float], train: float) -> Rates:
 
 
 def assumed_rates(shape: ModelShape, gpu: Gpu, *, mean_context: float, devices_per_server: int = 1) -> Rates:
-    """Roofline: a decoding step reads the weights and every sequence's cache, and computes 2 FLOP per parameter."""
+    """Roofline: a decoding step reads the weights and every sequence's cache, and computes 2 FLOP per parameter.
+
+    Args:
+        mean_context: mean tokens in a sequence's cache.
+
+    Raises:
+        ValueError: a server cannot hold the weights and one sequence.
+    """
     weight_bytes = 2 * shape.parameters / devices_per_server
     cache_bytes = shape.kv_bytes_per_token() * mean_context
     bandwidth = DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth

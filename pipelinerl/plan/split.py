@@ -70,7 +70,11 @@ def count(text: str) -> int:
 
 
 def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, PipelinePlan, dict[str, Any]]:
-    """Print the recommendation; returns it with the workload that it is for, and as plain data."""
+    """Print the recommended plan. Returns the workload, the plan, and all results as plain data.
+
+    Raises:
+        ConfigError: no split respects the bound on the lag, or the arguments are inconsistent.
+    """
     cfg = load.parse(load.compose(args.config_name, [*NOT_NEEDED, *args.override], args.config_dir, own=True))
     work, rates = workload(args, cfg)
     bound = args.max_lag if args.max_lag is not None else cfg.max_lag_steps
@@ -103,7 +107,7 @@ def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, Pip
 
 
 def workload(args: argparse.Namespace, cfg: Config) -> tuple[Workload, Rates]:
-    """The command line over the configuration."""
+    """Return workload and rates from the command line, with the configuration's values as defaults."""
     devices = args.gpus or _configured_gpus(cfg)
     longest = args.max_length or int(cfg.llm.parameters["max_tokens"])
     mean = args.mean_length or 0.3 * longest
@@ -160,7 +164,7 @@ def choose_rates(args: argparse.Namespace, cfg: Config, lengths: Lengths, per_ll
 
 
 def overrides(work: Workload, plan: PipelinePlan) -> list[str]:
-    """What to put on the launcher's command line."""
+    """Return the plan as arguments for the launcher."""
     return [
         f"world.actor_fraction={plan.generating}",
         f"world.finetune_fraction={work.devices - plan.generating}",
@@ -200,7 +204,7 @@ def print_plan(console: Console, work: Workload, rates: Rates, plan: PipelinePla
 def print_drops(
     console: Console, work: Workload, plan: PipelinePlan, attempts: int, bound: int | None
 ) -> dict[str, Any]:
-    """What the bound on the lag costs, and the bound that costs next to nothing."""
+    """Print and return the share of rollouts that the bound on the lag drops, and the recommended bound."""
     needed = recommended_bound(work, plan, attempts)
     result: dict[str, Any] = {"recommended_max_lag_steps": needed}
     line = f"max_lag_steps={needed} keeps 99 % of the longest tenth"
@@ -216,7 +220,7 @@ def print_drops(
 
 
 def bounds_table(work: Workload) -> Table:
-    """What each bound on the lag costs."""
+    """Return a table of the best plan for each of several bounds on the lag."""
     table = Table(title="By bound on the lag", title_justify="left")
     for column in (
         "steps",

@@ -1,7 +1,7 @@
 """Throughput and lag of pipelined and conventional training (docs/algorithms.md §8, arXiv 2509.19128 A.4).
 
-Unit of work: one token at the decoding speed of one fully utilised device; rates are in tokens per unit of time. With
-absolute rates (tokens/s) instead of utilisations the same formulas give tokens/s.
+The unit of work is one token at the decoding speed of one fully utilised device. Rates are in tokens per unit of time.
+With absolute rates (tokens/s) instead of utilisations the same formulas give tokens/s.
 
     N  devices                          I  devices that generate
     B  sequences per optimizer step     G  optimizer steps per phase (conventional)
@@ -20,11 +20,11 @@ from pipelinerl.plan.lengths import Lengths
 Utilisation = Callable[[np.ndarray | float], np.ndarray]
 
 CONCURRENCY_STEP = 8
-"""Concurrency is searched in multiples of this: engines pad their batches."""
+"""Concurrency is searched in multiples of this, because engines pad their batches."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be done, on how many devices."""
+    """The work of a run, its devices and their speed."""
 
     devices: int
     batch_size: int
@@ -39,9 +39,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_trainer_group: int = 1
     """Sequence parallelism: trainer devices come in groups of this size."""
     update_pause: float = 0.0
-    """Pipeline: time of each weight update in which decoding stands still."""
+    """Pipeline: time for which each weight update stops decoding."""
     phase_gap: float = 0.0
-    """Conventional: time of each phase in which nothing is decoded or trained (the update, the batch's way)."""
+    """Conventional: time of each phase in which nothing is decoded or trained (weight update, moving the batch)."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     training_rate: float
     largest_lag: int
     mean_in_flight_lag: float
-    """Token-weighted; what queueing and packing add comes on top."""
+    """Mean over tokens, without the lag that queueing and packing add."""
 
 
 def saturating_utilisation(peak: float, scale: float) -> Utilisation:
@@ -74,10 +74,10 @@ PAPER_TRAIN_TIME = 4.92
 
 
 def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
-    """Tokens per time of all N devices while a phase of B·G sequences is generated, its tail included.
+    """Tokens per time of all N devices while a phase of B·G sequences is generated, including its tail.
 
-    Above ``max_concurrency`` sequences per device the rest waits: the devices are full until the last has started, and
-    then drain with lengths as seen at a random moment of steady generation.
+    Sequences above ``max_concurrency`` per device wait. The devices are full until the last sequence has started, and
+    then drain with the remaining lengths of a random moment of steady generation.
     """
     sequences = work.batch_size * steps_per_phase / work.devices
     tokens = sequences * work.lengths.mean
@@ -89,10 +89,10 @@ def conventional_generation_rate(work: Workload, steps_per_phase: int) -> float:
 
 
 def _drain_time(work: Workload, sequences: float, alive: np.ndarray) -> float:
-    """Σ over steps of h(l)/U(h(l)) for so many sequences per device, all devices waiting for the last.
+    """Σ over steps of h(l)/U(h(l)) for this number of sequences per device, until the last of all devices ends.
 
-    A step is made if any sequence is alive: few of a small batch come near the longest length. With h the mean number
-    alive given that one is, the sum is exact where the time of a step is affine in h.
+    A step is made if any sequence is alive, because few of a small batch come near the longest length. h is the mean
+    number of sequences alive given that at least one is. The sum is exact if the time of a step is affine in h.
     """
     alive = alive[alive > 0]
     made = -np.expm1(sequences * work.devices * np.log1p(-np.minimum(alive, 1.0 - 1e-12)))
@@ -101,30 +101,30 @@ def _drain_time(work: Workload, sequences: float, alive: np.ndarray) -> float:
 
 
 def conventional_rate(work: Workload, steps_per_phase: int) -> float:
-    """1/r = 1/r_gen + 1/r_train (+ the gap between them): both phases use all devices, one after the other."""
+    """1/r = 1/r_gen + 1/r_train (+ the gap between them), as both phases use all devices, one after the other."""
     generation = conventional_generation_rate(work, steps_per_phase)
     gap = work.phase_gap / (work.batch_size * steps_per_phase * work.lengths.mean)
     return 1.0 / (1.0 / generation + work.train_time / work.devices + gap)
 
 
 def largest_lag(work: Workload, generating: int, concurrency: int) -> int:
-    """g_max = ⌈H·I·L / (L̄·B)⌉: optimizer steps while the longest sequence is generated."""
+    """g_max = ⌈H·I·L / (L̄·B)⌉, the optimizer steps while the longest sequence is generated."""
     in_flight = concurrency * generating * work.lengths.longest
     return math.ceil(in_flight / (work.lengths.mean * work.batch_size) - 1e-9)
 
 
 def mean_in_flight_lag(work: Workload, generating: int, concurrency: int) -> float:
-    """Optimizer steps from the sampling of a token to the end of its sequence, mean over tokens.
+    """Mean over tokens of the optimizer steps from the sampling of a token to the end of its sequence.
 
-    A token has on average E[ℓ²]/(2·L̄) tokens after it, each one decoding step; during a step all H·I sequences grow by
-    one token, which is H·I/(L̄·B) optimizer steps.
+    A token has on average E[ℓ²]/(2·L̄) tokens after it, and each takes one decoding step. During a step all H·I
+    sequences grow by one token, which is H·I/(L̄·B) optimizer steps.
     """
     remaining = work.lengths.mean_square / (2.0 * work.lengths.mean)
     return remaining * concurrency * generating / (work.lengths.mean * work.batch_size)
 
 
 def pipeline_plan(work: Workload, generating: int, concurrency: int) -> PipelinePlan:
-    """r = min(U(H)·I, (N − I)/τ) with its lags; decoding stands still for each weight update."""
+    """r = min(U(H)·I, (N − I)/τ) with its lags. Each weight update also stops decoding for ``update_pause``."""
     decoding = float(work.utilisation(concurrency)) * generating
     generation = 1.0 / (1.0 / decoding + work.update_pause / (work.batch_size * work.lengths.mean))
     training = (work.devices - generating) / work.train_time
@@ -140,7 +140,7 @@ def pipeline_plan(work: Workload, generating: int, concurrency: int) -> Pipeline
 
 
 def best_pipeline(work: Workload, lag_bound: int | None = None) -> PipelinePlan | None:
-    """The fastest plan whose largest lag respects the bound, the one with less in flight among equals; None if none."""
+    """The fastest plan whose largest lag respects the bound, or None. Of equal plans the one with less in flight."""
     plans = (
         pipeline_plan(work, generating, concurrency)
         for generating in _splits(work)
@@ -162,13 +162,13 @@ def _concurrencies(work: Workload) -> Iterable[int]:
 
 
 def speed_up(work: Workload, lag_bound: int) -> float | None:
-    """Pipeline over conventional, neither training on tokens older than the bound allows (G = the bound)."""
+    """Rate of the pipeline over the conventional rate, where both respect the bound on the lag (G = the bound)."""
     plan = best_pipeline(work, lag_bound)
     return None if plan is None else plan.rate / conventional_rate(work, lag_bound)
 
 
 def recommend(work: Workload, lag_bound: int | None = None, tolerance: float = 0.02) -> PipelinePlan | None:
-    """The plan with the smallest lag among those within ``tolerance`` of the fastest; None if nothing is allowed."""
+    """The plan with the smallest lag among those within ``tolerance`` of the fastest. None if no plan is allowed."""
     best = best_pipeline(work, lag_bound)
     if best is None:
         return None

@@ -1,7 +1,7 @@
 """`pipelinerl report RUN [RUN2 …]`: one HTML file about one or several runs, which opens from the disk.
 
     pipelinerl report results/x                    writes results/x/report.html
-    pipelinerl report results/x results/y -o c.html     the two beside each other
+    pipelinerl report results/x results/y -o c.html     the two side by side
     pipelinerl report results/x --serve                 the same page on loopback, up to date
 
 Reads the folder of a running, stopped, killed or finished run and changes nothing else in it.

@@ -1,4 +1,4 @@
-"""What the commands of research print."""
+"""The commands of `research`, which print their results and return them as plain data."""
 
 import argparse
 import json
@@ -57,7 +57,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def run_scaling(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Held-out success against optimizer steps, or the given pairs of compute and reward."""
+    """Fit held-out success against optimizer steps of a run, or the (compute, reward) pairs of a JSON file."""
     points = run_evaluations(args.source) if args.source.is_dir() else json.loads(args.source.read_text())
     start = next((float(reward) for compute, reward in points if compute == 0), None)
     compute, reward = zip(*[pair for pair in points if pair[0] > 0], strict=True)

@@ -1,8 +1,7 @@
-"""After a run: what the model of docs/algorithms.md §8 predicts from the run's own rates, beside what the run measured.
+"""Compares the predictions of the model of docs/algorithms.md §8 with a run's measurements, after the run.
 
-The rates that go in are those of each side while it has work: the trainer's tokens per second of the time in which it
-does not wait for data, and the servers' tokens per second of the time in which rollouts are under way. Throughput and
-lag come out.
+The inputs are the rates of each side while it has work: the trainer's tokens per second while it does not wait for
+data, and the servers' tokens per second while rollouts are in progress. The outputs are throughput and lag.
 """
 
 from collections.abc import Sequence
@@ -22,16 +21,16 @@ from pipelinerl.records.topics import ACTOR, EVALUATION
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 
 WARM_UP_SHARE = 0.1
-"""Of the optimizer steps: compilation, empty queues."""
+"""Share of the optimizer steps that is left out, because of compilation and empty queues."""
 MAX_GROUPS = 2000
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prediction is made from."""
+    """The inputs of the prediction."""
 
     batch_size: int
     generation_tokens_per_s: float
-    """All servers, counting only the time in which rollouts are under way."""
+    """All servers, counting only the time in which rollouts are in progress."""
     latency_s: float
     """Mean time of a rollout."""
     train_tokens_per_s: float
@@ -39,11 +38,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     mean_tokens: float
     longest_tokens: float
     mean_square_tokens: float | None = None
-    """None when the lengths of the run are gone."""
+    """None if the lengths of the run's rollouts are no longer available."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity."""
+    """One compared quantity."""
 
     name: str
     predicted: float
@@ -71,7 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict(facts: RunFacts) -> Prediction:
-    """r = min(generation, training); a token's in-flight lag is the optimizer steps until its sequence ends."""
+    """r = min(generation, training). A token's in-flight lag is the optimizer steps until its sequence ends."""
     rate = min(facts.generation_tokens_per_s, facts.train_tokens_per_s)
     token_time = facts.latency_s / facts.mean_tokens
     steps_per_s = rate / (facts.mean_tokens * facts.batch_size)
@@ -86,7 +85,7 @@ def predict(facts: RunFacts) -> Prediction:
 
 
 def compare(facts: RunFacts, steps: Sequence[dict[str, Any]]) -> tuple[Prediction, tuple[Line, ...]]:
-    """Prediction and measurement, quantity by quantity; ``steps`` are the trainer's points after the warm-up."""
+    """Compare prediction and measurement. ``steps`` are the trainer's points after the warm-up."""
     prediction = predict(facts)
     seconds = steps[-1]["time"] - steps[0]["time"]
     lines = [
@@ -125,7 +124,11 @@ def facts_of_run(
     steps: Sequence[dict[str, Any]],
     lengths: Lengths | None,
 ) -> RunFacts:
-    """Rates of a run from its metrics and, where they still exist, its rollouts."""
+    """Return the rates of a run from its metrics and, if they still exist, the lengths of its rollouts.
+
+    Raises:
+        ConfigError: the run has too few metrics.
+    """
     known = [point for point in actor_points if point.get("generating_s") and "latency_s" in point]
     if not known or len(steps) < 3:
         raise ConfigError("the run has too few metrics to compare: it needs at least 4 optimizer steps")
@@ -144,7 +147,7 @@ def facts_of_run(
 
 
 def _generation_rate(points: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second of generation between the first and the last of the actor's points within the steps."""
+    """Tokens per second of generation between the actor's first and last points during the steps."""
     totals = [point["generating_s"] for point in points]
     started = max((i for i in range(1, len(totals)) if totals[i] < totals[i - 1]), default=0)
     inside = [point for point in points[started:] if steps[0]["time"] <= point["time"] <= steps[-1]["time"]]
@@ -158,7 +161,7 @@ def _generation_rate(points: Sequence[dict[str, Any]], steps: Sequence[dict[str,
 
 
 def compare_run(run_dir: Path) -> tuple[RunFacts, Prediction, tuple[Line, ...]]:
-    """Compare a finished (or running) run folder."""
+    """Compare prediction and measurement of a finished or running run folder."""
     cfg = load_run(run_dir)
     points = {point["step"]: point for point in read_metrics(run_dir, "finetune")}
     steps = [points[step] for step in sorted(points)]
@@ -169,7 +172,7 @@ def compare_run(run_dir: Path) -> tuple[RunFacts, Prediction, tuple[Line, ...]]:
 
 
 def run_lengths(cfg: Config, run_dir: Path) -> Lengths | None:
-    """Completion lengths of the rollouts that the files of topic `actor` still hold."""
+    """Lengths of the rollouts that the files of topic `actor` still hold. None if there are none."""
     if cfg.streams.backend != "files":
         return None
     _read_files_of(cfg)

@@ -1,8 +1,8 @@
 """Scaling fit R(C) = R0 + (A − R0) / (1 + (C_mid/C)^B) (docs/algorithms.md §9, arXiv 2510.13786).
 
 A is the performance that the recipe approaches, B how fast, C_mid the compute at which half of the gain is made. The
-fit is a grid over A and C_mid with B fitted at each point, refined around the best; A's error is the range of the
-profile likelihood in which the sum of squares rises by one residual variance.
+fit searches a grid over A that is refined around the best, and fits C_mid and B at each A in the same way. A's error
+comes from the range of A in which the least sum of squares rises by at most one residual variance.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ class ScalingFit(msgspec.Struct, frozen=True, kw_only=True):
     asymptote: float
     """A"""
     asymptote_error: float
-    """One standard error; infinite when the data do not bound A."""
+    """One standard error. Infinite if the data do not bound A."""
     exponent: float
     """B"""
     midpoint: float
-    """C_mid, in the unit of the compute given"""
+    """C_mid, in the unit of the given compute"""
     start: float
     """R0"""
     residual: float
-    """Root mean square of what the curve leaves."""
+    """Root mean square of the differences between rewards and curve."""
 
     def predict(self, compute: Sequence[float] | np.ndarray) -> np.ndarray:
         return scaling_curve(np.asarray(compute, dtype=np.float64), self)
@@ -46,9 +46,9 @@ def fit_scaling(
     """Fit the curve to rewards at growing compute.
 
     Args:
-        compute: [n] positive, in any unit (GPU hours, tokens, optimizer steps); n ≥ 5.
+        compute: [n] positive, in any unit (GPU hours, tokens, optimizer steps). n ≥ 5.
         reward: [n] held-out success or reward.
-        start: R0; None = the reward at the smallest compute.
+        start: R0. None = the reward at the smallest compute.
         ceiling: largest possible A (1 for success rates).
 
     Raises:
@@ -95,14 +95,14 @@ def _best(
 def _sums(
     c: np.ndarray, r: np.ndarray, r0: float, asymptote: float, midpoints: np.ndarray, exponents: np.ndarray
 ) -> np.ndarray:
-    """[M, E] sums of squares over the data."""
+    """[M, E] sums of squares over the data for each of M midpoints and E exponents."""
     ratio = np.log(midpoints)[:, None, None] - np.log(c)
     curve = r0 + (asymptote - r0) / (1.0 + np.exp(np.clip(exponents[None, :, None] * ratio, -700, 700)))
     return ((curve - r) ** 2).sum(axis=-1)
 
 
 class _Profile:
-    """Least sum of squares at a given A, with the C_mid and B that reach it."""
+    """Computes the least sum of squares at a given A, with the C_mid and B that reach it."""
 
     def __init__(self, c: np.ndarray, r: np.ndarray, r0: float, midpoints: np.ndarray):
         self.c, self.r, self.r0, self.midpoints = c, r, r0, midpoints
@@ -123,7 +123,10 @@ def _zoom(grid: np.ndarray, index: int) -> np.ndarray:
 
 
 def _asymptote_error(profile: _Profile, asymptote: float, total: float, count: int, r0: float, ceiling: float) -> float:
-    """Half the range of A whose sum of squares stays within one residual variance of the best."""
+    """Larger distance from A to the ends of the range in which the sum of squares rises by one residual variance.
+
+    An end beyond ``r0`` or ``ceiling`` does not count. Infinite if neither end counts.
+    """
     limit = total + max(total, 1e-18) / (count - PARAMETERS)
     high = _crossing(profile, asymptote, ceiling, limit)
     low = _crossing(profile, asymptote, r0 + 1e-9 * max(abs(r0), 1.0), limit)
@@ -132,7 +135,7 @@ def _asymptote_error(profile: _Profile, asymptote: float, total: float, count: i
 
 
 def _crossing(profile: _Profile, inside: float, outside: float, limit: float) -> float | None:
-    """Where the profile reaches the limit between the best A and a bound; None if it never does."""
+    """The A between the best one and a bound at which the profile reaches the limit. None if it never does."""
     if profile(outside)[0] <= limit:
         return None
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""A discrete simulation of both schedules: the check on the formulas of ``throughput``.
+"""A discrete simulation of both schedules, which checks the formulas of ``throughput``.
 
 It decodes step by step, trains B finished sequences per optimizer step in the order in which they finish, and counts
 for every trained token the optimizer steps since it was sampled. Work per token is that of ``Workload``.
@@ -20,9 +20,15 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 def simulate_pipeline(
     work: Workload, generating: int, concurrency: int, num_steps: int, *, seed: int = 0, ready_batches: int = 1
 ) -> Simulated:
-    """Generate and train side by side; generation pauses while ``ready_batches`` whole batches wait.
+    """Simulate a pipeline that generates and trains at the same time.
 
-    Counted from the first batch without a sequence of the start; slots start at random places of their sequences.
+    Generation pauses while ``ready_batches`` whole batches wait. Slots start at random places of their sequences, and
+    the result leaves out the batches with these first sequences.
+
+    Args:
+        generating: devices that generate.
+        concurrency: sequences at a time per generating device.
+        num_steps: optimizer steps.
     """
     rng = np.random.default_rng(seed)
     slots = concurrency * generating
@@ -79,7 +85,11 @@ def _measure(trained: list[np.ndarray], updates: list[float], versions: np.ndarr
 
 
 def simulate_conventional(work: Workload, steps_per_phase: int, num_phases: int, *, seed: int = 0) -> Simulated:
-    """Generate a phase on all devices, then train it on all devices."""
+    """Simulate phases that generate on all devices and then train on all devices.
+
+    Args:
+        steps_per_phase: optimizer steps per phase.
+    """
     rng = np.random.default_rng(seed)
     tokens, elapsed = 0, 0.0
     for _ in range(num_phases):
@@ -91,7 +101,7 @@ def simulate_conventional(work: Workload, steps_per_phase: int, num_phases: int,
 
 
 def _decode_time(lengths: np.ndarray, work: Workload) -> float:
-    """Time of one device for its sequences; a finished one makes room for the next."""
+    """Time that one device needs for its sequences. A finished sequence makes room for the next."""
     waiting = list(lengths[work.max_concurrency :])
     remaining = lengths[: work.max_concurrency].copy()
     elapsed = 0.0
