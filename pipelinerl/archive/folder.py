@@ -103,7 +103,13 @@ def sizes_in(folder: Path) -> dict[StepFile, int]:
 
 
 def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_bytes: int) -> list[StepFile]:
-    """Return the files to delete after step ``newest`` was written. Pure."""
+    """Return the files to delete after step ``newest`` was written. Pure.
+
+    Args:
+        sizes: bytes of each file.
+        last_steps: number of newest steps whose `rest` stays.
+        max_bytes: bound on all files together.
+    """
     gone = [file for file in sizes if file.part == REST and file.step <= newest - last_steps]
     left = {file: size for file, size in sizes.items() if file not in set(gone)}
     total = sum(left.values())

@@ -54,7 +54,7 @@ class RunMark:
 def start_role(
     command: RoleCommand, folder: Path, mark: RunMark, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a role. Call from the main thread only, because that thread's cores change for a moment.
+    """Start a role. Call from the main thread only.
 
     Args:
         folder: the role's output is appended to `log.txt` in it.

@@ -126,7 +126,15 @@ def is_alive(lock: IO[str]) -> bool:
 
 
 def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> tuple[str, ...]:
-    """Refuse a folder that is not this experiment's. Returns the names that belong to its run and writes nothing."""
+    """Refuse a folder that is not this experiment's. Returns the names that belong to its run and writes nothing.
+
+    Args:
+        container: the configuration of this experiment.
+        force_restart: accept a folder with another experiment.
+
+    Raises:
+        ConfigError: the folder is refused.
+    """
     owned = (*OWNED, *built_model(path, container))
     check_recognised(path, owned)
     if (path / RUN_CONFIG).is_file() and not force_restart:

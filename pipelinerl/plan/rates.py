@@ -78,7 +78,9 @@ def assumed_rates(shape: ModelShape, gpu: Gpu, *, mean_context: float, devices_p
     """Roofline: a decoding step reads the weights and every sequence's cache, and computes 2 FLOP per parameter.
 
     Args:
+        shape: sizes of the model.
         mean_context: mean tokens in a sequence's cache.
+        devices_per_server: devices over which a server's weights are divided.
 
     Raises:
         ValueError: a server cannot hold the weights and one sequence.

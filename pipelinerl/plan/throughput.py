@@ -108,7 +108,12 @@ def conventional_rate(work: Workload, steps_per_phase: int) -> float:
 
 
 def largest_lag(work: Workload, generating: int, concurrency: int) -> int:
-    """g_max = ⌈H·I·L / (L̄·B)⌉, the optimizer steps while the longest sequence is generated."""
+    """g_max = ⌈H·I·L / (L̄·B)⌉, the optimizer steps while the longest sequence is generated.
+
+    Args:
+        generating: I, the number of devices that generate.
+        concurrency: H, the sequences at a time per generating device.
+    """
     in_flight = concurrency * generating * work.lengths.longest
     return math.ceil(in_flight / (work.lengths.mean * work.batch_size) - 1e-9)
 
@@ -117,14 +122,17 @@ def mean_in_flight_lag(work: Workload, generating: int, concurrency: int) -> flo
     """Mean over tokens of the optimizer steps from the sampling of a token to the end of its sequence.
 
     A token has on average E[ℓ²]/(2·L̄) tokens after it, and each takes one decoding step. During a step all H·I
-    sequences grow by one token, which is H·I/(L̄·B) optimizer steps.
+    sequences grow by one token, which is H·I/(L̄·B) optimizer steps. `generating` is I and `concurrency` is H.
     """
     remaining = work.lengths.mean_square / (2.0 * work.lengths.mean)
     return remaining * concurrency * generating / (work.lengths.mean * work.batch_size)
 
 
 def pipeline_plan(work: Workload, generating: int, concurrency: int) -> PipelinePlan:
-    """r = min(U(H)·I, (N − I)/τ) with its lags. Each weight update also stops decoding for ``update_pause``."""
+    """r = min(U(H)·I, (N − I)/τ) with its lags. Each weight update also stops decoding for ``update_pause``.
+
+    `generating` is I and `concurrency` is H.
+    """
     decoding = float(work.utilisation(concurrency)) * generating
     generation = 1.0 / (1.0 / decoding + work.update_pause / (work.batch_size * work.lengths.mean))
     training = (work.devices - generating) / work.train_time

@@ -218,7 +218,13 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
 
 
 def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
-    """Bytes of vLLM's share of one device that remain for the KV cache."""
+    """Bytes of vLLM's share of one device that remain for the KV cache.
+
+    Args:
+        kind: `actor_llm` or `preprocessor_llm`.
+        ranks: devices of the server.
+        gpu_bytes: memory of one device.
+    """
     held = sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks))
     return max(int(gpu_bytes * utilization(cfg)) - held, 0)
 

@@ -126,7 +126,8 @@ def sequence_data(
 ) -> dict[str, Any]:
     """Return the tokens of a sequence with their values.
 
-    `pieces` has all shown tokens and `at` the places of the sampled ones. The other lists follow the order of `at`.
+    `pieces` has the texts of all shown tokens and `at` the places of the sampled ones. The versions, log-probabilities
+    and entropies are in the order of `at`, and `altered` has indices into it.
     """
     pieces = text.pieces(sequence.token_ids.tolist())
     keep = kept_tokens(len(pieces))
