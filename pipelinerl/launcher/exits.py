@@ -41,7 +41,7 @@ def decide_after_exit(
         reason = "it ended although the run goes on"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
-        # The trainer keeps the servers up to date after its last step, but the run can end without that.
+        # After its last step the trainer only looks after the servers, and the run can end without that.
         return Exit(action="done", reason=f"{reason} after training was done; its work is complete")
     if not mendable:
         return Exit(action="fail", reason=f"{reason}, which a restart cannot mend")

@@ -54,7 +54,7 @@ class RunMark:
 def start_role(
     command: RoleCommand, folder: Path, mark: RunMark, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a role. Call from the main thread only.
+    """Start a role. Call from the main thread only, because roles get SIGTERM when the thread that started them ends.
 
     Args:
         folder: the role's output is appended to `log.txt` in it.

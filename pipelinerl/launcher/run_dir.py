@@ -2,7 +2,7 @@
 
 `claim` takes the lock and recognises the contents of the folder: nothing, this experiment, another one, or no run. It
 refuses a foreign folder, and starts over if asked to. `write` publishes configuration, world and start scripts. All
-files have mode 0600 and all folders 0700, because of the launcher's umask, which the roles inherit.
+files and folders have modes 0600 or 0700, because of the launcher's umask, which the roles inherit.
 """
 
 import fcntl
