@@ -1,11 +1,11 @@
-"""Topics: append-only streams of records between roles, on files, on redis, or on a backend of your own.
+"""Topics: append-only streams of records between roles, stored in files, on redis, or on a backend of your own.
 
-A record is framed and checksummed (``frames``), msgpack with raw arrays inside (``codec``), stored by a backend
-(``base`` says what every backend guarantees) and read by named readers whose positions are durable.
+``codec`` encodes a record as msgpack with raw arrays, and ``frames`` adds a length and checksums. A backend stores the
+frame (``base`` lists what every backend guarantees). Named readers read the records and have durable positions.
 
     python -m pipelinerl.streams tail results/x actor     records as JSON
     python -m pipelinerl.streams stats results/x          topics, lengths, positions, bytes
-    python -m pipelinerl.streams verify results/x         damage, and whom it matters to
+    python -m pipelinerl.streams verify results/x         damage, and the readers it affects
 """
 
 from pipelinerl.streams.api import (

@@ -1,6 +1,6 @@
-"""Streams as roles and users see them: typed topics on whatever backend the process has set.
+"""The streams API for roles and users: typed topics on the backend that the process has set.
 
-A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reader``. Users' code calls
+A role calls ``backend_from_config`` once, then ``open_writer`` and ``open_reader``. User code calls
 ``set_streams_backend``, ``write_to_streams`` and ``read_stream``, whose records are plain data.
 """
 
@@ -27,14 +27,14 @@ BACKENDS = {
     "files": "pipelinerl.streams.files.FilesBackend",
     "redis": "pipelinerl.streams.redis.RedisBackend",
 }
-"""Backends by name; a class is imported when it is chosen."""
+"""Backends by name. A class is imported only when it is chosen."""
 RETENTION_SLICES = 8
 _BLOCK_S = 1.0
 _backend: Backend | None = None
 
 
 class _Closing:
-    """``with`` for anything that has ``close``."""
+    """Context manager that calls ``close`` at the end."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -49,7 +49,7 @@ class _Closing:
 
 
 class TopicWriter(_Closing, Generic[R]):
-    """Appends records of one type to one stream; its only writer."""
+    """Appends records of one type to one stream. A stream has only one writer."""
 
     def __init__(
         self,
@@ -67,13 +67,15 @@ class TopicWriter(_Closing, Generic[R]):
 
     @property
     def next_offset(self) -> int:
-        """Offset that the next record gets."""
+        """Offset of the next record to be written."""
         return self._appender.next_offset
 
     def write(self, record: R) -> int:
-        """Appends ``record`` and returns its offset; raises ``StreamError`` when it is not there afterwards.
+        """Appends ``record`` and returns its offset.
 
-        Raises ``RecordTooLarge`` for a record beyond ``streams.max_record_mb``, before anything is written.
+        Raises:
+            RecordTooLarge: the record exceeds ``streams.max_record_mb``. Nothing was written.
+            StreamError: the record could not be written.
         """
         payload = self._codec.encode(record)
         if len(payload) > self._max_record_bytes:
@@ -87,30 +89,30 @@ class TopicWriter(_Closing, Generic[R]):
         return offset
 
     def sync(self) -> None:
-        """Makes every record written so far durable, so that something outside the streams may point behind them."""
+        """Makes every record written so far durable, so that state outside the streams may refer to their offsets."""
         self._appender.sync()
 
     def barrier(self) -> None:
-        """What is written to any stream from now on becomes durable only after every record written here so far."""
+        """Orders durability: later writes to any stream become durable only after the records written here so far."""
         self._appender.barrier()
 
     def last(self) -> tuple[int, R] | None:
-        """The newest record with its offset, for continuing after a restart; None in an empty stream."""
+        """Returns offset and content of the newest record, to continue after a restart. None if there is no record."""
         payload = self._appender.last()
         return None if payload is None else (self.next_offset - 1, self._codec.decode(payload))
 
     def close(self) -> None:
-        """Gives the stream up; harmless when repeated."""
+        """Releases the stream. May be called more than once."""
         self._appender.close()
         if self._retention is not None:
             self._retention.close()
 
 
 class Retention(_Closing):
-    """Bounds a topic that no named reader follows: gives old records up once ``keep_bytes`` newer ones are there.
+    """Bounds a topic without named readers: releases records once ``keep_bytes`` of newer records exist.
 
-    It remembers the offset of every eighth of ``keep_bytes``; after a restart it begins anew, so that at most twice as
-    much is kept.
+    It marks an offset after every eighth of ``keep_bytes`` and commits the oldest mark on the cursor of the topic's
+    own writer. The marks are lost in a restart, so up to twice ``keep_bytes`` may be kept.
     """
 
     def __init__(self, appender: Appender, cursor: Cursor, keep_bytes: int):
@@ -119,7 +121,7 @@ class Retention(_Closing):
         self._since_mark = 0
 
     def appended(self, offset: int, num_bytes: int) -> None:
-        """Counts a record that was written."""
+        """Counts the record written at ``offset``, of ``num_bytes`` bytes."""
         self._since_mark += num_bytes
         if self._since_mark >= self._slice_bytes:
             self._since_mark = 0
@@ -133,7 +135,7 @@ class Retention(_Closing):
 
 
 class TopicReader(_Closing, Generic[R]):
-    """Reads records of one type from one stream, each checked against the type."""
+    """Reads records of one type from one stream and checks each record against the type."""
 
     def __init__(self, spec: SingleStreamSpec, cursor: Cursor, codec: Codec[R], *, over_damage: bool = False):
         self.spec = spec
@@ -147,7 +149,7 @@ class TopicReader(_Closing, Generic[R]):
         return self._cursor.position
 
     def poll(self, timeout_s: float) -> list[tuple[int, R]]:
-        """Next records with their offsets, at most a few hundred; waits up to ``timeout_s`` for the first."""
+        """Returns the next records (at most a few hundred) with offsets. Waits up to ``timeout_s`` for the first."""
         return [(offset, self._decode(offset, payload)) for offset, payload in self._read(timeout_s)]
 
     def _read(self, timeout_s: float) -> list[tuple[int, Any]]:
@@ -159,30 +161,30 @@ class TopicReader(_Closing, Generic[R]):
                     raise
                 if not self._cursor.skip_damage():
                     time.sleep(min(timeout_s, _BLOCK_S))
-                    return []  # until something whole follows
+                    return []  # no whole record follows the damage yet
                 log.warning("event=damage_passed_over stream=%s reason=%s", self.spec, error)
 
     def read_all(self) -> list[tuple[int, R]]:
-        """Every record from ``position`` on that is there now; does not wait."""
+        """Returns every record from ``position`` on that exists now, without waiting."""
         records: list[tuple[int, R]] = []
         while found := self.poll(0):
             records += found
         return records
 
     def commit(self, offset: int) -> None:
-        """Makes ``offset`` the durable position: this reader needs nothing below it any more, whatever happens."""
+        """Makes ``offset`` the durable position. Records below it may be deleted, as this reader never needs them."""
         self._cursor.commit(offset)
 
     def barrier(self) -> None:
-        """What is written to any stream from now on becomes durable only after every record read here so far."""
+        """Orders durability: later writes to any stream become durable only after the records read here so far."""
         self._cursor.barrier()
 
     def sync(self) -> None:
-        """Makes the records below ``position`` durable, so that something else may point behind them. Any thread."""
+        """Makes the records below ``position`` durable, so that other state may refer to it. Any thread may call it."""
         self._cursor.sync()
 
     def close(self) -> None:
-        """Ends reading; the durable position stays."""
+        """Ends reading and keeps the durable position."""
         self._cursor.close()
 
     def _decode(self, offset: int, payload: Any) -> R:
@@ -193,7 +195,7 @@ class TopicReader(_Closing, Generic[R]):
 
 
 class StreamWriter(_Closing):
-    """Writes plain data to the partitions of a topic, in turn or where told."""
+    """Writes plain data to the partitions of a topic, round-robin or to a chosen partition."""
 
     def __init__(self, writers: list[TopicWriter[Any]]):
         self._writers = writers
@@ -203,7 +205,7 @@ class StreamWriter(_Closing):
         """Appends ``data`` (dicts, lists, numbers, strings, arrays, pydantic models).
 
         Args:
-            partition: index within the spec's partitions; None = the next one in turn.
+            partition: index within the spec's partitions. None = the next one in turn.
         """
         if partition is None:
             partition, self._turn = self._turn, (self._turn + 1) % len(self._writers)
@@ -223,7 +225,7 @@ class StreamReader(_Closing):
         self._reader = reader
 
     def read(self) -> Iterator[Any]:
-        """Every record from the beginning, then each new one as it comes; never ends by itself."""
+        """Yields every record from the beginning, then each new record when it arrives. Never ends by itself."""
         while True:
             for _, record in self._reader.poll(_BLOCK_S):
                 yield record
@@ -233,13 +235,13 @@ class StreamReader(_Closing):
 
 
 def set_streams_backend(backend: str | Backend, **options: Any) -> None:
-    """Chooses where this process's streams are; replaces an earlier choice for streams opened from now on.
+    """Sets the streams backend of this process. Streams that are already open keep their backend.
 
     Args:
         backend: ``files`` (in the run folder), ``redis`` (a server), the dotted path of another ``Backend`` class, or
-            a backend.
-        options: arguments of the class. ``files``: segment_mb, fsync, max_record_mb; ``redis``: host, port, password,
-            run_id, max_record_mb, outage_timeout_s.
+            a ``Backend`` instance.
+        options: arguments of the class. ``files`` takes segment_mb, fsync and max_record_mb. ``redis`` takes host,
+            port, password, run_id, max_record_mb and outage_timeout_s.
     """
     global _backend
     _backend = backend if isinstance(backend, Backend) else _made(backend, lambda: backend_class(backend)(**options))
@@ -253,7 +255,7 @@ def _made(name: str, make: Callable[[], Backend]) -> Backend:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """The class of a backend: one of ``BACKENDS``, or any other by its dotted path."""
+    """Returns the backend class for a name in ``BACKENDS`` or for the dotted path of a class."""
     if name not in BACKENDS and "." not in name:
         raise ConfigError(f"streams backend is {name!r}: use {', '.join(BACKENDS)} or the dotted path of a class")
     found = resolve_function(BACKENDS.get(name, name))
@@ -263,23 +265,23 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def get_streams_backend() -> Backend:
-    """The backend of this process; raises ``StreamError`` when none is set."""
+    """Returns the backend of this process. Raises ``StreamError`` if none is set."""
     if _backend is None:
         raise StreamError("no streams backend is set: call set_streams_backend('files') or ('redis', host=…, …) first")
     return _backend
 
 
 def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
-    """Sets the backend that the run's configuration asks for."""
+    """Sets the backend that the configuration of the run in ``run_dir`` names."""
     name = cfg.streams.backend
     set_streams_backend(_made(name, lambda: backend_class(name).from_config(cfg, Path(run_dir))))
 
 
 def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:
-    """The one writer of ``spec``; what a killed writer left incomplete is removed.
+    """Opens the only writer of ``spec`` and removes an incomplete record that a killed writer left.
 
     Args:
-        record_type: a Struct, or a union of tagged Structs; other records are refused.
+        record_type: a Struct, or a union of tagged Structs. The writer refuses other records.
     """
     backend = get_streams_backend()
     codec: Codec[Any] = Codec(record_type)
@@ -303,15 +305,15 @@ def open_reader(
     start: int | None = None,
     over_damage: bool = False,
 ) -> TopicReader[Any]:
-    """A reader of ``spec``, which need not exist yet.
+    """Opens a reader of ``spec``. The stream need not exist yet.
 
     Args:
-        record_type: what the records must be.
-        name: holds the durable position; records are kept until every named reader has committed beyond them. Give it
-            when the run begins, not later. None: the reader leaves no trace and keeps nothing.
-        start: first offset to read; None = the durable position, or the oldest record where there is none.
-        over_damage: pass over records that are damaged or missing, with a warning, instead of ``CorruptStreamError``:
-            for topics of which only the newest records count.
+        record_type: expected type of the records.
+        name: name of the durable position. Records are kept until every named reader has committed beyond them, so
+            open named readers when the run begins. None: no durable position, and no record is kept for this reader.
+        start: first offset to read. None = the durable position, else the oldest record.
+        over_damage: skip damaged or missing records with a warning instead of raising ``CorruptStreamError``. Meant
+            for topics of which only the newest records matter.
     """
     cursor = get_streams_backend().open_cursor(spec, name, start)
     return TopicReader(spec, cursor, Codec(record_type), over_damage=over_damage)
@@ -321,7 +323,7 @@ def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> Stre
     """Opens one or several partitions for plain data.
 
     Args:
-        mode: ``a`` goes on behind the last record, ``w`` deletes what is there and begins anew.
+        mode: ``a`` appends after the last record, ``w`` deletes existing records first.
     """
     if not isinstance(streams, SingleStreamSpec | StreamRangeSpec):
         raise ConfigError(f"{streams!r} is not a stream: give a SingleStreamSpec or a StreamRangeSpec")
@@ -342,7 +344,7 @@ def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> Stre
 
 
 def read_stream(stream: SingleStreamSpec) -> StreamReader:
-    """Reads one stream from its beginning as plain data; typed records appear as dicts."""
+    """Opens one stream for reading from its beginning as plain data. Typed records appear as dicts."""
     if not isinstance(stream, SingleStreamSpec):
         raise ConfigError(f"{stream!r} cannot be read: give a SingleStreamSpec")
     return StreamReader(open_reader(stream, Any, name=None))

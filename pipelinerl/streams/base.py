@@ -1,13 +1,14 @@
-"""What a backend provides: an append-only log of payloads per stream. Types and meaning are added in ``api``.
+"""The interface of a streams backend: one append-only log of payloads per stream. ``api`` adds record types.
 
-Invariants every backend keeps, and the contract tests hold it to:
+Every backend keeps these invariants, and the contract tests check them:
 
-- Offsets of a stream are 0, 1, 2, … without gaps, for ever: also over restarts, recovery and trimming.
-- One writer per stream at a time; a second one is refused, or fences off the first.
-- A cursor delivers exactly the appended bytes in order; damaged bytes are an error, never a record.
+- Offsets of a stream are 0, 1, 2, … without gaps, also across restarts, recovery and trimming.
+- A stream has one writer at a time. A second writer is refused, or takes over and blocks the first.
+- A cursor delivers exactly the appended bytes in order. Damaged bytes raise an error and never become a record.
 - A record is deleted only when every named reader's durable position is beyond it. The newest record is never deleted.
-- Damage below the position of every named reader keeps nobody from reading and writing on.
-- With ``barrier`` and ``sync``, whatever points at a record is durable only after it: a power cut loses ends, no order.
+- Damage below the position of every named reader stops neither readers nor the writer.
+- ``barrier`` and ``sync`` make a record durable before anything that refers to it. A power cut can therefore remove
+  the end of a stream, but never a record that something durable refers to.
 """
 
 from abc import ABC, abstractmethod
@@ -21,61 +22,61 @@ from pipelinerl.streams.spec import SingleStreamSpec
 
 MAX_RECORDS_PER_READ = 256
 RETENTION = "retention"
-"""Reader of a topic that nobody follows: its writer's own, which bounds the topic and needs no record."""
+"""Name of the writer's own reader on a topic without other named readers. It bounds the topic and reads no record."""
 
 
 class Appender(ABC):
-    """The one writer of a stream. Used by one thread."""
+    """The only writer of a stream. Use it from one thread."""
 
     next_offset: int
-    """Offset that the next record gets = records ever appended."""
+    """Offset of the next record to be appended = number of records ever appended."""
 
     @abstractmethod
     def append(self, payload: bytes) -> int:
-        """Adds one record and returns its offset; it is readable when this returns."""
+        """Appends one record and returns its offset. Readers can read it when this returns."""
 
     @abstractmethod
     def last(self) -> bytes | None:
-        """Payload of record ``next_offset - 1``; None when nothing was ever appended."""
+        """Returns the payload of record ``next_offset - 1``, or None if no record was ever appended."""
 
     def sync(self) -> None:  # noqa: B027 - nothing to do where records are durable at once, or never
-        """Makes every record appended so far durable where the backend can."""
+        """Makes every record appended so far durable, if the backend can."""
 
     def barrier(self) -> None:
-        """What is written to any stream from now on becomes durable only after every record appended here so far."""
+        """Orders durability: later writes to any stream become durable only after the records appended here so far."""
         self.sync()
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the stream up, so that another process may write it. Harmless when repeated."""
+        """Releases the stream, so that another process may write it. May be called more than once."""
 
 
 class Cursor(ABC):
-    """One reader of a stream. Used by one thread."""
+    """One reader of a stream. Use it from one thread, except for ``sync``."""
 
     position: int
     """Offset of the next record that ``read`` returns."""
 
     @abstractmethod
     def read(self, timeout_s: float) -> list[tuple[int, Buffer]]:
-        """Next records, at most ``MAX_RECORDS_PER_READ``, as (offset, payload).
+        """Returns the next records as (offset, payload), at most ``MAX_RECORDS_PER_READ``.
 
-        Waits up to ``timeout_s`` for the first (0 = do not wait); empty when none came.
+        Waits up to ``timeout_s`` for the first record (0 = do not wait). The list is empty if none arrived.
         """
 
     @abstractmethod
     def commit(self, offset: int) -> None:
-        """Makes ``offset`` this reader's durable position: nothing below it is needed any more. Never moves back."""
+        """Makes ``offset`` the durable position, which never moves back. This reader needs no record below it."""
 
     def sync(self) -> None:  # noqa: B027 - nothing to do where records are durable at once, or never
-        """Makes what was read durable where the backend can. The one method for any thread."""
+        """Makes the records read so far durable, if the backend can. Any thread may call it."""
 
     def barrier(self) -> None:
-        """What is written to any stream from now on becomes durable only after every record read here so far."""
+        """Orders durability: later writes to any stream become durable only after the records read here so far."""
         self.sync()
 
     def skip_damage(self) -> bool:
-        """After ``CorruptStreamError``: goes on behind the damage. False where nothing that is whole follows."""
+        """Moves past the damage after a ``CorruptStreamError``. Returns False if no whole record follows it."""
         return False
 
     @abstractmethod
@@ -84,48 +85,48 @@ class Cursor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamStats:
-    """What is stored of one stream. ``positions``: durable position of every named reader."""
+    """Size and offsets of one stream. ``positions`` holds the durable position of every named reader."""
 
     spec: SingleStreamSpec
     first_offset: int
-    """Oldest record that is still there."""
+    """Offset of the oldest record that still exists."""
     next_offset: int
     size_bytes: int
     positions: dict[str, int] = field(default_factory=dict)
 
 
 class Backend(ABC):
-    """Opens streams; holds the connection settings. A Backend may be used by several threads, what it opens may not."""
+    """Opens streams and holds the connection settings. Threads may share a backend, but not the streams it opens."""
 
     max_record_bytes: int = MAX_PAYLOAD_BYTES
-    """Larger records are refused, when written and when read."""
+    """Writers and readers refuse larger records."""
 
     @classmethod
     def from_config(cls, cfg: Config, run_dir: Path) -> Self:
-        """The backend of a run, as its configuration wants it."""
+        """Creates the backend of the run in ``run_dir`` from its configuration."""
         return cls(**cfg.streams.options)
 
     @abstractmethod
     def open_appender(self, spec: SingleStreamSpec) -> Appender:
-        """The writer of ``spec``; recovers what a killed writer left behind."""
+        """Opens the writer of ``spec`` and recovers the stream after a killed writer."""
 
     @abstractmethod
     def open_cursor(self, spec: SingleStreamSpec, name: str | None, start: int | None) -> Cursor:
-        """A reader of ``spec``, which need not exist yet.
+        """Opens a reader of ``spec``. The stream need not exist yet.
 
         Args:
-            name: names the durable position, which keeps records from deletion; None = leaves no trace.
-            start: first offset to read; None = the durable position, or the oldest record where there is none.
+            name: name of the durable position, which protects records from deletion. None = no durable position.
+            start: first offset to read. None = the durable position, else the oldest record.
         """
 
     @abstractmethod
     def specs(self, exp_path: Path) -> list[SingleStreamSpec]:
-        """Every stream of the run, sorted."""
+        """Returns every stream of the run in ``exp_path``, sorted."""
 
     @abstractmethod
     def stats(self, spec: SingleStreamSpec) -> StreamStats:
-        """Counts of one stream."""
+        """Returns size, offsets and reader positions of one stream."""
 
     @abstractmethod
     def delete(self, spec: SingleStreamSpec) -> None:
-        """Removes the stream with its readers' positions; its writer and readers must be gone."""
+        """Deletes the stream and its readers' positions. Its writer and readers must be closed."""

@@ -1,9 +1,10 @@
-"""Records as bytes and back: msgpack, with a numpy array as one extension value that holds its raw bytes.
+"""Encodes records as msgpack. A numpy array is one extension value that holds its raw bytes.
 
     array = Ext 1: dtype code (uint8) | number of dimensions (uint8, 1 or 2) | dimensions (uint32) | raw bytes, C order
 
-All little-endian. Never pickle. Decoding checks every size and, given a record type, every field's type; whatever the
-bytes are, the result is a record of that type or a ``StreamError``. Decoded arrays own their memory and are writable.
+All numbers are little-endian, and pickle is never used. Decoding checks every size and, given a record type, every
+field's type. Any input gives either a record of that type or a ``StreamError``. Decoded arrays own their memory and are
+writable.
 """
 
 import math
@@ -44,7 +45,7 @@ class Codec(Generic[R]):
         self._decoder: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(record_type, ext_hook=_decode_ext)
 
     def encode(self, record: R) -> bytes:
-        """Bytes of one record; raises ``StreamError`` for a record of another type or a value that has no encoding."""
+        """Encodes one record. Raises ``StreamError`` for a record of another type or a value without an encoding."""
         if self._classes and not isinstance(record, self._classes):
             raise StreamError(f"a {type(record).__name__} was written where {_names(self._classes)} belongs")
         try:
@@ -53,7 +54,7 @@ class Codec(Generic[R]):
             raise StreamError(f"a {type(record).__name__} cannot be encoded: {error}") from error
 
     def decode(self, payload: Buffer) -> R:
-        """The record in ``payload``; raises ``StreamError`` when it is not one of this type."""
+        """Decodes one record. Raises ``StreamError`` if ``payload`` is not a record of this type."""
         try:
             return self._decoder.decode(payload)
         except msgspec.ValidationError as error:
@@ -63,7 +64,7 @@ class Codec(Generic[R]):
 
 
 def jsonable(value: Any) -> Any:
-    """Plain data for ``json.dumps``: arrays as lists, bytes as hex, non-finite numbers as strings."""
+    """Converts a value for ``json.dumps``: arrays to lists, bytes to hex, non-finite numbers to strings."""
     if isinstance(value, np.ndarray):
         return jsonable(value.tolist())
     if isinstance(value, dict):
@@ -115,7 +116,7 @@ def _decode_ext(code: int, data: memoryview) -> np.ndarray:
 
 
 def _struct_classes(record_type: Any) -> tuple[type, ...]:
-    """The classes of a Struct or union type; empty when anything goes."""
+    """Returns the classes of a Struct or union type. Empty if every type is accepted."""
     origin = get_origin(record_type)
     if record_type is Any:
         return ()

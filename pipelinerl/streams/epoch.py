@@ -1,6 +1,6 @@
-"""Which streams a run is on: the first ones, or new ones that were begun from a checkpoint because those were damaged.
+"""The stream epoch of a run. A new epoch starts when damaged streams are replaced by new ones from a checkpoint.
 
-The number lies in the run folder. What was set aside when an epoch ended is in `lost/epoch_<number>/`.
+The epoch number is stored in the run folder. The streams of an ended epoch are kept in `lost/epoch_<number>/`.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pipelinerl.errors import StreamError
 EPOCH_FILE = "stream_epoch.json"
 LOST_FOLDER = "lost"
 EVALUATIONS_FILE = "evaluations.jsonl"
-"""In the folder of an epoch that has ended: its evaluations, which the next one takes over."""
+"""In the folder of an ended epoch: its evaluations, which the next epoch takes over."""
 LEDGER_FILE = "ledger.jsonl"
-"""In the folder of an epoch that has ended: what had become of every rollout."""
+"""In the folder of an ended epoch: the outcome of every rollout."""
 
 
 class StreamEpoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +23,11 @@ class StreamEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int = 1
     step: int | None = None
-    """Optimizer steps behind the checkpoint that it begins with; None until the trainer has loaded one."""
+    """Optimizer steps of the checkpoint that it starts from. None until the trainer has loaded a checkpoint."""
 
 
 def read_epoch(run_dir: Path) -> StreamEpoch:
-    """The present epoch of a run folder."""
+    """Returns the current epoch of a run folder, or epoch 1 if none is stored. Raises ``StreamError`` if unreadable."""
     path = run_dir / EPOCH_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=StreamEpoch)
@@ -42,5 +42,5 @@ def write_epoch(run_dir: Path, epoch: StreamEpoch) -> None:
 
 
 def lost_folder(run_dir: Path, number: int) -> Path:
-    """Where the streams of an epoch that has ended are kept."""
+    """Returns the folder that keeps the streams of ended epoch ``number``."""
     return run_dir / LOST_FOLDER / f"epoch_{number}"

@@ -1,10 +1,10 @@
-"""The bytes around a record: length, offset and checksums. Pure; used alike by the files and the redis backend.
+"""The frame around a record: length, offset and checksums. Pure functions, shared by the files and redis backends.
 
     frame  = header payload
     header = payload length (uint32) | payload CRC32 (uint32) | offset (uint64) | CRC32 of the 16 bytes before (uint32)
 
-All little-endian. The header has a checksum of its own so that a damaged length is recognised as damage: without it, it
-would look like a record that is still being written, and a recovering writer would cut off every record behind it.
+All numbers are little-endian. The header has its own checksum so that a damaged length is recognised. Without it, a
+damaged length would look like a record that is still being written, and recovery would cut off every later record.
 """
 
 import mmap
@@ -20,7 +20,7 @@ HEADER_BYTES = _FIELDS.size + _CRC.size
 MAX_PAYLOAD_BYTES = 2**32 - 1
 
 _UNFILLED_BYTES = 256
-"""Zeros at the end of a frame and behind it that show that it was not written to its end."""
+"""If this many bytes at the end of a frame and everything after them are zero, the frame is taken as incomplete."""
 _OFFSET = struct.Struct("<Q")
 _OFFSET_PLACE = 8
 
@@ -28,20 +28,20 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Frame(NamedTuple):
-    """A whole, verified record in a buffer: ``payload`` and the position just behind it."""
+    """A complete, verified record in a buffer: ``payload`` and the position just after it."""
 
     payload: memoryview
     end: int
 
 
 def header(offset: int, payload: Buffer) -> bytes:
-    """The 20 bytes that precede ``payload``, the record with number ``offset``."""
+    """Returns the 20 header bytes for ``payload``, which is record number ``offset``."""
     fields = _FIELDS.pack(len(payload), zlib.crc32(payload), offset)
     return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def is_header(buffer: Buffer | mmap.mmap, start: int, offset: int) -> bool:
-    """Whether a whole, verified header of record ``offset`` is at ``start``."""
+    """Returns whether a complete, verified header of record ``offset`` is at ``start``."""
     if len(buffer) - start < HEADER_BYTES:
         return False
     raw = bytes(buffer[start : start + HEADER_BYTES])
@@ -51,7 +51,7 @@ def is_header(buffer: Buffer | mmap.mmap, start: int, offset: int) -> bool:
 
 
 def find(content: mmap.mmap, start: int, offset: int) -> int | None:
-    """Where the header of record ``offset`` is, at ``start`` or behind; None when it is nowhere."""
+    """Finds the header of record ``offset`` at or after ``start``. Returns None if there is none."""
     pattern, place = _OFFSET.pack(offset), start + _OFFSET_PLACE
     while (place := content.find(pattern, place)) >= 0:
         if is_header(content, place - _OFFSET_PLACE, offset):
@@ -61,7 +61,7 @@ def find(content: mmap.mmap, start: int, offset: int) -> int | None:
 
 
 def frame_bytes(buffer: Buffer | mmap.mmap, start: int = 0) -> int:
-    """Length of the frame at ``start`` as its header says, for reading a frame larger than the buffer.
+    """Returns the frame length in the header at ``start``, to read a frame that is larger than the buffer.
 
     The header must be complete and verified by ``parse``.
     """
@@ -69,11 +69,11 @@ def frame_bytes(buffer: Buffer | mmap.mmap, start: int = 0) -> int:
 
 
 def parse(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
-    """Returns the frame at ``start``, which must be record ``offset``; None while it is not completely there.
+    """Returns the frame at ``start``, which must be record ``offset``, or None while it is incomplete.
 
-    A frame is incomplete when bytes are missing at the end of the buffer, or when the buffer ends with zeros from
-    somewhere in the frame on (space that a file system has allotted but not filled). Raises ``CorruptStreamError`` for
-    anything else that does not verify.
+    A frame is incomplete if the buffer ends before it, or if the buffer holds only zeros from some byte of the frame to
+    its end (space that a file system has allocated but not filled). Raises ``CorruptStreamError`` for anything else
+    that does not verify.
     """
     available = len(buffer) - start
     if available < HEADER_BYTES:

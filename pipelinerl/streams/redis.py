@@ -1,13 +1,13 @@
-"""Streams on a redis server (7 or newer): one redis stream per partition, whose entry ids are the offsets.
+"""Streams on a redis server (7 or newer): one redis stream per partition, with entry ids made from the offsets.
 
     pipelinerl:<run>:<topic>/<instance>/<partition>            entry `<offset + 1>-0`, field `f` = frame (``frames``)
     pipelinerl:<run>:<topic>/<instance>/<partition>:readers    hash: reader's name → durable position
     pipelinerl:<run>:<topic>/<instance>/<partition>:writer     hash: token of the one writer, next offset
     pipelinerl:sync, pipelinerl:synced:<token>                 requests to sync the log, and their answers
 
-Nothing outside these keys is touched. Every command may be repeated: an append names its offset, and the server takes
-it once. So after a lost connection the command is sent again, with backoff, until the server has been away for
-``outage_timeout_s``. A writer that opens a stream takes it over; an earlier one is refused from then on.
+No other keys are touched. Every command may be repeated, because an append carries its offset and the server applies it
+only once. After a lost connection the client therefore sends the command again, with backoff, until the server has been
+away for ``outage_timeout_s``. A writer that opens a stream takes it over, and the server refuses an earlier writer.
 """
 
 import logging
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 _RECORDS_PER_READ = 64
 _RESTART_S = 60.0
-"""A frozen redis is found by its heartbeat's time-out; from then on it has so long to come back."""
+"""Time for a frozen redis to restart, counted from its heartbeat timeout, which detects the freeze."""
 
-# KEYS: stream, writer; ARGV: token. Takes the stream over; returns the next offset.
+# KEYS: stream, writer; ARGV: token. Makes the token's owner the writer and returns the next offset.
 _OPEN = """
 redis.call('HSETNX', KEYS[2], 'next', '0')
 redis.call('HSET', KEYS[2], 'token', ARGV[1])
@@ -62,7 +62,7 @@ local following = tonumber(redis.call('HGET', KEYS[2], 'next') or '0')
 return {following - redis.call('XLEN', KEYS[1]), following}
 """
 
-# KEYS: stream, writer, readers; ARGV: name, offset. Trims what every reader has passed; the newest record stays.
+# KEYS: stream, writer, readers; ARGV: name, offset. Trims records that every reader has passed, but not the newest.
 _COMMIT = """
 local before = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '-1')
 if tonumber(ARGV[2]) <= before then return 0 end
@@ -77,11 +77,11 @@ class RedisBackend(Backend):
     """Streams of one run on one redis server.
 
     Args:
-        run_id: what the run's keys begin with; None = derived from each stream's run folder.
-        max_record_mb: larger records are refused by the reader.
-        outage_timeout_s: how long an operation waits for a server that is away before it fails.
-        asks_for_sync: the server is a run's own, whose redis role syncs its log when asked. Else ``sync`` does nothing:
-            what the server's `appendfsync` keeps is its operator's choice.
+        run_id: part of the keys that identifies the run. None = derived from each stream's run folder.
+        max_record_mb: the reader refuses larger records.
+        outage_timeout_s: how long an operation waits for an unreachable server before it fails.
+        asks_for_sync: True if the server belongs to the run, whose redis role syncs the log on request. Otherwise
+            ``sync`` does nothing, and durability depends on the `appendfsync` that the server's operator chose.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RedisBackend(Backend):
         port: int | None = None,
         password: str | None = None,
     ) -> Self:
-        """The redis of a run. What is not given comes from the configuration, the world map and the environment."""
+        """Creates the backend of a run. Missing values come from the configuration, world map and environment."""
         place = redis_place(cfg, run_dir, host=host, port=port)
         return cls(
             host=place[0],
@@ -298,7 +298,7 @@ class RedisCursor(Cursor):
                 records.append((offset, _payload(fields, offset, self._spec, self._max_bytes)))
             except CorruptStreamError:
                 if records:
-                    break  # what precedes the damage is delivered; the next call begins at the damage and raises
+                    break  # deliver the records before the damage. The next call starts at the damage and raises
                 raise
             self.position = offset + 1
         return records
@@ -312,7 +312,7 @@ class RedisCursor(Cursor):
 
 
 def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of an XREAD of one stream, whichever protocol version answered."""
+    """Returns the entries of an XREAD of one stream, for either protocol version of the reply."""
     if not found:
         return []
     return next(iter(found.values()))[0] if isinstance(found, dict) else found[0][1]
@@ -331,8 +331,11 @@ def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, ma
 def redis_place(
     cfg: Config, run_dir: Path, *, host: str | None = None, port: int | None = None
 ) -> tuple[str, int, str]:
-    """Host, port and run id of a run's redis: from the run's address, where a role came by it, else from configuration
-    and world."""
+    """Returns host, port and run id of a run's redis.
+
+    They come from the address file of a fetched run if there is one, else from the configuration and the world map.
+    ``host`` and ``port`` override both.
+    """
     file = run_dir / RUN_ADDRESS
     if file.is_file():
         address = urlsplit(file.read_text().strip())

@@ -1,4 +1,4 @@
-"""One connection to a redis server, which waits for a server that is away and asks a run's own one to sync its log."""
+"""A connection to a redis server. It retries during an outage and can ask the run's own server to sync its log."""
 
 import logging
 import secrets
@@ -16,7 +16,7 @@ from pipelinerl.errors import StreamError
 log = logging.getLogger(__name__)
 
 SYNC_REQUESTS = "pipelinerl:sync"
-"""List of the replies that are waited for; the redis role takes them, syncs, and answers."""
+"""List of pending sync requests (their reply keys). The redis role pops them, syncs the log, and replies."""
 SYNC_REPLIES = "pipelinerl:synced:"
 BLOCK_S = 1.0
 FIRST_PAUSE_S = 0.05
@@ -26,7 +26,7 @@ AWAY = (redis_client.ConnectionError, redis_client.TimeoutError)
 
 
 class RedisConnection:
-    """One connection to the server; repeats a command until the server answers or has been away too long."""
+    """One connection to the server. Repeats a command until the server answers or ``outage_timeout_s`` has passed."""
 
     def __init__(self, address: dict[str, Any], outage_timeout_s: float, asks_for_sync: bool):
         self._asks_for_sync = asks_for_sync
@@ -42,7 +42,7 @@ class RedisConnection:
         )
 
     def call(self, command: Callable[[redis_client.Redis], Any]) -> Any:
-        """Result of ``command``, which must be harmless when it arrives twice."""
+        """Returns the result of ``command``, which must be idempotent because it may be sent more than once."""
         since = time.monotonic()
         pause = FIRST_PAUSE_S
         while True:
@@ -59,13 +59,13 @@ class RedisConnection:
                 raise StreamError(f"{self._name}: {error}") from error
 
     def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
-        """Runs a Lua script, which the server executes whole or not at all."""
+        """Runs a Lua script, which the server executes atomically."""
         if source not in self._scripts:
             self._scripts[source] = self.client.register_script(source)
         return self.call(lambda client: self._scripts[source](keys=keys, args=args))
 
     def sync(self) -> None:
-        """Returns when the redis role has synced everything that the server has acknowledged. Any thread."""
+        """Waits until the redis role has synced every acknowledged write. Any thread may call it."""
         if not self._asks_for_sync:
             return
         reply, since = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic()
@@ -75,7 +75,7 @@ class RedisConnection:
                 raise StreamError(f"{self._name}: its role did not sync the data for {self._outage_timeout_s:g} s")
 
     def check(self, error: Exception, since: float) -> None:
-        """Raises when another attempt is useless."""
+        """Raises ``StreamError`` if another attempt is useless. ``since`` is the monotonic start of the outage."""
         if isinstance(error, AuthenticationError):
             raise StreamError(f"{self._name} refuses the password in PIPELINERL_REDIS_PASSWORD: {error}") from error
         if time.monotonic() - since > self._outage_timeout_s:

@@ -1,4 +1,4 @@
-"""Names of streams: which partition of which topic of which run. Pure values; nothing is opened here."""
+"""Names of streams: run folder, topic, instance and partition. Pure values that open nothing."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class SingleStreamSpec:
-    """One partition of one topic: written by one process, read by any number.
+    """One partition of one topic. One process writes it, and any number of processes read it.
 
     Example: ``SingleStreamSpec(exp_path="results/guessing", topic="actor")``.
     """
@@ -22,7 +22,7 @@ class SingleStreamSpec:
     """The run folder."""
     topic: str
     instance: int = 0
-    """Replica of the writer."""
+    """Replica index of the writer."""
     partition: int = 0
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class SingleStreamSpec:
 
 @dataclass(frozen=True)
 class StreamRangeSpec:
-    """Consecutive partitions of one topic, ``partition_range`` = (first, end exclusive), written by one process."""
+    """Consecutive partitions of one topic, written by one process. ``partition_range`` is (first, end exclusive)."""
 
     exp_path: Path
     topic: str
@@ -71,7 +71,7 @@ StreamSpec = SingleStreamSpec | StreamRangeSpec
 
 
 def run_key(run_dir: str | Path, run_id: str | None = None) -> str:
-    """What tells this run from others on a shared server: its folder's name and a digest of path and run id."""
+    """Returns a key that is unique to the run on a shared server: folder name and a digest of path and run id."""
     folder = Path(run_dir).resolve()
     digest = hashlib.sha256(f"{folder}\n{run_id or ''}".encode()).hexdigest()[:12]
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', folder.name)}-{digest}"

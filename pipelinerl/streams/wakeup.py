@@ -1,8 +1,8 @@
-"""Waiting for something to be written in a folder, without looking at it all the time.
+"""Waits for a write in a folder without busy polling.
 
-Linux tells through inotify. Where it cannot (too many watches, another system), and for writers on another machine of
-a shared file system, whose writes it does not report, ``wait`` returns by itself after a short while: it may always
-return early, and callers look for themselves.
+It uses inotify on Linux. inotify is missing on other systems, fails with too many watches, and does not report writes
+from other machines on a shared file system. ``wait`` therefore always returns after a short time. It may return early,
+so callers check the folder themselves.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ from pathlib import Path
 
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
 _UNREPORTED_S = 0.1
-"""Longest wait where a watch exists."""
+"""Longest wait with a watch."""
 _UNWATCHED_S = 0.01
-"""Longest wait where there is none."""
+"""Longest wait without a watch."""
 _MISSING_S = 0.05
 """Longest wait for a folder that does not exist yet."""
 
 
 class FolderWatch:
-    """Reports writes and new files in one folder, which need not exist yet. Used by one thread.
+    """Reports writes and new files in one folder, which need not exist yet. Use it from one thread.
 
-    The watch begins with the first ``wait``, which therefore returns at once: the caller looks again, and whatever is
-    written from then on ends the next ``wait``.
+    The first ``wait`` starts the watch and returns at once, so that the caller checks the folder again. Any later write
+    ends the next ``wait``.
     """
 
     def __init__(self, folder: Path):
@@ -34,7 +34,7 @@ class FolderWatch:
         self._poll = select.poll()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns at a write since the previous call, after ``timeout_s``, or early."""
+        """Returns after a write since the previous call, after ``timeout_s``, or early."""
         if self._fd is not None:
             if self._poll.poll(1000 * min(timeout_s, _UNREPORTED_S)):
                 os.read(self._fd, 65536)
@@ -51,7 +51,7 @@ class FolderWatch:
             os.close(fd)
 
     def _watch(self) -> bool:
-        """Begins the watch; returns False where that is not possible."""
+        """Starts the watch. Returns False if that is not possible."""
         libc = ctypes.CDLL(None)
         if not hasattr(libc, "inotify_init1"):
             return False

@@ -1,21 +1,21 @@
-"""Streams as files: one folder per stream, records in segments, readers' positions beside them.
+"""Streams as files: one folder per stream, which holds the records in segments and the readers' positions.
 
     <run>/streams/<topic>/<instance>/<partition>/
-        00000000000000000000.log    magic, then frames; the name is the offset of its first record
+        00000000000000000000.log    magic, then frames. The name is the offset of the first record
         readers/<name>              durable position of a named reader, in digits
-        writer.lock                 held (flock) by the one writer, with its process id and host
+        writer.lock                 held (flock) by the only writer, with its process id and host
 
-Only the newest segment grows. A writer killed in mid-write leaves an incomplete last frame, which the next writer cuts
-off and readers take for "not yet written"; bytes that fail a checksum are an error for both. Segments below every named
-reader's position are deleted by the writer when it begins a new one; without a named reader nothing is deleted.
+Only the newest segment grows. A writer killed during a write leaves an incomplete last frame. The next writer cuts it
+off, and readers treat it as not yet written. Bytes that fail a checksum are an error for both. When the writer begins a
+new segment, it deletes the segments below every named reader's position. Without a named reader it deletes none.
 
-``fsync``: ``never`` leaves writing back to the kernel (a killed process loses nothing, a power cut may). ``segment``
-syncs a segment when it is full or closed, and before anything points behind its records: a position, a record of
-another stream (``barrier``), a checkpoint (``sync``). A power cut then costs ends of streams that nothing refers to.
-``always`` syncs every record before ``append`` returns.
+``fsync`` = ``never`` leaves writing to disk to the kernel: a killed process loses nothing, a power cut may lose
+records. ``segment`` syncs a segment when it is full or closed, and before a position, a record of another stream
+(``barrier``) or a checkpoint (``sync``) refers to its records. A power cut then loses only records at the end of
+streams that nothing refers to. ``always`` syncs every record before ``append`` returns.
 
-Damage is an error where a named reader has yet to read. Below every named reader's position it is passed over with a
-warning, be it a flipped bit or a deleted segment; so it is for readers that want the newest records only.
+Damage (a flipped bit, a deleted segment) is an error if a named reader has yet to read the records. Damage below every
+named reader's position is skipped with a warning. So is any damage for readers that need only the newest records.
 
 A waiting reader sleeps until the kernel reports a write in the folder (``wakeup``).
 """

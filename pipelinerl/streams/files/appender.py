@@ -1,4 +1,4 @@
-"""The writer of a stream in files: appends frames, begins segments, deletes those that every reader has passed."""
+"""The writer of a stream in files: appends frames, begins segments, deletes segments that every reader has passed."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class FilesAppender(Appender):
         self._last: RecordPlace | None = None
         self._damaged = False
         self._unsynced = True
-        """Whether the live segment may hold what is not on the disk."""
+        """Whether the current segment may hold data that is not on disk."""
         with clear_errors("write", self._path):
             make_folder(self._path, sync=fsync != "never")
             self._lock = WriterLock(self._path)
@@ -92,7 +92,7 @@ class FilesAppender(Appender):
                 self._lock.release()
 
     def _recover(self) -> None:
-        """Finds where the log goes on; cuts off what a killed writer left incomplete, passes over harmless damage."""
+        """Finds the next offset, cuts off a frame that a killed writer left incomplete, and skips harmless damage."""
         bases = segment_bases(self._path)
         end = self._scan(bases[-1]) if bases else End(0, None, None)
         self._last = end.last
@@ -118,7 +118,7 @@ class FilesAppender(Appender):
         return end
 
     def _cut_off(self, surplus: int) -> None:
-        """Removes the bytes behind the last whole frame."""
+        """Removes ``surplus`` bytes after the last complete frame."""
         assert self._fd is not None
         if surplus:
             log.warning(
@@ -151,7 +151,7 @@ class FilesAppender(Appender):
                 os.close(fd)
 
     def _write(self, header: bytes, payload: bytes) -> None:
-        """Appends the frame whole or not at all."""
+        """Appends the frame completely, or undoes the write and raises."""
         assert self._fd is not None, "append begins a segment first"
         try:
             written = os.writev(self._fd, (header, payload))
@@ -169,12 +169,12 @@ class FilesAppender(Appender):
             raise
 
     def _collect(self) -> None:
-        """Deletes the segments that every named reader has passed; the newest one stays."""
+        """Deletes the segments that every named reader has passed, but never the newest segment."""
         positions = reader_positions(self._path).values()
         if not positions:
             return
         passed = [base for base, end in pairwise(segment_bases(self._path)) if end <= min(positions)]
         if passed and self._fsync != "never":
-            sync_path(self._path / "readers")  # no deletion outlives the position that allows it
+            sync_path(self._path / "readers")  # positions must be durable before the deletions that they allow
         for base in passed:
             segment_path(self._path, base).unlink()

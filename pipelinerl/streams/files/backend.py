@@ -1,4 +1,4 @@
-"""The files of a run's streams, and how big they may become."""
+"""The files backend: opens, lists and deletes the streams in a run folder."""
 
 import shutil
 from pathlib import Path
@@ -18,9 +18,9 @@ class FilesBackend(Backend):
     """Streams in the run folder.
 
     Args:
-        segment_mb: a segment that has reached this size is followed by a new one.
+        segment_mb: the writer begins a new segment once the current one has reached this size.
         fsync: see `pipelinerl.streams.files`.
-        max_record_mb: larger records are refused by the writer and by the reader.
+        max_record_mb: writer and reader refuse larger records (1 to 2047).
     """
 
     def __init__(self, *, segment_mb: int = 64, fsync: Fsync = "segment", max_record_mb: int = 512):

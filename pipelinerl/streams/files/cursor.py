@@ -1,4 +1,4 @@
-"""A reader of a stream in files: its place in the segments, and its durable position if it has a name."""
+"""The reader of a stream in files: its place in the segments and, if it has a name, its durable position."""
 
 import time
 from contextlib import suppress
@@ -29,7 +29,7 @@ class FilesCursor(Cursor):
     def __init__(
         self, spec: SingleStreamSpec, name: str | None, start: int | None, *, max_bytes: int, durable: bool = True
     ):
-        """``durable``: positions and what they point behind are written to the disk (`fsync` other than ``never``)."""
+        """``durable``: sync positions, and the records below them, to disk (`fsync` is not ``never``)."""
         self._path = spec.path
         self._max_bytes = max_bytes
         self._durable = durable
@@ -80,7 +80,7 @@ class FilesCursor(Cursor):
             return
         with clear_errors("sync", self._path):
             for base in [base for base in segment_bases(self._path) if self._synced_base <= base < end]:
-                with suppress(FileNotFoundError):  # every reader has passed it meanwhile
+                with suppress(FileNotFoundError):  # deleted meanwhile, because every reader has passed it
                     sync_path(segment_path(self._path, base))
                 self._synced_base = base
         self._synced = end
@@ -106,7 +106,7 @@ class FilesCursor(Cursor):
             self._segment = None
 
     def _stored_position(self, name: str) -> int | None:
-        """The named reader's position, or None when it never read this stream."""
+        """Returns the named reader's position, or None if it has never read this stream."""
         if not READER_NAME.fullmatch(name):
             raise StreamError(f"reader name is {name!r}: use letters, digits, '_', '-' and '.'")
         self._position_file = self._path / "readers" / name
@@ -115,14 +115,14 @@ class FilesCursor(Cursor):
         return stored
 
     def _register(self) -> None:
-        """Makes the position of a new reader durable, so that nothing behind it is deleted from now on."""
+        """Makes the position of a new reader durable, so that no record from there on is deleted."""
         assert self._position_file is not None
         make_folder(self._position_file.parent, sync=self._durable)
         replace_file(self._position_file, f"{self.position}\n", sync=self._durable)
         self._committed = self.position
 
     def _seek(self, bases: list[int]) -> None:
-        """Opens the segment of ``position`` just before that record; damage before it does not matter."""
+        """Opens the segment that contains ``position`` and moves to that record, ignoring damage before it."""
         if bases and self.position < bases[0]:
             raise CorruptStreamError(
                 f"{self._path}: record {self.position} is no longer there, the oldest is {bases[0]}: every "
@@ -154,7 +154,7 @@ class FilesCursor(Cursor):
                     raise
 
     def _available(self) -> list[tuple[int, Buffer]]:
-        """Records that can be read now."""
+        """Returns the records that can be read now."""
         records = self._read_segment()
         if not records and (self._segment is None or self._segment.base != self.position):
             try:
@@ -169,7 +169,7 @@ class FilesCursor(Cursor):
         return records
 
     def _read_segment(self) -> list[tuple[int, Buffer]]:
-        """Reads on; a mismatch counts only when it stays, because a recovering writer may be replacing a torn frame."""
+        """Reads records and retries after a mismatch, because a recovering writer may be replacing a torn frame."""
         if self._segment is None:
             return []
         for _ in range(_REREADS):
@@ -180,7 +180,7 @@ class FilesCursor(Cursor):
         return self._segment.read(MAX_RECORDS_PER_READ)
 
     def _check_gap(self) -> list[tuple[int, Buffer]]:
-        """Raises when newer segments exist but the record at ``position`` does not; otherwise what can be read now."""
+        """Returns what can be read now. Raises if newer segments exist but the record at ``position`` does not."""
         later = [base for base in segment_bases(self._path) if base > self.position]
         records = self._available()
         if later and not records and self.position < later[0]:

@@ -1,4 +1,4 @@
-"""The folder of one stream: names of its segments, durable positions of its readers, errors that say what to do."""
+"""The folder of one stream: segment names, durable reader positions, and errors that say how to fix them."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ def segment_path(folder: Path, base: int) -> Path:
 
 
 def segment_bases(folder: Path) -> list[int]:
-    """First offsets of the segments, ascending; empty when there is no such stream yet."""
+    """Returns the first offsets of the segments, ascending. Empty if the stream does not exist yet."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def segment_bases(folder: Path) -> list[int]:
 
 
 def reader_positions(folder: Path) -> dict[str, int]:
-    """Durable position of every named reader."""
+    """Returns the durable position of every named reader."""
     readers = folder / "readers"
     if not readers.is_dir():
         return {}
@@ -49,10 +49,10 @@ def read_position(path: Path) -> int | None:
 
 
 def check_needed(folder: Path, first: int, end: int, reason: str) -> None:
-    """Refuses to go on without the records ``first`` … ``end - 1`` if a named reader has yet to read one of them.
+    """Checks that no named reader still needs one of the lost records ``first`` … ``end - 1``.
 
     Raises:
-        CorruptStreamError: with the reader and the reason.
+        CorruptStreamError: a reader needs one of them. The message names the reader and ``reason``.
     """
     for name, position in reader_positions(folder).items():
         if position < end and name != RETENTION:
@@ -62,9 +62,9 @@ def check_needed(folder: Path, first: int, end: int, reason: str) -> None:
 
 
 def agreed_end(folder: Path, end: int) -> int:
-    """Offset at which a stream goes on whose whole frames end before record ``end``.
+    """Returns the next offset of a stream whose complete frames end before record ``end``.
 
-    That is ``end``, or the place that every reader has reached when the records up to there are lost.
+    It is ``end``, or the highest reader position if the records up to there are lost and every reader has passed them.
 
     Raises:
         CorruptStreamError: a reader needs a lost record.
@@ -81,7 +81,7 @@ def _records(first: int, end: int) -> str:
 
 @contextmanager
 def clear_errors(action: str, path: Path) -> Iterator[None]:
-    """Turns an ``OSError`` into a ``StreamError`` that says what to do."""
+    """Turns an ``OSError`` into a ``StreamError`` that says how to fix it."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The single-writer rule of a stream's folder."""
+"""The lock that allows only one writer per stream folder."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from pipelinerl.errors import StreamError
 
 
 class WriterLock:
-    """An flock that ends with the process, and is not inherited by forked children."""
+    """An flock that ends with the process. Forked children do not keep it."""
 
     _held: "weakref.WeakSet[WriterLock]" = weakref.WeakSet()
 
@@ -41,7 +41,7 @@ class WriterLock:
 
     @classmethod
     def forget_in_child(cls) -> None:
-        """A forked child shares the lock until it closes its descriptor; it must not outlive the writer with it."""
+        """Closes the lock's descriptor in a forked child, which would otherwise hold the lock after the writer ends."""
         for lock in list(cls._held):
             lock._close()
 

@@ -1,4 +1,4 @@
-"""Reads the frames of one segment file in order, over damage if wanted, and finds where its whole frames end."""
+"""Reads the frames of one segment file in order, can skip damage, and finds where the complete frames end."""
 
 import mmap
 import os
@@ -14,11 +14,11 @@ from pipelinerl.streams.frames import Buffer
 MAGIC = b"PRLLOG1\n"
 _READ_BYTES = 4 << 20
 _MAX_LOST_IN_A_ROW = 1000
-"""So many records behind a damaged header are looked for by their numbers."""
+"""After a damaged header, the reader searches for the next so many records by their offsets."""
 
 
 class RecordPlace(NamedTuple):
-    """Where a record is: the base of its segment, its first byte there, its offset."""
+    """Location of a record: the base of its segment, its first byte in the segment, its offset."""
 
     base: int
     start: int
@@ -26,7 +26,7 @@ class RecordPlace(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Records ``first`` … ``end - 1`` cannot be read; the damage begins at byte ``start`` of segment ``base``."""
+    """Unreadable records ``first`` … ``end - 1``. The damage begins at byte ``start`` of segment ``base``."""
 
     base: int
     start: int
@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
 
 class End(NamedTuple):
-    """End of the whole frames of a segment. ``size`` is None where the bytes behind the last one tell nothing."""
+    """End of the complete frames of a segment. ``size`` is None if unreadable bytes follow the last one."""
 
     next_offset: int
     size: int | None
@@ -57,7 +57,7 @@ class Segment:
         self._fd = os.open(self._path, os.O_RDONLY)
 
     def read(self, limit: int) -> list[tuple[int, Buffer]]:
-        """At most ``limit`` next records that are completely there."""
+        """Returns up to ``limit`` of the next complete records as (offset, payload)."""
         size = os.fstat(self._fd).st_size
         if size <= max(self.start, len(MAGIC)):
             self._check_shrunk(size)
@@ -76,7 +76,7 @@ class Segment:
         return records
 
     def skip_damage(self) -> bool:
-        """Go on with the first whole frame behind the damage at ``start``; False when there is none."""
+        """Moves to the first complete frame after the damage at ``start``. Returns False if there is none."""
         with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as content:
             if self.start == 0:
                 self.start = len(MAGIC)
@@ -105,7 +105,7 @@ class Segment:
                 frame = frames.parse(buffer, start, self.offset + len(records), self._max_bytes)
             except CorruptStreamError:
                 if records:
-                    break  # what precedes the damage is delivered; the next call begins at the damage and raises
+                    break  # deliver the records before the damage. The next call starts at the damage and raises
                 raise
             if frame is None:
                 break
@@ -117,7 +117,7 @@ class Segment:
         return records
 
     def _large_frame(self, buffer: bytes, size: int) -> int:
-        """Length of the frame at ``start`` that is larger than one read and completely there, else 0."""
+        """Returns the length of the frame at ``start``, which is larger than one read, or 0 while it is incomplete."""
         if not any(buffer):
             raise CorruptStreamError(f"record {self.offset}: zeros where a frame should be")
         length = frames.frame_bytes(buffer)
@@ -129,7 +129,7 @@ class Segment:
 
 
 def scan(folder: Path, base: int, max_bytes: int) -> End:
-    """Reads a segment to its end, over any damage."""
+    """Reads a segment to its end and records every damage on the way."""
     segment = Segment(folder, base, max_bytes)
     last: RecordPlace | None = None
     damages: list[Damage] = []
