@@ -1,9 +1,9 @@
-"""Every contract between processes. Imports numpy and msgspec only.
+"""The records that processes exchange. Imports numpy and msgspec only.
 
-A record is a frozen, keyword-only ``msgspec.Struct``; array fields are numpy arrays and travel as raw bytes.
-``rollouts`` is what the actor publishes, ``batches`` what the preprocessor publishes, ``messages`` what roles tell
-each other, ``archive`` what stays for people, ``verdicts`` what verifiers are asked and answer, ``topics`` the names of
-the topics, and ``check`` the one place that refuses a bad record.
+A record is a frozen, keyword-only ``msgspec.Struct``. Array fields are numpy arrays and are sent as raw bytes.
+``rollouts`` holds the actor's records, ``batches`` the preprocessor's, ``messages`` the control messages between roles,
+``archive`` the records kept for people, ``verdicts`` the verifiers' requests and answers, and ``topics`` the names of
+the topics. ``check`` refuses bad records.
 """
 
 from pipelinerl.records.archive import ArchivedRollout, ArchivedStep, ScoredSequence, ScoredStep

@@ -1,7 +1,7 @@
-"""What clients ask of a server, and its answer: prompts as token ids, completions as packed arrays.
+"""Requests to an inference server and its answers: prompts as token ids, completions as packed arrays.
 
-One record for sampling and for scoring. A field that is absent is `None` or its default, and unknown fields are
-skipped, so that a later field needs no other format; ``format`` changes only when an old reader would be wrong.
+One record type serves sampling and scoring. A missing field takes its default and unknown fields are ignored, so a new
+field needs no new format. ``format`` changes only if an old reader would misread the record.
 Shapes: P prompt tokens, C completion tokens, R spans.
 """
 
@@ -20,18 +20,18 @@ class AnswerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: np.ndarray
     """int32 [P], P ≥ 1."""
     model: str = ""
-    """Name of the model that must answer; empty = whatever the server has."""
+    """Name of the model that must answer. Empty = whichever model the server has."""
     sampling: dict[str, Any] = {}
-    """vLLM's sampling parameters; ``n`` completions; ``logprobs: 0`` asks for the log-probabilities of what was
-    sampled."""
+    """vLLM's sampling parameters. ``n`` is the number of completions. ``logprobs: 0`` asks for the log-probabilities of
+    the sampled tokens."""
     scores: bool = False
-    """Asks for the log-probability of every prompt token; nothing is sampled."""
+    """Asks for the log-probability of every prompt token, without sampling."""
     prompt_lengths: np.ndarray | None = None
-    """int32, with ``scores`` only: ``token_ids`` holds several prompts of these lengths, each scored for itself; None =
-    one."""
+    """int32, with ``scores`` only: ``token_ids`` holds several prompts of these lengths, which are scored separately.
+    None = one prompt."""
     prefix_version: int | None = None
-    """Weight version of the first token of the conversation that the prompt continues. A server whose policy keeps
-    conversations finds their keys and values under it."""
+    """Weight version of the first token of the conversation that the prompt continues. A server that keeps the prefix
+    cache of conversations looks up their keys and values under this version."""
     format: int = ANSWER_FORMAT
 
 
@@ -41,23 +41,23 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: np.ndarray
     """int32 [C]"""
     logprobs: np.ndarray | None = None
-    """float32 [C], natural log, of the sampled tokens; None = not asked for."""
+    """float32 [C], natural log, of the sampled tokens. None = not requested."""
     version_spans: np.ndarray | None = None
-    """int32 [R, 3]: (start, end exclusive, weight version); None = the weights are not those of an optimizer step."""
+    """int32 [R, 3]: (start, end exclusive, weight version). None = the weights come from no optimizer step."""
     finish_reason: str
     """"stop", "length", "abort" or "error"."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found and not computed."""
+    """Prompt tokens whose keys and values came from the prefix cache."""
     routed_experts: np.ndarray | None = None
-    """uint8 or int16 [P + C − 1, layers × experts per token]; None = not asked for."""
+    """uint8 or int16 [P + C − 1, layers × experts per token]. None = not requested."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the server answers with status 200; otherwise the body is a JSON object with ``error.message``."""
+    """Body of an answer with status 200. With any other status the body is a JSON object with ``error.message``."""
 
     completions: tuple[Completion, ...] = ()
-    """In the order of their index."""
+    """Ordered by completion index."""
     prompt_scores: np.ndarray | None = None
-    """float32 [P]: entry t is log p(token t | tokens 0 … t−1) of its prompt; a prompt's first is 0. None = not asked
-    for."""
+    """float32 [P]: entry t is log p(token t | tokens 0 … t−1) of its prompt. The first entry of a prompt is 0.
+    None = not requested."""
     format: int = ANSWER_FORMAT

@@ -1,4 +1,4 @@
-"""What stays of a step when the streams are trimmed, for people: rollouts, and what the trainer computed for them.
+"""Records of a step kept for people after the streams are trimmed: rollouts and the trainer's numbers for them.
 
 Shapes: K trained tokens of a sequence.
 """
@@ -9,11 +9,11 @@ import numpy as np
 from pipelinerl.records.rollouts import Rollout
 
 TRAINED = "trained"
-"""The fate of a rollout that is in the batch of its step; any other fate is the reason why it was dropped."""
+"""Fate of a rollout in the batch of its step. Any other fate is the reason for dropping the rollout."""
 
 
 class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rollout with what became of it."""
+    """One rollout and its fate."""
 
     group_id: str
     domain: str
@@ -24,9 +24,9 @@ class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     rollout: Rollout
     fate: str = TRAINED
     advantages: tuple[float | None, ...] = ()
-    """One per sequence of the rollout; None for a sequence that trains nothing. Empty where there was none to take."""
+    """One per sequence of the rollout, None for a sequence that trains nothing. Empty if none were computed."""
     flags: tuple[str, ...] = ()
-    """Why it is kept longer than others (`archive.choice`)."""
+    """Reasons to keep the rollout longer than others (`archive.choice`)."""
 
     @property
     def sample_id(self) -> str:
@@ -34,7 +34,7 @@ class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ArchivedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts that were packed for an optimizer step, or dropped while it was being filled."""
+    """Rollouts that were packed for an optimizer step or dropped while its batch was filled."""
 
     step: int
     """As in `MicroBatch`."""
@@ -42,12 +42,12 @@ class ArchivedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoredSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer computed for one training sequence, in the order of its trained tokens."""
+    """The trainer's numbers for one training sequence, in the order of its trained tokens."""
 
     sequence_id: str
     """`<group_id>/<attempt>/<sequence>`"""
     logprobs: np.ndarray
-    """float32 [K]: of the weights that were trained, before the step."""
+    """float32 [K]: log-probabilities under the weights before the step."""
     entropy: np.ndarray
     """float16 [K], nats"""
     altered: np.ndarray

@@ -1,4 +1,4 @@
-"""What the preprocessor publishes: packed micro-batches, addressed to one trainer rank and one optimizer step.
+"""The preprocessor's records: packed micro-batches, each for one trainer rank and one optimizer step.
 
 Shapes: T tokens, S segments (documents that must not attend to each other), R spans, N samples.
 """
@@ -12,10 +12,10 @@ from pipelinerl.records.order import DataOrder
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that a micro-batch says
     """One forward-backward pass of one rank.
 
-    ``step`` is the optimizer step that trains it, counted from 0, and also the version of the weights it is trained
-    on, so the lag of a token is ``step - version`` and is known when the batch is packed.
-    The loss of the optimizer batch is the sum over all its micro-batches and ranks of
-    ``segment_weights[segment(t)] * loss_t`` over trained tokens: packing cannot change the gradient (ALGORITHMS §4).
+    ``step`` is the optimizer step that trains it, counted from 0. It is also the version of the weights before that
+    step, so the lag of a token is ``step - version`` and is known when the batch is packed.
+    The loss of the optimizer batch sums ``segment_weights[segment(t)] * loss_t`` over the trained tokens of all its
+    micro-batches and ranks. Packing therefore cannot change the gradient (ALGORITHMS §4).
     """
 
     step: int
@@ -31,11 +31,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     spans: np.ndarray
     """int32 [R, 3]: (start, end exclusive, weight version) of trained tokens, in positions of this micro-batch."""
     logprobs: np.ndarray
-    """float32 [T]: the sampler's log-probabilities; 0 where no span covers the token."""
+    """float32 [T]: the sampler's log-probabilities, 0 for tokens outside all spans."""
     advantages: np.ndarray
-    """float32 [T]: advantage of trained tokens; 0 elsewhere. Rewards when the advantage is `value`."""
+    """float32 [T]: advantage of trained tokens, 0 elsewhere. Holds rewards if the advantage is `value`."""
     ref_logprobs: np.ndarray | None
-    """float32 [T]: the reference model's log-probabilities; None without a KL term."""
+    """float32 [T]: the reference model's log-probabilities. None without a KL term."""
     num_samples: int
     """Rollouts of the whole optimizer batch, over all ranks."""
     num_tokens: int
@@ -47,6 +47,6 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None
-    """Only in the first micro-batch of a step: how far the problems are settled once the step is trained."""
+    """Only in the first micro-batch of a step: the problems that are settled once the step is trained."""
     sentinel: bool = False
     """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""

@@ -1,11 +1,11 @@
-"""The one place that refuses a record which must not reach a gradient.
+"""The only module that refuses records which must not reach a gradient.
 
-The preprocessor checks every group before it makes samples of it, the trainer every micro-batch before it trains on it.
-A record that passes has the shapes that its class promises, token ids inside the vocabulary, exactly one finite
-log-probability per trained token, finite rewards and advantages, and members that are distinct. Anything else is a
-``RecordError`` that says which group, attempt and sequence (or which micro-batch and sample) it was.
+The preprocessor checks every group before it makes samples from it. The trainer checks every micro-batch before it
+trains on it. A record that passes has the shapes that its class documents, token ids inside the vocabulary, exactly one
+finite log-probability per trained token, finite rewards and advantages, and distinct members. Anything else raises a
+``RecordError`` that names the group, attempt and sequence, or the micro-batch and sample.
 
-Cheap enough for every record: a few numpy reductions per array, and no copies.
+The checks are cheap enough for every record: a few numpy reductions per array, no copies.
 """
 
 import math
@@ -20,11 +20,11 @@ from pipelinerl.records.rollouts import Rollout, RolloutGroup, TrainingSequence
 
 
 def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
-    """Raises ``RecordError`` when the group must not be trained.
+    """Raises ``RecordError`` if the group must not be trained.
 
     Args:
         vocab_size: token ids must be below it.
-        attempts: rollouts that a whole group has; fewer are accepted, the actor has its budget for failures.
+        attempts: rollouts of a complete group. Fewer are accepted, because the actor has a budget for failures.
     """
     if not isinstance(group.group_id, str) or not group.group_id:
         raise RecordError(
@@ -47,7 +47,7 @@ def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
 
 
 def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
-    """Raises ``RecordError`` when the micro-batch must not be trained; ``vocab_size``: token ids must be below it."""
+    """Raises ``RecordError`` if the micro-batch must not be trained. Token ids must be below ``vocab_size``."""
     where = f"micro-batch {batch.index} of step {batch.step}"
     if not (batch.step >= 0 and 0 <= batch.index < batch.count):
         raise RecordError(f"{where}: there are {batch.count} in the step, counted from 0")
@@ -87,7 +87,7 @@ def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
 
 
 def _check_one_mode(group: RolloutGroup, where: str) -> None:
-    """A baseline over members whose rewards mean different things would be none."""
+    """Checks that all members have one reward mode. A baseline over different kinds of rewards has no meaning."""
     first = group.rollouts[0]
     for other in group.rollouts[1:]:
         if other.rewards != first.rewards:
@@ -117,7 +117,7 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> 
 
 
 def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:
-    """Tokens that the spans cover; they must be ascending, disjoint, non-empty and within the sequence."""
+    """Counts the tokens in the spans, which must be ascending, disjoint, non-empty and within the sequence."""
     num_trained, previous_end = 0, 0
     for start, end, version in spans.tolist():
         if not previous_end <= start < end <= num_tokens or version < 0:
@@ -131,7 +131,7 @@ def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:
 
 
 def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: str) -> None:
-    """Token ids inside the vocabulary, every number finite."""
+    """Checks that token ids are inside the vocabulary and every number is finite."""
 
     def sample(position: int) -> str:
         return batch.sequence_ids[int(np.searchsorted(ends, position, side="right"))]
@@ -152,7 +152,7 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
 
 
 def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
-    """Spans in order, each inside one segment, sampled by no later version than trains them; none in a sentinel."""
+    """Checks that spans are ordered, inside one segment, of no version later than ``step``, and not in a sentinel."""
     num_trained = _count_trained(batch.spans, len(batch.token_ids), where)
     if batch.sentinel and num_trained:
         raise RecordError(f"{where}: a sentinel trains nothing, but {num_trained} tokens are in spans")
@@ -190,5 +190,5 @@ def _outside_vocabulary(token_ids: np.ndarray, position: int, vocab_size: int) -
 
 
 def _first(mask: np.ndarray) -> int:
-    """Index of the first True."""
+    """Returns the index of the first True."""
     return int(np.argmax(mask))

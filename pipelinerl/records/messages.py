@@ -1,4 +1,4 @@
-"""What roles tell each other besides data."""
+"""Control messages between roles."""
 
 import msgspec
 
@@ -6,34 +6,34 @@ from pipelinerl.records.order import DataOrder
 
 
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
-    """Who serves which version, as a whole; a server that is not named must not be used."""
+    """The complete state of which server serves which version. Servers that are not named must not be used."""
 
     version: int
-    """Newest version that a server serves: optimizer steps behind these weights."""
+    """Newest version that a server serves = number of optimizer steps that made these weights."""
     servers: tuple[str, ...]
     """Job names of the servers that serve it, e.g. `actor_llm_0`."""
     older: dict[str, int] = {}
-    """Other servers in service and the version that each still serves."""
+    """The other servers in service, with the version that each still serves."""
     pause_ms: tuple[float, ...] = ()
-    """Stall of decoding on each of ``servers`` when they took it, measured there."""
+    """Decoding stall of each of ``servers`` during the update, measured at the server."""
     transfer_ms: float = 0.0
-    """From the update's start until the slowest of ``servers`` served it."""
+    """Time from the start of the update until the slowest of ``servers`` served it."""
     timestamp: float = 0.0
 
 
 class ProbeMissed(msgspec.Struct, frozen=True, kw_only=True, tag="probe_missed"):
-    """A server did not use the weights that it was sent: what it sampled from ``since`` on must not be trained.
+    """A server did not use the weights that it was sent. Its samples from version ``since`` on must not be trained.
 
-    Whatever is sampled on it after a later `WeightUpdateSuccess` that names it is not meant.
+    Samples that it makes after a later `WeightUpdateSuccess` names it may be trained.
     """
 
     server: str
     version: int
-    """The version that its probe missed."""
+    """Version for which the probe failed."""
     since: int
-    """First version that its probe did not confirm."""
+    """First version that no probe confirmed."""
     is_final: bool
-    """False: it is sent the weights again."""
+    """False: the trainer sends it the weights again. True: it is no longer used."""
     reason: str
     timestamp: float = 0.0
 
@@ -42,31 +42,31 @@ class SamplesProcessed(msgspec.Struct, frozen=True, kw_only=True, tag="samples_p
     """Running totals after an optimizer step."""
 
     samples_processed: int
-    """Rollouts trained since the start of the run (survives restarts)."""
+    """Rollouts trained since the start of the run, including before restarts."""
     step: int
-    """Optimizer steps completed = version now in the trainer."""
+    """Optimizer steps completed = current version in the trainer."""
     metrics: dict[str, float] = {}
     timestamp: float = 0.0
 
 
 class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done"):
-    """The trainer reached `max_train_steps`, saved, and its last weights are live."""
+    """The trainer reached `max_train_steps` and saved, and its last weights are live."""
 
     step: int
     timestamp: float = 0.0
 
 
 class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_resumed"):
-    """The trainer was started again: the steps after ``step`` come a second time."""
+    """The trainer was restarted and repeats the steps after ``step``."""
 
     step: int
-    """Optimizer steps behind the state that was loaded."""
+    """Optimizer steps of the loaded state."""
     repeated: int
-    """Steps that had been made beyond it."""
+    """Number of steps after it that had been completed before the restart."""
     samples_processed: int = 0
     """Rollouts trained up to ``step``."""
     orders: dict[int, DataOrder] = {}
-    """How far the problems are settled, by actor replica."""
+    """Settled problems, by actor replica."""
     timestamp: float = 0.0
 
 
@@ -74,38 +74,38 @@ TrainerMessage = WeightUpdateSuccess | ProbeMissed | SamplesProcessed | Training
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):
-    """Running totals of the preprocessor; the actor subtracts what was dropped from what is outstanding."""
+    """Running totals of the preprocessor. The actor subtracts dropped rollouts from its outstanding ones."""
 
     samples_packed: int
     samples_dropped: int
     """Rollouts that reached the preprocessor and will not be trained (filters, lag, invalid)."""
     dropped_by_reason: dict[str, int]
     step: int
-    """Next optimizer step to be packed; of n preprocessors, r packs the steps with ``step % n == r``."""
+    """Next optimizer step to be packed. Of n preprocessors, number r packs the steps with ``step % n == r``."""
     dropped_sample_ids: tuple[tuple[str, str], ...] = ()
     """(`<group_id>/<attempt>`, reason) of the drops since the last record, for the ledger."""
     dropped_by_domain: dict[str, int] = {}
-    """Running totals; the actor makes up for them in its mix of domains."""
+    """Running totals. The actor compensates for them in its mix of domains."""
     packed_sample_ids: tuple[str, ...] = ()
     """`<group_id>/<attempt>` of the rollouts packed for step ``step - 1``, for the ledger."""
     source: tuple[int, int] = (0, 0)
     """(offset in topic `actor`, rollout index in that group) where the batch being filled begins (restart)."""
     counted_until: tuple[int, int] = (0, 0)
-    """The totals count the drops of every rollout before this place; those behind it are still to be decided."""
+    """Same form. The totals include the drops of all rollouts before this place. Later ones are not decided yet."""
     order: DataOrder | None = None
-    """How far the problems are settled at ``source``."""
+    """Problems that are settled at ``source``."""
 
 
 class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):
-    """From here until `EvaluationDone` or the deadline no server's weights may change."""
+    """No server's weights may change until `EvaluationDone` or the deadline."""
 
     version: int
     deadline: float
-    """Unix time after which the trainer goes on by itself."""
+    """Unix time after which the trainer continues without the result."""
 
 
 class EvaluationDone(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_done"):
-    """Results of one evaluation, all attempts sampled by one version."""
+    """Results of one evaluation. One version sampled all attempts."""
 
     version: int
     success: float

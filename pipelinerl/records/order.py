@@ -1,7 +1,7 @@
-"""How far training has come in the order of the problems: what a checkpoint must know to go on without its streams.
+"""Progress of training through the problems, which a checkpoint stores so that it can continue without its streams.
 
 An actor takes the problems of a domain in epochs, each a permutation (``actor.problems``). Its turns in an epoch are
-numbered 0, 1, … A turn is settled when its group has been trained, in part at least, or will never be.
+numbered 0, 1, … A turn is settled when its group has been trained, at least in part, or will never be trained.
 """
 
 from collections import Counter
@@ -11,33 +11,33 @@ import msgspec
 
 
 class EpochOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is settled of an epoch."""
+    """Settled turns of one epoch."""
 
     size: int
-    """Turns of this actor in the epoch; 0 = none is settled yet, so that nobody has said."""
+    """Turns of this actor in the epoch. 0 = not known yet, because no turn is settled."""
     settled: tuple[tuple[int, int], ...]
     """Ranges (first, end exclusive) of turns, ascending."""
 
 
 class DomainOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One domain's epochs."""
+    """Epochs of one domain."""
 
     samples: int = 0
     """Rollouts of the domain in the trained batches of this actor's stream."""
     done: tuple[tuple[int, int], ...] = ()
-    """Ranges (first, end exclusive) of epochs of which every turn is settled."""
+    """Ranges (first, end exclusive) of completely settled epochs."""
     epochs: dict[int, EpochOrder] = {}
-    """Of the others those that have a settled turn."""
+    """Partly settled epochs, by number."""
 
 
 class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What one actor has settled, by domain."""
+    """Settled problems of one actor, by domain."""
 
     domains: dict[str, DomainOrder] = {}
 
 
 class OrderFold:
-    """Adds settled turns up to a ``DataOrder``. A turn may be added twice."""
+    """Accumulates settled turns into a ``DataOrder``. A turn may be added twice."""
 
     def __init__(self, order: DataOrder | None = None):
         self._samples: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class OrderFold:
             self._epochs[name] = {n: (epoch.size, numbers(epoch.settled)) for n, epoch in domain.epochs.items()}
 
     def settle(self, domain: str, epoch: int, turn: int, size: int) -> None:
-        """A turn of an epoch that has ``size`` turns is settled."""
+        """Marks ``turn`` of an epoch with ``size`` turns as settled."""
         done, epochs = self._done.setdefault(domain, set()), self._epochs.setdefault(domain, {})
         if epoch in done:
             return
@@ -61,7 +61,7 @@ class OrderFold:
             del epochs[epoch]
 
     def count(self, domains: Iterable[str]) -> None:
-        """Samples of these domains are in a batch, one name per sample."""
+        """Counts the samples of a batch. ``domains`` has one name per sample."""
         self._samples.update(domains)
 
     def to_record(self) -> DataOrder:
@@ -78,7 +78,7 @@ class OrderFold:
 
 
 def ranges(values: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ranges (first, end exclusive) of the values.
+    """Returns ascending ranges (first, end exclusive) of the values.
 
     >>> ranges([4, 0, 1, 5])
     ((0, 2), (4, 6))
@@ -93,5 +93,5 @@ def ranges(values: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def numbers(found: Iterable[tuple[int, int]]) -> set[int]:
-    """The values of ranges."""
+    """Returns all values in the ranges."""
     return {value for first, end in found for value in range(first, end)}

@@ -1,4 +1,4 @@
-"""Names of the topics and who writes and reads them.
+"""Names of the topics, with their writers and readers.
 
 | topic           | writer       | record                 | readers                      |
 |-----------------|--------------|------------------------|------------------------------|
@@ -18,5 +18,5 @@ TRAINER = "trainer"
 EVALUATION = "evaluation"
 
 RETAINED_MB = {TRAINER: 64, PREPROCESSOR: 256, ACTOR_TEST: 512}
-"""Topics that nobody reads to its end, and how much of each is kept at least. The others are deleted as their readers
-commit; `evaluation` is a line per evaluation."""
+"""Minimum MB kept of the topics without named readers. Records of other topics are deleted as their readers commit.
+`evaluation` has only a few records per evaluation and is not bounded."""

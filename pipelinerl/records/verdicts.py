@@ -1,4 +1,4 @@
-"""What travels between client, service and workers: a check, and the verdict on it."""
+"""The records between verifier client, service and workers: a check and its verdict."""
 
 from typing import Any, Literal
 
@@ -13,23 +13,23 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: str
     """Name of the judge, a key of ``judges.JUDGES``."""
     prediction: str
-    """The model's whole output; the judge finds the answer in it."""
+    """The model's whole output, in which the judge finds the answer."""
     gold: Any
-    """What the judge compares with: its shape is the judge's own."""
+    """Reference that the judge compares with. Each judge defines its form."""
     options: dict[str, Any] = {}
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The judge's word. ``score`` is 1 for correct, between 0 and 1 where a judge gives partial credit, else 0."""
+    """The judge's result. ``score`` is 1 for correct, between 0 and 1 for partial credit, else 0."""
 
     status: VerdictStatus
     score: float = 0.0
     detail: str = ""
-    """Why, for people: never parsed."""
+    """The reason, for people. Never parsed."""
 
 
 class MathAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A check of a mathematical answer as PipelineRL's environment takes it."""
+    """A mathematical answer to check, in the form that PipelineRL's environment accepts."""
 
     prediction: str
     gold: str
