@@ -19,4 +19,4 @@ EVALUATION = "evaluation"
 
 RETAINED_MB = {TRAINER: 64, PREPROCESSOR: 256, ACTOR_TEST: 512}
 """Minimum MB kept of the topics without named readers. Records of other topics are deleted as their readers commit.
-`evaluation` has only a few records per evaluation and is not bounded."""
+`evaluation` needs no bound, because it gets only a few records per evaluation."""

@@ -1,14 +1,14 @@
-"""Does a server sample from the weights it was sent? Decisions from two lists of log-probabilities. Pure.
+"""Decides from two lists of log-probabilities whether a server samples from the weights it was sent. Pure.
 
-Trainer and server score the same likely tokens with different kernels. In bfloat16 their values differ by a noise that
-depends on the model (0.016 nats at a logit deviation of 1, 0.05 at 4, 24 layers) and that is drawn anew with every
-version. A fixed bound either expels healthy servers or sees nothing, so each server is calibrated while both ends hold
-the same file. Later versions are compared by their change (docs/algorithms.md §10):
+Trainer and server score the same likely tokens with different kernels. In bfloat16 their values differ by noise that
+depends on the model (0.016 nats at a logit deviation of 1, 0.05 at 4, 24 layers) and differs in every version. A fixed
+bound would either expel healthy servers or detect nothing, so each server is calibrated while both ends hold the same
+file. Later versions are compared by their change (docs/algorithms.md §10):
 
-    e = (server − server₀) − (trainer − trainer₀)           what the server's change lacks or has too much
+    e = (server − server₀) − (trainer − trainer₀)           difference between the two changes
 
-`judge` finds two kinds of faults: weights that are wrong (e is larger than the noise allows) and an update that did not
-happen (the server's change does not follow the trainer's).
+`judge` finds two kinds of faults: wrong weights (e is larger than the noise allows) and a missed update (the server's
+change does not follow the trainer's).
 """
 
 from dataclasses import dataclass, replace
@@ -16,52 +16,52 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 CLIP = 8.0
-"""Differences count up to this many noise deviations: a few outliers of healthy kernels decide nothing."""
+"""Differences are clipped at this many noise deviations, so that a few outliers of healthy kernels do not decide."""
 LIMIT = 3.0
-"""Largest allowed statistic, in noise deviations. Healthy servers show √2: the noise of two versions."""
+"""Largest allowed statistic, in noise deviations. Healthy servers have √2, from the noise of two versions."""
 POWER = 12.0
-"""How far a made and a missed update must lie apart, in deviations of the comparison, before it decides."""
+"""Minimum distance between an applied and a missed update, in deviations of the comparison, for a decision."""
 NOISE_FLOOR = 2e-4
-"""Nats. Below it float32 servers would be judged by rounding that changes with the batch."""
+"""Lower bound of the noise in nats. Below it, rounding that changes with the batch would decide on float32 servers."""
 MEMORY = 0.8
-"""Share of the noise that is remembered: it grows slowly when training sharpens the model."""
+"""Weight of the old noise in its running average. The noise grows slowly as training sharpens the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What is known of one server. N scored tokens."""
+    """Calibration of one server. N scored tokens."""
 
     offset: np.ndarray
     """float64 [N]: server − trainer at equal weights."""
     calibrated: float
-    """Deviation of server − trainer in nats at the calibration."""
+    """Deviation of server − trainer in nats at calibration."""
     noise: float
-    """The same from the versions that passed since; never less than at the calibration."""
+    """The same over the versions that passed since, at least ``calibrated``."""
     tolerance: float
-    """`weights.probe_tolerance`: the noise never counts as larger than this."""
+    """`weights.probe_tolerance`: upper bound of the noise."""
     server: np.ndarray
     """float64 [N]: the server's log-probabilities of the newest version that passed."""
     trainer: np.ndarray
-    """float64 [N]: the trainer's of that version."""
+    """float64 [N]: the trainer's log-probabilities of that version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobVerdict:
-    """What the log-probabilities of one version say."""
+    """Result of comparing the log-probabilities of one version."""
 
     fault: str = ""
-    """Empty: nothing is wrong as far as log-probabilities can show."""
+    """Empty = the log-probabilities show no fault."""
     difference: float = 0.0
     """Nats: the statistic of the residual."""
     limit: float = 0.0
     """Nats: the largest difference that passes."""
     followed: float | None = None
-    """The trainer's change as the server shows it: 1 or more, or about 0 for a missed update. None: the change is too
-    small beside the noise to decide."""
+    """Share of the trainer's change that the server shows: 1 or more, or about 0 for a missed update. None = the change
+    is too small compared with the noise to decide."""
 
 
 def statistic(differences: np.ndarray, noise: float) -> float:
-    """Root mean square of differences [N] in nats, each clipped at `CLIP` noise deviations; infinite if not finite."""
+    """Returns the root mean square of differences [N] in nats, clipped at `CLIP` × noise. Infinite if not finite."""
     if not np.isfinite(differences).all():
         return float("inf")
     bound = CLIP * noise
@@ -69,11 +69,11 @@ def statistic(differences: np.ndarray, noise: float) -> float:
 
 
 def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tuple[Baseline, LogprobVerdict]:
-    """The baseline of a server whose weights are the trainer's.
+    """Returns the baseline of a server whose weights equal the trainer's, and the verdict on its noise.
 
     Args:
         server, trainer: float [N] log-probabilities of the same tokens.
-        tolerance: largest noise in nats that a healthy server may show. Beyond it the verdict has a fault.
+        tolerance: largest noise of a healthy server in nats. With more noise the verdict has a fault.
     """
     server, trainer = server.astype(np.float64), trainer.astype(np.float64)
     offset = server - trainer
@@ -88,7 +88,7 @@ def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tupl
 
 
 def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, LogprobVerdict]:
-    """Compare a later version; the baseline that comes back includes it if it passed.
+    """Compares a later version. Returns the verdict and the baseline, which includes the version if it passed.
 
     Args:
         server, trainer: float [N] log-probabilities of the probe's tokens under the same version.
@@ -109,11 +109,11 @@ def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[
 
 
 def _followed(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> float | None:
-    """Product of both changes over the trainer's own, without its noise; None where noise would decide.
+    """Returns server's change · trainer's change / ‖trainer's change without noise‖², or None if noise would decide.
 
-    The product is ‖δ‖² for an update δ that was made and 0 for one that was missed. Its deviation is at most
-    noise·‖trainer's change‖, because the ends' noises are independent. At most 2·N·noise² of the trainer's squared
-    change is its own noise, of two versions.
+    The product is ‖δ‖² for an applied update δ and 0 for a missed one. Its deviation is at most
+    noise·‖trainer's change‖, because the noise of both ends is independent. At most 2·N·noise² of the trainer's squared
+    change is its own noise, from two versions.
     """
     bound = CLIP * baseline.noise
     change = np.clip(trainer - baseline.trainer, -bound, bound)

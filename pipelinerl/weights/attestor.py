@@ -1,11 +1,12 @@
-"""Asks every server whether it samples from the weights it was sent, beside generation and training.
+"""Checks during generation and training that every server samples from the weights it was sent.
 
-A version is live at once and provisional until its server was asked: the live tensors are compared with the sent bytes
-(`digest`), and at times the log-probabilities with the trainer's (`attestation`). The first fault of a server has it
-pushed again, the second one takes it out of the run. Scores are asked one sequence at a time and for at most 1 / `DUTY`
-of the time, so they hold up nobody. A server is calibrated before its first update, while it holds the model's file.
+A version goes live at once and is checked afterwards. The server compares its live tensors with the sent bytes
+(`digest`), and from time to time its log-probabilities are compared with the trainer's (`attestation`). After its first
+fault a server is sent the weights again, and after the second it leaves the run. Scores are requested one sequence at a
+time and for at most 1 / `DUTY` of the time, so they delay no other work. A server is calibrated before its first
+update, while it holds the model's file.
 
-Consumes: what the sender tells (which server answers, took a version, left), the trainer's scores.
+Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
 Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its own. Ends: at ``close``.
 """
 
@@ -31,9 +32,9 @@ from pipelinerl.world import Job
 log = logging.getLogger(__name__)
 
 FROM_FILE = "default"
-"""vLLM's label of weights that came from disk."""
+"""vLLM's label of weights loaded from disk."""
 DUTY = 20
-"""Scores are asked for at most this fraction of the time."""
+"""Scores are requested for at most 1 / this of the time."""
 RETRY_S = 1.0
 MAX_THREADS = 32
 KEPT_VERSIONS = 4
@@ -42,58 +43,58 @@ ERRORS = (httpx.HTTPError, TransportError, FutureTimeoutError, msgspec.DecodeErr
 
 @dataclass(frozen=True, kw_only=True)
 class Miss:
-    """A server that did not use what it was sent."""
+    """A server did not use the weights it was sent."""
 
     server: str
     version: int
     since: int
     """First version that may be wrong: the one after the newest that passed."""
     is_final: bool
-    """The second in a row: the server is not used any more."""
+    """True for the second miss in a row, after which the server is no longer used."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a server must show for one version."""
+    """Expected checksum and scores of one version."""
 
     checksum: "Future[str]"
     scores: "Future[np.ndarray] | None"
-    """The trainer's; None = log-probabilities are not asked for this version."""
+    """The trainer's. None = log-probabilities are not compared for this version."""
 
 
 @dataclass(eq=False)
 class Witness:
-    """What is known of one server."""
+    """State of one server."""
 
     job: Job
     client: httpx.Client
     baseline: Baseline | None = None
     has_other_file: bool = False
-    """Its weights from disk are not the trainer's: the first update calibrates it."""
+    """Its weights from disk differ from the trainer's, so the first update calibrates it."""
     took: int | None = None
-    """Version that the server holds and was not asked for yet."""
+    """Version that the server holds and that is not checked yet."""
     passed: int = -1
     """Newest version that passed."""
     is_updated: bool = False
-    """It took an update since it was calibrated."""
+    """It has taken an update since its calibration."""
     is_serving: bool = False
     is_scored: bool = False
-    """Its log-probabilities passed since it (re)entered service."""
+    """Its log-probabilities have passed since it last entered service."""
     misses: int = 0
     is_busy: bool = False
-    """A thread talks to it."""
+    """A thread is checking it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Attestor:
-    """One per sender. Methods return at once, except for ``sample`` and ``close``.
+    """Checks the servers of one sender. Methods return at once, except for ``sample`` and ``close``.
 
     Args:
         secret: the run's bearer secret.
         tolerance: `weights.probe_tolerance`.
-        timeout_s: a server that has not answered within this missed its probe.
-        report: called with every `Miss`, from a thread.
+        timeout_s: a server that does not answer within this time misses its probe.
+        report: called with every `Miss`, from any thread.
     """
 
     def __init__(
@@ -115,18 +116,21 @@ class Attestor:
         self._closed = threading.Event()
 
     def meet(self, job: Job) -> None:
-        """A server that takes weights."""
+        """Adds a server that takes weights."""
         client = httpx.Client(base_url=job.url, headers=self._headers, timeout=self._timeout_s)
         self._witnesses[job.name] = Witness(job, client)
 
     def forget(self, name: str) -> None:
-        """The server is not one of the run any more."""
+        """Removes a server that left the run."""
         self.left(name)
         self._answering.discard(name)
         self._witnesses.pop(name).client.close()
 
     def sample(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
-        """A text from the first server that answers; None while none does."""
+        """Samples a probe text from the first server that answers. Returns None if none does.
+
+        ``shape`` is (sequences, tokens of each).
+        """
         for name in sorted(self._answering):
             witness = self._witnesses[name]
             try:
@@ -141,11 +145,11 @@ class Attestor:
         return None
 
     def begin(self, text: ProbeText) -> None:
-        """From now on servers are calibrated and admitted."""
+        """Starts calibrating and admitting servers with this text."""
         self._text = text
 
     def admits(self, name: str, label: str) -> bool:
-        """Whether a server that says it holds ``label`` may be updated; if not yet, what is missing is begun."""
+        """Returns whether a server that reports ``label`` may be updated. Starts its calibration if that is missing."""
         witness = self._witnesses[name]
         self._answering.add(name)
         if self._text is None or witness.misses > 1:
@@ -153,7 +157,7 @@ class Attestor:
         if label != FROM_FILE or self._text.logprobs is None:
             return True
         with witness.lock:
-            if witness.is_updated:  # it started anew
+            if witness.is_updated:  # it was restarted
                 witness.baseline, witness.is_updated, witness.passed = None, False, -1
                 witness.has_other_file = False
             if witness.baseline is not None or witness.has_other_file:
@@ -164,13 +168,13 @@ class Attestor:
         return False
 
     def expect(self, version: int, expected: Expected) -> None:
-        """Told before the version goes out."""
+        """Registers what servers must show for ``version``. Called before the version is sent."""
         self._expected[version] = expected
         for old in sorted(self._expected)[:-KEPT_VERSIONS]:
             del self._expected[old]
 
     def took(self, name: str, version: int) -> None:
-        """A server has the version: ask it."""
+        """Starts checking a server that took the version."""
         witness = self._witnesses[name]
         with witness.lock:
             witness.took, witness.is_updated, witness.is_serving = version, True, True
@@ -180,7 +184,7 @@ class Attestor:
         self._pool.submit(self._attest_all, witness)
 
     def left(self, name: str) -> None:
-        """A server left service: nothing is asked until it takes an update."""
+        """Stops checking a server that left service, until it takes an update."""
         witness = self._witnesses.get(name)
         if witness is None:
             return
@@ -189,7 +193,7 @@ class Attestor:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether the trainer should score the next version: a server has to prove itself, or it is time again."""
+        """Whether the trainer should score the next version: a server is unproved, or the next comparison is due."""
         if self._text is None:
             return False
         unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
@@ -202,7 +206,7 @@ class Attestor:
             witness.client.close()
 
     def _calibrate(self, witness: Witness) -> None:
-        """Server and trainer hold the model's file: what differs now is healthy."""
+        """Measures the healthy difference of server and trainer while both hold the model's file."""
         try:
             label, scores = self._scores(witness)
             if label == FROM_FILE:
@@ -215,10 +219,10 @@ class Attestor:
         except ERRORS as error:
             log.warning("event=server_not_calibrated server=%s error=%s", witness.job.name, error)
             self._closed.wait(RETRY_S)
-        self._attest_all(witness)  # what it took meanwhile
+        self._attest_all(witness)  # it may have taken a version meanwhile
 
     def _attest_all(self, witness: Witness) -> None:
-        """Asks for the newest version that the server took, until there is no newer one."""
+        """Checks the newest version that the server took, until there is no newer one."""
         deadline = time.monotonic() + self._timeout_s
         while not self._closed.is_set():
             with witness.lock:
@@ -243,7 +247,7 @@ class Attestor:
                 self._miss(witness, version, fault)
 
     def _fault(self, witness: Witness, version: int, expected: Expected) -> str:
-        """Reason why the server does not use the version; empty if it does or nothing can be said."""
+        """Returns the reason why the server does not use the version. Empty if it does or nothing can be decided."""
         check = self._check(witness, version)
         if check.differing:
             more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
@@ -271,7 +275,7 @@ class Attestor:
         return msgspec.json.decode(response.content, type=WeightCheck)
 
     def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> LogprobVerdict | None:
-        """Compare log-probabilities, twice if they miss; None if the server has gone on to another version."""
+        """Compares log-probabilities, twice if they miss. Returns None if the server has changed its version."""
         trainer = scores.result(self._timeout_s)
         verdict = None
         for _ in range(2):
@@ -303,7 +307,7 @@ class Attestor:
         self._report(miss)
 
     def _scores(self, witness: Witness) -> tuple[str, np.ndarray]:
-        """(label, float32 [S·(L−1)]) of the probe's text, one sequence at a time; an empty label if it changed."""
+        """Scores the text, one sequence at a time. Returns (label, float32 [S·(L−1)]), label "" if it changed."""
         assert self._text is not None
         started, labels, parts = time.monotonic(), set(), []
         for row in self._text.token_ids:

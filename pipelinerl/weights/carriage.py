@@ -1,7 +1,7 @@
-"""How a bucket gets from one process to the next: in the connection, through NCCL, or as a handle of GPU memory.
+"""Transport of a bucket between two processes: in the connection, through NCCL, or as a handle of GPU memory.
 
-The connection always carries the frame that announces a bucket. So stalls, deaths and byte offsets are the same for
-all carriages. A carriage belongs to one connection and ends with it.
+The connection always carries the frame that announces a bucket, so stalls, deaths and byte offsets are handled in the
+same way for all carriages. A carriage belongs to one connection and ends with it.
 """
 
 import time
@@ -21,21 +21,21 @@ class Carrier(Protocol):
     """One end of a connection."""
 
     def give(self, connection: Connection, bucket: torch.Tensor) -> None:
-        """Returns when the bucket's memory may change."""
+        """Sends the bucket. Returns when its memory may change."""
 
     def take(self, connection: Connection, bucket: torch.Tensor) -> None:
-        """Returns when the bucket is filled."""
+        """Receives into the bucket. Returns when it is filled."""
 
 
 def make_carrier(carriage: Carriage, connection: Connection, device: torch.device, *, gives: bool) -> Carrier:
-    """Both ends of a connection call this at the same place of their conversation."""
+    """Returns one end of a carriage. Both ends must call this at the same point of their protocol."""
     if carriage == "nccl":
         return NcclCarrier(connection, device, gives=gives)
     return IpcCarrier(device) if carriage == "ipc" else TcpCarrier()
 
 
 class TcpCarrier:
-    """Bytes follow their frame. Buckets that do not lie in host memory go through it."""
+    """Sends the bytes after their frame. Buckets outside host memory are copied through host memory."""
 
     def __init__(self) -> None:
         self._bounce = torch.empty(0, dtype=torch.uint8)
@@ -60,8 +60,8 @@ class TcpCarrier:
 class NcclCarrier:
     """A communicator of two through vLLM (both ends have vLLM's GPU build installed).
 
-    A transfer whose other end is gone would run on the GPU for ever and hold up all who wait for the device: it is
-    aborted. The communicator's id travels as the 128 bytes that it is: vLLM's own rendezvous would pickle it.
+    A transfer whose other end is gone would block the GPU for ever, so it is aborted. The communicator's id is sent as
+    its 128 raw bytes, because vLLM's own rendezvous would pickle it.
     """
 
     def __init__(self, connection: Connection, device: torch.device, *, gives: bool):
@@ -95,7 +95,7 @@ class NcclCarrier:
             self._wait(connection)
 
     def _wait(self, connection: Connection) -> None:
-        """Until the stream is done; ended by the connection's patience or ``interrupt``."""
+        """Waits until the stream is done, the connection's patience ends, or ``interrupt`` is called."""
         done = torch.cuda.Event()
         done.record(self._stream)
         started = time.monotonic()
@@ -109,7 +109,7 @@ class NcclCarrier:
 
 
 class IpcCarrier:
-    """Both ends on one GPU: the giver's handle follows the frame, the taker copies and says so."""
+    """For two ends on one GPU. The giver sends a memory handle after the frame, the taker copies and acknowledges."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -138,14 +138,14 @@ def _expect_message(connection: Connection) -> int:
 
 
 def encode_ipc_handle(tensor: torch.Tensor) -> bytes:
-    """A CUDA IPC handle of a contiguous uint8 tensor as JSON (numbers and hexadecimal bytes only)."""
+    """Encodes the CUDA IPC handle of a contiguous uint8 tensor as JSON (numbers and hexadecimal bytes only)."""
     fields = tensor.untyped_storage()._share_cuda_()
     encoded = [field.hex() if isinstance(field, bytes) else field for field in fields]
     return msgspec.json.encode([encoded, tensor.storage_offset(), tensor.numel()])
 
 
 def decode_ipc_handle(data: bytes, device: torch.device) -> torch.Tensor:
-    """The other process's memory as a tensor of this process; valid until the owner is told that it was taken."""
+    """Maps the other process's memory as a tensor, which is valid until the owner receives the acknowledgement."""
     encoded, offset, numel = msgspec.json.decode(data)
     _, handle, size, storage_offset, counter, counter_offset, event, sync = encoded
     storage = torch.UntypedStorage._new_shared_cuda(

@@ -1,4 +1,4 @@
-"""What an update costs on the wire. Pure; formulas in docs/algorithms.md §11."""
+"""Estimates the network time of an update. Pure. The formulas are in docs/algorithms.md §11."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from pipelinerl.weights.chain import bucket_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """The network as an update sees it."""
+    """Network speed for an update."""
 
     bytes_per_s: float
-    """Of one link: a trainer rank's, a server's."""
+    """Of one link of a trainer rank or a server."""
     hop_s: float = 0.002
-    """From a bucket's last byte in a worker to its first byte on the way to the next."""
+    """Delay between a worker's last received byte of a bucket and its first sent byte of that bucket."""
     links_per_server: int = 1
-    """Network cards of a server's node that its workers share."""
+    """Network cards that the workers of a server share."""
 
 
 def chain_s(num_bytes: float, servers: int, wire: LinkSpeed, *, bucket: float, stripes: int = 1) -> float:
-    """Seconds until the last of ``servers`` has all bytes of one update.
+    """Returns the seconds until the last of ``servers`` has all bytes of one update.
 
     Args:
-        bucket: bytes that a server waits for before it passes them on.
-        stripes: trainer ranks that send a share each, over a link of their own.
+        bucket: bytes that a server collects before it forwards them.
+        stripes: trainer ranks that each send a share over their own link.
     """
     rate = wire.bytes_per_s * min(stripes, wire.links_per_server if servers > 1 else stripes)
     hop_s = bucket / wire.bytes_per_s + wire.hop_s
@@ -30,11 +30,11 @@ def chain_s(num_bytes: float, servers: int, wire: LinkSpeed, *, bucket: float, s
 
 
 def star_s(num_bytes: float, servers: int, wire: LinkSpeed) -> float:
-    """Seconds if the trainer sends the whole to every server itself."""
+    """Returns the seconds of an update if the trainer sends all bytes to every server itself."""
     return servers * num_bytes / wire.bytes_per_s
 
 
 def planned_s(num_bytes: int, servers: int, wire: LinkSpeed, *, largest_bucket: int, stripes: int = 1) -> float:
-    """``chain_s`` with the bucket that the sender would choose."""
+    """Returns ``chain_s`` for the bucket size that the sender would choose."""
     bucket = bucket_bytes(largest_bucket, num_bytes, servers)
     return chain_s(num_bytes, servers, wire, bucket=bucket, stripes=stripes)

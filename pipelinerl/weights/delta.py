@@ -1,8 +1,8 @@
-"""Lossless delta of two flat buffers: the 16-bit words that changed, with their places.
+"""Lossless delta of two flat buffers: the changed 16-bit words and their places.
 
-In bf16 a step at a learning rate around 1e-6 changes few words, because most updates round to nothing. The encoding
-holds, for every chunk of 65,536 words, how many changed, and for every changed word its 16-bit place in the chunk and
-its new value: 4 bytes per changed word. Applying it to the base gives the new buffer bit for bit.
+In bf16 a step at a learning rate around 1e-6 changes few words, because most updates round to zero. The encoding holds
+the number of changed words of every chunk of 65,536 words. Each changed word takes 4 bytes: its 16-bit place in the
+chunk and its new value. Applying the delta to the base gives exactly the new buffer.
 
     payload = counts int32 [chunks] | places uint16 [changed] | values uint16 [changed]
 """
@@ -14,7 +14,7 @@ CHUNK_WORDS = 1 << CHUNK_BITS
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """The payload that turns ``base`` into ``new`` (uint8, equal even length); None when dense is smaller."""
+    """Returns the payload that turns ``base`` into ``new`` (uint8, same even length), None if dense is not larger."""
     base_words, new_words = base.view(torch.int16), new.view(torch.int16)
     places = (base_words != new_words).nonzero().flatten()
     counts = torch.bincount(places >> CHUNK_BITS, minlength=_num_chunks(new_words.numel())).to(torch.int32)
@@ -30,7 +30,7 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
 
 
 def apply_delta(buffer: torch.Tensor, payload: torch.Tensor) -> None:
-    """Turn the base in ``buffer`` into the new version, in place."""
+    """Applies the delta in place to ``buffer``, which holds the base. Raises ``ValueError`` for a malformed payload."""
     words = buffer.view(torch.int16)
     num_chunks = _num_chunks(words.numel())
     counts = payload[: 4 * num_chunks].view(torch.int32).long()

@@ -1,9 +1,9 @@
-"""Are the live tensors the bytes that were sent? Exact, for updates far below what log-probabilities can show.
+"""Checks exactly that the live tensors are the sent bytes, also for updates too small for log-probabilities to show.
 
-Two links make the proof. `checksum` of the staged bytes equals the trainer's, so the right bytes arrived. `differing`
-finds no live tensor that is not a copy of staged bytes, so they are in use. Which live elements come from which bytes
-is learned once: `learn` runs the model's own loaders on tensors without memory and records every copy they make. What
-a loader computes instead of copying is not learned, and the log-probabilities alone decide about it.
+The proof has two steps. The `checksum` of the staged bytes equals the trainer's, so the right bytes arrived.
+`differing` finds no live tensor that differs from its staged bytes, so they are in use. `learn` finds out once which
+live elements come from which bytes: it runs the model's own loaders on tensors without memory and records every copy.
+Values that a loader computes instead of copying are not learned. Only the log-probabilities check those.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from pipelinerl.weights.protocol import ParamSpec
 WIDTH = 1024
 """Words in a row of the checksum's matrix."""
 CPU_ROWS, GPU_ROWS = 64, 1 << 14
-"""Rows per step: a CPU's fit its cache."""
+"""Rows per step. Those of the CPU fit into its cache."""
 
 
 def checksum(buffer: torch.Tensor) -> str:
-    """Hexadecimal digest of a flat uint8 tensor whose length is a multiple of 8.
+    """Returns the hexadecimal digest of a flat uint8 tensor whose length is a multiple of 8.
 
     The 64-bit words are the rows of a matrix of width 1024, the last one filled with zeros. The digest is the sum of
     the words times their row (from 1) and of the words times their column (from 1), modulo 2⁶⁴.
@@ -65,7 +65,7 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """A loader's assignment: elements of a live parameter are those of a sent one."""
+    """An assignment by a loader: elements of a live parameter are copies of elements of a sent one."""
 
     target: str
     target_view: View
@@ -75,15 +75,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Where a model's parameters come from."""
+    """Origin of a model's parameters."""
 
     copies: tuple[Copy, ...]
     unlearned: tuple[str, ...]
-    """Live parameters that are more than copies of what is sent."""
+    """Live parameters that are not pure copies of sent parameters."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every assignment into an existing tensor."""
+    """Records every assignment to an existing tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class _Recorder(TorchDispatchMode):
 def learn(
     model: nn.Module, load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any], specs: Sequence[ParamSpec]
 ) -> LoadPlan:
-    """The plan of a model without memory (device `meta`).
+    """Returns the load plan of a model without memory (device `meta`).
 
     Args:
-        load: the model's own way to load named tensors, e.g. ``model.load_weights``.
+        load: the model's own function for loading named tensors, e.g. ``model.load_weights``.
         specs: parameters as they are sent.
     """
     sources = [(spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")) for spec in specs]
@@ -127,7 +127,7 @@ def learn(
 def differing(
     copies: Iterable[Copy], live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Names of live parameters with any bit that is not the staged one, cast once to the parameter's dtype."""
+    """Yields names of live parameters that differ in any bit from the staged ones, cast to the live dtype."""
     for copy in copies:
         target = copy.target_view.read(live[copy.target])
         source = copy.source_view.read(staged[copy.source]).to(target)
@@ -140,5 +140,5 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory, also of tensors that have none."""
+    """Returns the identity of the storage, also for tensors without memory."""
     return tensor.untyped_storage()._cdata

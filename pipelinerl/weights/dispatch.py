@@ -1,4 +1,4 @@
-"""Which server pulls what from whom, for one version. Pure: reads snapshots and members, changes neither."""
+"""Plans the update of each server to one version: payload and sources. Pure: changes neither snapshots nor members."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ class Dispatch:
     """Length of the payload."""
     bucket_bytes: int
     base_version: int | None = None
-    """The payload is the difference from this version; None = the whole version."""
+    """The payload is the difference from this version. None = the whole version."""
 
 
 def chained(snapshot: Snapshot, ready: Sequence[Member], origin: Address, bucket_bytes: int) -> list[Dispatch]:
-    """One chain of those that hold the delta's base, one of all others. Dependable servers come first."""
+    """Plans one chain of the servers that hold the delta's base and one of all others. Reliable servers come first."""
     order = sorted(ready, key=lambda member: (member.is_suspect, member.job.node_rank, member.job.replica_idx))
     with_base = [m for m in order if snapshot.delta is not None and m.held == snapshot.base_version]
     without = [m for m in order if m not in with_base]
@@ -45,7 +45,7 @@ def chained(snapshot: Snapshot, ready: Sequence[Member], origin: Address, bucket
 def joining(
     snapshot: Snapshot, ready: Sequence[Member], holders: Sequence[Member], origin: Address, bucket_bytes: int
 ) -> list[Dispatch]:
-    """Each server by itself, from the last of those that have the version: the end of the chain forwards least."""
+    """Plans separate pulls from the last servers that have the version, because the end of a chain forwards least."""
     num_bytes = snapshot.layout.num_bytes
     near = [holder.workers for holder in reversed(holders[-chain.BACKUPS :])]
     return [
@@ -60,6 +60,6 @@ def joining(
 
 
 def expected_s(num_bytes: int, outcomes: Iterable[UpdateOutcome]) -> float:
-    """About how long a transfer takes, from the last update of each server; 0 if none is known."""
+    """Estimates the seconds of a transfer from the last update of each server. Returns 0 if there was none."""
     rates = [outcome.num_bytes / outcome.seconds for outcome in outcomes if outcome.answer is not None]
     return num_bytes / statistics.median(rates) if rates else 0.0

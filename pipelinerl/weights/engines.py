@@ -1,7 +1,7 @@
-"""Entry point ``vllm.general_plugins``: runs in every process of a vLLM server, first of all.
+"""Entry point ``vllm.general_plugins``, which runs first in every process of a vLLM server.
 
-Makes our staged weight-transfer engine known to vLLM, and ties the processes of OUR servers to their parent: killed
-with SIGKILL, vLLM's front would leave its engine behind with memory and cores.
+It registers our staged weight-transfer engine with vLLM. It also ties the processes of OUR servers to their parent.
+Without that, an API process killed with SIGKILL would leave its engine running with its memory and cores.
 """
 
 import multiprocessing
@@ -9,13 +9,13 @@ import os
 import signal
 
 CHILD_VARIABLE = "PIPELINERL_END_WITH_PARENT"
-"""Set by `pipelinerl.inference`; other users of vLLM in the same environment are left alone."""
+"""Set by `pipelinerl.inference`. Other users of vLLM in the same environment are not affected."""
 ENGINE = "staged"
-"""Its name in vLLM's registry. How bytes travel is said by every update."""
+"""Name of our engine in vLLM's registry. Each update request names its own carriage."""
 
 
 def register() -> None:
-    """Register once per process; vLLM may load plugins more than once."""
+    """Registers the engine once per process, because vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from pipelinerl.process import die_with_parent

@@ -1,8 +1,8 @@
-"""Serves a process's shelf to those who pull from it. The trainer's ranks and the servers' workers have one each.
+"""Serves a process's shelf to takers. Each trainer rank and each server worker has one giver.
 
-Consumes: connections, their questions (`Get`, `Have`; at a worker `Take`, from its own server).
-Produces: bytes as far as they are there, and a sign of life where they are not.
-Waits for: bytes on the shelf, takers; each taker has a thread of its own, so a frozen one holds up nobody else.
+Consumes: connections with questions (`Get`, `Have`, and at a worker `Take` from its own server).
+Produces: available bytes, and signs of life while it waits for the others.
+Waits for: bytes on the shelf, takers. Each taker has its own thread, so a frozen taker does not delay others.
 Ends: at ``close``.
 """
 
@@ -25,7 +25,7 @@ from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connect
 log = logging.getLogger(__name__)
 
 TAKER_PATIENCE_S = 30.0
-"""A taker that accepts no byte for so long is let go; it can come back at the offset that it has."""
+"""A taker that accepts no byte for so long is disconnected. It can reconnect and continue at its offset."""
 BEAT_S = 0.25
 
 
@@ -33,21 +33,22 @@ class Pull(Protocol):
     """An update that a worker is pulling."""
 
     def reply(self, timeout_s: float) -> Staged | Failed | None:
-        """How it ended; None if it is still going on after ``timeout_s``."""
+        """Returns the result, or None if the update is still running after ``timeout_s``."""
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Stops the update, because its caller no longer waits for it."""
 
 
 class Giver:
-    """Listens on a port of its own.
+    """Listens on its own port and serves a shelf.
 
     Args:
-        shelf: the bytes.
-        secret: the run's; without it nobody is served.
+        shelf: the bytes to serve.
+        secret: the run's secret, which takers must know.
         host: the name under which others reach this process.
-        port: 0 = a free one.
-        on_take: begins an update (workers only).
+        port: 0 = any free port.
+        device: where NCCL and IPC buckets lie.
+        on_take: starts an update (workers only).
         pace: called with the number of bytes before they are sent (benchmarks limit links with it).
     """
 
@@ -75,7 +76,7 @@ class Giver:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
+        """Stops listening and ends all connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -96,7 +97,7 @@ class Giver:
             threading.Thread(target=self._serve, args=(sock,), name="weight-giver", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        """One connection, from its handshake to its end."""
+        """Serves one connection from its handshake to its end."""
         try:
             connection = Connection.accept(sock, self._secret)
         except WireError as error:
@@ -108,7 +109,7 @@ class Giver:
             self._answer_all(connection)
         except WireError as error:
             log.debug("event=weight_taker_left error=%s", error)
-        except Exception:  # the thread's boundary: the taker goes on with another source
+        except Exception:  # the thread's boundary: the taker continues with another source
             log.exception("event=weight_giver_failed")
         finally:
             with self._lock:
@@ -137,7 +138,7 @@ class Giver:
                     self._take(connection, question.request)
 
     def _give(self, connection: Connection, get: Get, carrier: Carrier) -> None:
-        """All bytes that were asked for, as they come."""
+        """Sends the requested bytes as they become available."""
         start = get.start
         while start < get.end:
             end = min(start + get.bucket_bytes, get.end)
@@ -160,13 +161,13 @@ class Giver:
         self.num_bytes += end - start
 
     def _take(self, connection: Connection, request: Request) -> None:
-        """An update of this worker; hanging up abandons it."""
+        """Runs an update of this worker. The caller abandons it by hanging up."""
         if self._on_take is None:
             connection.send_message(Failed(error="weights go to servers only"))
             return
         try:
             pull = self._on_take(request)
-        except Exception as error:  # whatever is wrong with the request is the answer
+        except Exception as error:  # the error is the answer
             connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
             return
         while (reply := pull.reply(BEAT_S)) is None:

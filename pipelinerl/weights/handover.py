@@ -1,13 +1,13 @@
-"""A server's process tells its workers to pull an update, past the engine: decoding is not asked for anything.
+"""The server's process tells its workers directly to pull an update, without involving the engine or decoding.
 
-One connection to each worker for as long as the update takes. Hanging up abandons it.
+Each worker has one connection for the duration of the update. Hanging up abandons the update.
 """
 
 from pipelinerl.weights.protocol import Address, Failed, Staged, Take, WeightUpdateRequest
 from pipelinerl.weights.wire import ALIVE, MESSAGE, Connection, WireError
 
 PATIENCE_S = 30.0
-"""A worker says several times a second that it is alive, unless it is frozen."""
+"""A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
 
 
 class Handover:
@@ -43,7 +43,7 @@ class Handover:
         return reply
 
     def give_up(self) -> None:
-        """The update is not wanted any more. From any thread."""
+        """Abandons the update. Any thread may call it."""
         self._is_given_up = True
         if self._connection is not None:
             self._connection.interrupt()

@@ -1,7 +1,6 @@
-"""One flat buffer for a whole model: where each parameter lies.
+"""The places of a model's parameters in one flat buffer.
 
-Both ends compute the same `Layout` from the same parameter list, so only bytes travel, whatever the parameters look
-like.
+Both ends compute the same `Layout` from the same parameter list, so an update needs to send only the buffer's bytes.
 """
 
 import math
@@ -15,7 +14,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import ParamSpec
 
 ALIGNMENT = 64
-"""Bytes: every parameter starts at a multiple, so that it can be viewed in any dtype."""
+"""Bytes. Every parameter starts at a multiple of this, so that it can be viewed in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,13 @@ class Layout:
         return edges
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter as a view of the flat uint8 buffer."""
+        """Yields (name, view of the flat uint8 buffer) of each parameter."""
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             flat = buffer[offset : offset + spec_bytes(spec)]
             yield spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
     def fill(self, buffer: torch.Tensor, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy parameters, given in the layout's order, into the flat buffer.
+        """Copies parameters, given in the layout's order, into the flat buffer.
 
         Raises:
             WeightUpdateError: a parameter is missing, extra, or differs in name, shape or dtype.
@@ -74,7 +73,7 @@ class Layout:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParamSpec:
-    """The parameter as it travels; only shape and dtype are read (a sharded tensor tells its full shape)."""
+    """Returns the spec of a parameter from its dtype and shape (a sharded tensor reports its full shape)."""
     return ParamSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -87,5 +86,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as flat uint8."""
+    """Returns a contiguous tensor's memory as flat uint8."""
     return tensor.view(-1).view(torch.uint8)

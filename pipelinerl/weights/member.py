@@ -1,6 +1,6 @@
-"""One server as the trainer's sender sees it: whether it answers, what it holds, whether it serves.
+"""The trainer's view of one server: whether it answers, which version it holds, which version it serves.
 
-Talks HTTP to it. Decides nothing.
+It talks HTTP to the server and makes no decisions.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
 GRACE_S = 1.0
-"""Beyond an update's time-out: the server's own deadline fires first and says why."""
+"""Added to an update's timeout, so that the server's own deadline fires first and reports the reason."""
 GONE = "gone"
-"""Instead of a version: nobody listens at the server's address."""
+"""Takes the place of a version if no process listens at the server's address."""
 
 
 @dataclass(eq=False)
@@ -42,17 +42,17 @@ class Member:
     is_up: bool = False
     """It answers, and may be sent weights."""
     is_suspect: bool = False
-    """It did not answer, failed or was slow: others should not depend on it."""
+    """It did not answer, failed or was slow, so others should not depend on it."""
     is_expelled: bool = False
-    """It missed its probe twice: never used again in this run."""
+    """It missed its probe twice and is never used again in this run."""
     serves: int | None = None
-    """Version that it serves; None = it is out of service."""
+    """Version that it serves. None = it is out of service."""
     held: int | None = None
     """Version of this sender whose bytes its workers hold."""
     update: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
     ended: int = 0
-    """Updates that have ended: a probe that began before one tells nothing about what follows it."""
+    """Number of ended updates. The result of a probe that began before an update ended is ignored."""
     last: "UpdateOutcome | None" = None
 
     @property
@@ -60,32 +60,32 @@ class Member:
         return self.job.name
 
     def take(self, outcome: "UpdateOutcome", *, is_late: bool) -> None:
-        """An update has ended: the server serves the version or is out of service."""
+        """Records the end of an update: the server now serves the version or is out of service."""
         self.last, self.update = outcome, None
         self.ended += 1
         if outcome.answer is not None:
             self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
             self.is_suspect = is_late
-        elif STALE not in outcome.error:  # who has lost a delta's base is sent the whole version at once
+        elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
             log.error(
                 "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error
             )
             self.drop()
 
     def miss(self, *, is_final: bool) -> None:
-        """It does not use what it was sent: out of service, and for good at the second time."""
+        """Takes a server that missed its probe out of service, permanently if ``is_final``."""
         self.held = self.serves = None
         self.is_up, self.is_expelled = not is_final, is_final
 
     def drop(self) -> None:
-        """Out of service, until it answers again."""
+        """Takes the server out of service until it answers again."""
         self.serves = self.held = None
         self.is_up, self.is_suspect = False, True
 
     async def info(self) -> WeightInfo | str | None:
-        """What it says of itself; ``GONE`` if no process is there to answer, None if it does not answer.
+        """Asks the server for its state. Returns ``GONE`` if no process listens, None if it does not answer.
 
-        Asked through the engine's loop, so that a frozen engine behind a live HTTP server does not count as up.
+        The question passes through the engine's loop, so a frozen engine behind a live HTTP server is not up.
         """
         with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
             try:
@@ -97,10 +97,10 @@ class Member:
         return None
 
     async def post(self, request: WeightUpdateRequest) -> WeightUpdateAnswer:
-        """Returns when the version is live.
+        """Sends an update request. Returns when the version is live.
 
         Raises:
-            WeightUpdateError: it is not.
+            WeightUpdateError: the update failed or timed out.
         """
         timeout = httpx.Timeout(request.timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
@@ -129,7 +129,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOutcome:
-    """How an update of one server ended."""
+    """Result of an update of one server."""
 
     version: int
     num_bytes: int

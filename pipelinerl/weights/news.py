@@ -1,6 +1,6 @@
-"""What the trainer tells about its servers: who serves which version, who missed a weight probe.
+"""The trainer's messages about its servers: which server serves which version, and which missed a weight probe.
 
-A message states the whole of who serves what, so the newest one is all that a listener needs.
+A `WeightUpdateSuccess` holds the complete state, so a listener needs only the newest one.
 """
 
 import time
@@ -17,7 +17,7 @@ Announcement = WeightUpdateSuccess | ProbeMissed
 
 @dataclass(frozen=True, kw_only=True)
 class PushStats:
-    """What is live, and what the last update cost."""
+    """The live version and the cost of its update."""
 
     version: int = -1
     """Newest version that a server serves."""
@@ -26,24 +26,24 @@ class PushStats:
     pause_ms: float = 0.0
     """Mean over these servers."""
     transfer_ms: float = 0.0
-    """From the update's start until the slowest of them served it."""
+    """Time from the update's start until the slowest of them served it."""
 
 
 class News:
-    """Writes messages when something has changed. ``write`` may block."""
+    """Writes a message when the state has changed. ``write`` may block."""
 
     def __init__(self, write: Callable[[Announcement], object]):
         self._write = write
         self.serving: dict[str, int] = {}
-        """Server → version, as it was told last."""
+        """Server → version, as last announced."""
         self.stats = PushStats()
 
     def count_live(self, version: int) -> int:
-        """Servers of which it was told that they serve this version or a newer one."""
+        """Counts the servers that were announced with this version or a newer one."""
         return sum(served >= version for served in tuple(self.serving.values()))
 
     def missed(self, miss: Miss, members: Sequence[Member]) -> None:
-        """Tell at once who failed; who serves follows.
+        """Announces a failed probe at once. The new state of the servers follows with ``tell``.
 
         Raises:
             ServersExpelledError: no server is left.
@@ -67,7 +67,7 @@ class News:
             )
 
     def tell(self, members: Sequence[Member]) -> bool:
-        """Whether there was something to tell about who serves what."""
+        """Announces which server serves which version. Returns False if nothing has changed."""
         serving = {member.name: member.serves for member in members if member.serves is not None}
         if serving == self.serving:
             return False

@@ -1,7 +1,7 @@
 """The probe's text: tokens that a server of the run sampled from the model's file, and the trainer's scores of them.
 
-Sampled tokens are likely ones, whose log-probabilities differ least between healthy kernels. Text and scores of
-version 0 are kept in the run folder, so that a server that starts late or again is calibrated before its first update.
+Sampled tokens are likely tokens, whose log-probabilities differ least between healthy kernels. The text and its scores
+at version 0 are stored in the run folder, so that a late or restarted server can be calibrated before its first update.
 """
 
 import os
@@ -21,15 +21,15 @@ class ProbeText:
     """S sequences of L tokens."""
 
     token_ids: np.ndarray
-    """int32 [S, L]; the first token of each is not scored."""
+    """int32 [S, L]. The first token of each sequence is not scored."""
     logprobs: np.ndarray | None = None
-    """float32 [S·(L−1)]: the trainer's scores at version 0; None = this text was made at a later version."""
+    """float32 [S·(L−1)]: the trainer's scores at version 0. None = this text was made at a later version."""
 
     def with_scores(self, logprobs: np.ndarray) -> "ProbeText":
         return replace(self, logprobs=logprobs)
 
     def save(self, run_dir: Path) -> None:
-        """Published by one rename."""
+        """Writes the text to the run folder and publishes it by one rename."""
         path = run_dir / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".tmp"), "wb") as file:
@@ -43,7 +43,7 @@ class ProbeText:
 
     @classmethod
     def load(cls, run_dir: Path) -> "ProbeText | None":
-        """The run's text; None if it has none yet."""
+        """Loads the run's text. Returns None if there is none yet."""
         path = run_dir / FILE
         if not path.exists():
             return None
@@ -52,11 +52,11 @@ class ProbeText:
 
 
 def text_shape(max_model_len: int) -> tuple[int, int]:
-    """(sequences, tokens of each) for servers that take ``max_model_len`` tokens; a scored text asks for one more."""
+    """Returns (sequences, tokens of each) for servers with ``max_model_len``. Scoring asks for one more token."""
     length = max(2, min(MAX_LENGTH, max_model_len - 1))
     return -(-NUM_TOKENS // length), length
 
 
 def first_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
-    """Different beginnings, so that the sampled texts differ."""
+    """Draws the first tokens of ``count`` sequences at random, so that the sampled texts differ."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, size=count)]

@@ -1,7 +1,7 @@
-"""What trainer and server tell each other about one weight update. Imports msgspec only.
+"""Messages between trainer and server about one weight update. Imports msgspec only.
 
-One update is one ``POST /receive_weight_update``: the body is a `WeightUpdateRequest`, the bytes are pulled from the
-sources that it names (`wire`), the answer is a `WeightUpdateAnswer` after the new weights are live.
+One update is one ``POST /receive_weight_update`` with a `WeightUpdateRequest` as body. The server pulls the bytes from
+the sources in the request (`wire`) and answers with a `WeightUpdateAnswer` once the new weights are live.
 """
 
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
 CHECK_PATH = "/check_weights"
 STALE = "stale"
-"""In a refusal's error: the server has lost (restart, another sender) the version that a delta starts from."""
+"""Marks the error of a server that no longer holds a delta's base version (after a restart, or another sender)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool")
 
 Size = Annotated[int, Meta(ge=0, le=2**48)]
@@ -25,7 +25,7 @@ Carriage = Literal["tcp", "nccl", "ipc"]
 
 
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One parameter as it travels: the checkpoint's name, the dtype on the wire, the full shape."""
+    """One parameter of an update: name in the checkpoint, dtype on the wire, full shape."""
 
     name: Annotated[str, Meta(min_length=1, max_length=512)]
     dtype: Literal[DTYPES]  # type: ignore[valid-type]
@@ -33,7 +33,7 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a trainer's rank or a server's worker listens for those who pull bytes."""
+    """Address at which a trainer rank or a server's worker serves bytes."""
 
     host: HostName
     port: Port
@@ -43,50 +43,50 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A range of the payload's bytes, and who has it."""
+    """A byte range of the payload, and its sources."""
 
     start: Size
     end: Size
     sources: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=64)]
-    """The nearest first, the trainer last. One that fails or stalls is left for the next."""
+    """Nearest first, the trainer last. A worker leaves a source that fails or stalls for the next one."""
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One update of one server."""
 
     sender: Annotated[str, Meta(min_length=1, max_length=64)]
-    """Name of the trainer process: versions of two processes are never mixed up."""
+    """Name of the trainer process, which keeps versions of different processes apart."""
     version: Annotated[int, Meta(ge=0, le=2**53)]
-    """Optimizer steps behind these weights."""
+    """Number of optimizer steps that made these weights."""
     params: Annotated[tuple[ParamSpec, ...], Meta(min_length=1, max_length=1_000_000)]
     workers: Annotated[tuple[tuple[Part, ...], ...], Meta(min_length=1, max_length=4096)]
-    """For each worker of the server the parts that it pulls; together they are the payload."""
+    """The parts that each worker of the server pulls. The parts of a worker make up the payload."""
     carriage: Carriage
-    """How bytes travel between two workers: in the connection, through NCCL, or as handles of one GPU's memory."""
+    """Transport between two workers: in the connection, through NCCL, or as handles of one GPU's memory."""
     bucket_bytes: Annotated[int, Meta(ge=64, le=2**40)]
-    """Bytes that a worker waits for before it passes them on."""
+    """Bytes that a worker collects before it forwards them."""
     timeout_s: Seconds
-    """From the request's arrival until all bytes are here."""
+    """Time from the request's arrival until all bytes must be received."""
     stall_s: Seconds
-    """A source that has not sent a byte for so long is left for the next one."""
+    """A worker leaves a source that has sent no byte for so long."""
     expected_s: Annotated[float, Meta(ge=0)] = 0.0
-    """About how long a transfer of so many bytes takes; 0 = not known."""
+    """Estimated duration of the transfer. 0 = not known."""
     base_version: int | None = None
-    """Delta mode: the bytes encode what changed since this version, which the server must hold. None = dense."""
+    """Delta mode: the bytes encode the changes since this version, which the server must hold. None = dense."""
 
     @property
     def whole_key(self) -> str:
-        """Name of this version's bytes on a shelf."""
+        """Key of this version's bytes on a shelf."""
         return f"{self.sender}/{self.version}"
 
     @property
     def payload_key(self) -> str:
-        """Name of the bytes that travel."""
+        """Key of the bytes that are sent."""
         return payload_key(self.sender, self.version, self.base_version)
 
 
 def payload_key(sender: str, version: int, base_version: int | None) -> str:
-    """Name of a version's bytes, whole or as the difference from another version."""
+    """Returns the key of a version's bytes, or of its difference from ``base_version``."""
     return f"{sender}/{version}" if base_version is None else f"{sender}/{version}-{base_version}"
 
 
@@ -95,11 +95,11 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     pause_ms: float
-    """Stall of decoding: from the pause request to the end of the resume request, measured at the server."""
+    """Decoding stall from the pause request to the end of the resume request, measured at the server."""
     swap_ms: float
-    """Part of the pause in which the weights change; the rest waits for the decoding step under way."""
+    """Part of the pause in which the weights change. The rest waits for the current decoding step."""
     transfer_ms: float
-    """From the request's arrival until all bytes were received."""
+    """Time from the request's arrival until all bytes were received."""
     prepare_ms: float
     """Background work between the last byte and the pause."""
 
@@ -108,9 +108,9 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of ``GET /weight_info``."""
 
     weight_version: str
-    """The label that vLLM gives to tokens: optimizer steps as a decimal number; "default" before the first update."""
+    """vLLM's label of sampled tokens: optimizer steps as a decimal number, or "default" before the first update."""
     workers: tuple[Address, ...] = ()
-    """Where this server's workers give and take weights."""
+    """Addresses at which this server's workers give and take weights."""
 
 
 class WeightCheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,14 +120,14 @@ class WeightCheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer, and one worker's part of it."""
+    """Answer to a `WeightCheckRequest`, from a server or from one of its workers."""
 
     is_checked: bool
-    """False: the bytes of this version are not there any more, because a newer one is coming in."""
+    """False = the bytes of this version are no longer there, because a newer version is arriving."""
     checksum: str = ""
-    """`pipelinerl.weights.digest.checksum` of the bytes that were received."""
+    """`pipelinerl.weights.digest.checksum` of the received bytes."""
     differing: tuple[str, ...] = ()
-    """Live parameters that are not what was received."""
+    """Live parameters that differ from the received ones."""
     unlearned: tuple[str, ...] = ()
     """Live parameters that could not be compared."""
     check_ms: float = 0.0
@@ -137,7 +137,7 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
-    """Send me these bytes as you get them."""
+    """Asks for bytes, as they become available."""
 
     key: str
     start: Size
@@ -145,37 +145,37 @@ class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     bucket_bytes: Positive
     carriage: Carriage
     beat_s: Seconds
-    """Say at least so often that you are alive."""
+    """Longest time between two signs of life."""
 
 
 class Have(msgspec.Struct, frozen=True, kw_only=True, tag="have"):
-    """How far do you have these bytes?"""
+    """Asks how many of these bytes are there."""
 
     key: str
     start: Size
 
 
 class Had(msgspec.Struct, frozen=True, kw_only=True, tag="had"):
-    """Its answer: the end of the bytes that are there without a gap; ``start`` itself if none is."""
+    """Answer to `Have`: end of the bytes that are there without a gap, ``start`` if there are none."""
 
     end: Size
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag="take"):
-    """To a worker, from its own server: pull this update, and tell when it is staged."""
+    """From a server to its own worker: pull this update and answer when it is staged."""
 
     request: WeightUpdateRequest
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """Its answer: all bytes are here and prepared."""
+    """Answer to `Take`: all bytes are received and prepared."""
 
     transfer_ms: float
     prepare_ms: float
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Its other answer."""
+    """Answer to `Take`: the update failed."""
 
     error: str
 

@@ -1,7 +1,7 @@
-"""One worker's end of an update: all bytes go to a staging buffer in the background, and on to the next worker.
+"""One worker's end of an update: receives all bytes into a staging buffer in the background and forwards them.
 
-A `Receiver` never touches the model. At most one transfer is current. A newer one supersedes it, and begins to write
-when the older one's threads have ended, so nothing late can write into bytes that are used.
+A `Receiver` never touches the model. At most one transfer is current. A newer one supersedes it and starts to write
+only after the older one's threads have ended, so no late thread can write into bytes in use.
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Transfer:
-    """One update on its way to one worker."""
+    """One update of one worker in progress."""
 
     request: WeightUpdateRequest
     layout: Layout
@@ -39,25 +39,25 @@ class Transfer:
     """The thread of the update that this one supersedes."""
     thread: threading.Thread | None = None
     stopped: str = ""
-    """Why no more bytes are wanted."""
+    """Reason why the transfer was stopped."""
     end: Staged | Failed | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     deadline: float = math.inf
 
     def reply(self, timeout_s: float) -> Staged | Failed | None:
-        """How it ended; None if it is still going on after ``timeout_s``."""
+        """Returns the result, or None if the transfer is still running after ``timeout_s``."""
         self.ended.wait(timeout_s)
         return self.end
 
     def stop(self, reason: str) -> None:
-        """No more bytes are wanted. From any thread."""
+        """Stops the transfer. Any thread may call it."""
         if not self.stopped:
             self.stopped = reason
         for taker in self.takers:
             taker.interrupt()
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Stops the transfer, because its caller no longer waits for it."""
         if self.end is None:
             self.stop("abandoned")
 
@@ -66,7 +66,7 @@ class Transfer:
         self.ended.set()
 
     def check(self, doing: str = "") -> None:
-        """Raise if it must end."""
+        """Raises ``WeightUpdateError`` if the transfer must end. ``doing`` explains a timeout."""
         if self.stopped:
             raise WeightUpdateError(self.stopped)
         if time.monotonic() > self.deadline:
@@ -74,13 +74,13 @@ class Transfer:
 
 
 class Staging:
-    """The bytes of the newest whole version, and who reads them."""
+    """The bytes of the newest complete version, guarded against change while they are read."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]):
         self._allocate = allocate
         self._buffer: torch.Tensor | None = None
         self._held: tuple[Layout, str] | None = None
-        """Layout and key of the bytes; None while they are being replaced."""
+        """Layout and key of the bytes. None while they are being replaced."""
         self._reading = threading.Lock()
 
     @property
@@ -89,7 +89,7 @@ class Staging:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[tuple[Layout, torch.Tensor] | None]:
-        """The bytes of ``version``, which stay as they are meanwhile; None if they are not there."""
+        """Yields the bytes of ``version`` and keeps them unchanged meanwhile. Yields None if they are not there."""
         with self._reading:
             held = self._held
             if held is None or self._buffer is None or held[1].rpartition("/")[2] != str(version):
@@ -98,7 +98,7 @@ class Staging:
                 yield held[0], self._buffer
 
     def replace(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of this size, the kept one if it fits: nobody reads it any more."""
+        """Returns a buffer of this size that no one reads, the existing one if its size fits."""
         with self._reading:
             self._held = None
         if self._buffer is None or self._buffer.numel() != num_bytes:
@@ -110,7 +110,7 @@ class Staging:
         return self._held == (layout, key)
 
     def keep(self, layout: Layout, key: str) -> None:
-        """The buffer now holds these bytes."""
+        """Records which bytes the buffer now holds."""
         self._held = (layout, key)
 
 
@@ -118,10 +118,11 @@ class Receiver:
     """Receives updates for one worker, and gives them to others.
 
     Args:
-        index: this worker's place in its server (0 …).
+        index: this worker's index in its server (0 …).
         host: the name under which other workers reach this one.
-        secret: the run's.
-        allocate: makes a flat uint8 staging buffer of a number of bytes, where the swap wants to read it.
+        secret: the run's secret.
+        device: the worker's device.
+        allocate: makes a flat uint8 staging buffer of a number of bytes, on the device where the swap reads it.
         prepare: called in the background thread with the layout and the staged bytes, before the pause.
         pace: see `Giver`.
     """
@@ -157,7 +158,7 @@ class Receiver:
         return self._transfer
 
     def staged(self, version: int) -> tuple[Layout, torch.Tensor]:
-        """The bytes of a completed transfer."""
+        """Returns layout and bytes of a completed transfer."""
         assert isinstance(self.transfer.end, Staged), "nothing is staged"
         assert self.transfer.request.version == version, "another transfer came between"
         with self.staging.reading(version) as staged:
@@ -165,10 +166,10 @@ class Receiver:
             return staged
 
     def begin(self, request: WeightUpdateRequest) -> Transfer:
-        """Start receiving; returns at once.
+        """Starts receiving and returns at once.
 
         Raises:
-            WeightUpdateError: the request builds on a version that is not here, or does not fit this worker.
+            WeightUpdateError: the delta's base version is not here, or the request does not fit this worker.
         """
         layout = Layout(request.params)
         if self._index >= len(request.workers):
@@ -188,7 +189,7 @@ class Receiver:
         return transfer
 
     def close(self) -> None:
-        """Let go of everybody."""
+        """Ends the current transfer and all connections."""
         if self._transfer is not None:
             self._transfer.abandon()
             if self._transfer.thread is not None:
@@ -206,8 +207,10 @@ class Receiver:
             )
 
     def _run(self, transfer: Transfer) -> None:
-        """Consumes the sources' bytes, produces a staged buffer. Ends at the last byte, an error, the deadline or when
-        superseded."""
+        """Consumes the sources' bytes and produces a staged buffer.
+
+        Ends at the last byte, at an error, at the deadline, or when superseded.
+        """
         started = time.monotonic()
         if transfer.previous is not None:
             transfer.previous.join()
@@ -230,7 +233,7 @@ class Receiver:
         transfer.close(Staged(transfer_ms=1e3 * (received - started), prepare_ms=prepare_ms))
 
     def _receive(self, transfer: Transfer) -> torch.Tensor:
-        """The whole version's bytes, on the shelf."""
+        """Receives the version's bytes and puts them on the shelf."""
         request, layout = transfer.request, transfer.layout
         transfer.check()
         if request.base_version is None:
@@ -249,7 +252,7 @@ class Receiver:
         return buffer
 
     def _pull(self, transfer: Transfer, buffer: torch.Tensor) -> None:
-        """All parts at once. Those who pull from here get them as they come."""
+        """Pulls all parts in parallel. Workers that pull from here receive the bytes as they arrive."""
         request, parts = transfer.request, transfer.parts
         item = self._shelf.receive(request.payload_key, buffer, [(part.start, part.end) for part in parts])
 

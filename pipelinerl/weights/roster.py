@@ -1,6 +1,6 @@
-"""The servers that the provider names, each watched by a coroutine of its own.
+"""The servers that the provider names. One coroutine watches each server.
 
-A server that died or lost its weights (restarted) leaves service. One that answers may be sent weights.
+A server that died or lost its weights (restarted) leaves service. A server that answers may be sent weights.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from pipelinerl.world import Job
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""Between two questions to a server whether it lives."""
+"""Time between two questions to a server about its state."""
 
 
 class Roster:
-    """Lives in one event loop.
+    """Keeps the list of servers up to date. Use it from one event loop.
 
     Args:
-        servers: the policy's servers at this moment; called often.
-        secret: the run's.
-        attestor: admits servers; None = whoever answers is admitted.
-        changed: called when a server may be sent weights, or left service.
+        servers: returns the policy's current servers. Called often.
+        secret: the run's secret.
+        attestor: admits servers. None = every server that answers is admitted.
+        changed: called when a server becomes ready for weights or leaves service.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Roster:
         return self._members.get(name)
 
     async def follow(self) -> None:
-        """Servers may come, leave or change their address at any time."""
+        """Adds and removes members, because servers may come, leave or change their address at any time."""
         jobs = {job.name: job for job in self._servers()}
         for name, member in tuple(self._members.items()):
             if name not in jobs or jobs[name].url != member.job.url:
@@ -70,7 +70,7 @@ class Roster:
         await asyncio.gather(*(member.close() for member in self))
 
     async def _watch(self, member: Member) -> None:
-        """Asks the server about itself, again and again; ends when it is not a member any more."""
+        """Asks the server for its state every ``WATCH_S``. Ends when the server is no longer a member."""
         while True:
             ended = member.ended
             if member.update is None:
@@ -80,7 +80,7 @@ class Roster:
             await asyncio.sleep(WATCH_S)
 
     def see(self, member: Member, info: WeightInfo | str | None) -> None:
-        """Take what the server says of itself."""
+        """Updates the member from the server's answer."""
         before = member.is_up, member.serves
         label = info.weight_version if isinstance(info, WeightInfo) else info
         if member.serves is not None and label in (FROM_FILE, GONE):

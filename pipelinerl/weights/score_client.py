@@ -1,8 +1,8 @@
-"""Exact scores of given tokens by a server. Imports neither torch nor vLLM: the preprocessor and the trainer use it.
+"""Client for exact scores of given tokens. Imports neither torch nor vLLM: the preprocessor and the trainer use it.
 
-A request carries token ids and gets the log-probability of each id that was sent, nothing is tokenized on the way.
-On policy servers the values are those of temperature 1; reference servers are started with the run's sampling
-temperature (`pipelinerl.inference.args`), so theirs compare with the sampler's.
+A request carries token ids and gets the log-probability of each id. Nothing is tokenized on the way. Policy servers
+score at temperature 1. Reference servers score at the run's sampling temperature (`pipelinerl.inference.args`), so
+their scores are comparable with the sampler's.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ async def score_tokens(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> np.ndarray:
-    """Log-probabilities of a sequence's tokens under a server's model; see ``score_sequences``."""
+    """Returns the log-probabilities of one sequence's tokens (see ``score_sequences``)."""
     return (await score_sequences(session, url, [np.asarray(token_ids)], timeout_s=timeout_s))[0]
 
 
@@ -39,7 +39,7 @@ async def score_sequences(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[np.ndarray]:
-    """Log-probabilities of several sequences' tokens under a server's model, by one request.
+    """Returns the log-probabilities of several sequences' tokens under a server's model, with one request.
 
     Args:
         session: the caller's pooled connection.
@@ -48,7 +48,7 @@ async def score_sequences(
         timeout_s: deadline of the whole request.
 
     Returns:
-        float32 [T] of each: entry t is log p(token t | tokens 0 … t−1); entry 0 is 0.
+        float32 [T] of each: entry t is log p(token t | tokens 0 … t−1), entry 0 is 0.
 
     Raises:
         ServerError: the server answered with a failure status (400: one of these sequences can never be scored).

@@ -1,4 +1,4 @@
-"""Question and answer of exact scoring: the log-probability of every given token under a server's model. Pure."""
+"""Request and answer of exact scoring: the log-probability of every given token under a server's model. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class _Labels(msgspec.Struct):
 
 
 def score_request(token_ids: Sequence[int] | np.ndarray) -> dict[str, Any]:
-    """The body that asks for the log-probability of every given token."""
+    """Returns the request body for the log-probability of every given token."""
     return {
         "token_ids": [int(token) for token in token_ids],
         "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
@@ -42,13 +42,13 @@ def score_request(token_ids: Sequence[int] | np.ndarray) -> dict[str, Any]:
 
 
 def sample_request(first: int, count: int, seed: int) -> dict[str, Any]:
-    """The body that asks for ``count`` tokens after one, from the model's whole distribution."""
+    """Returns the request body for sampling ``count`` tokens after ``first``, from the model's whole distribution."""
     sampling = {"max_tokens": count, "temperature": 1.0, "seed": seed, "ignore_eos": True, "detokenize": False}
     return {"token_ids": [first], "sampling_params": sampling}
 
 
 def read_version(body: bytes) -> str:
-    """The label of the weights that a scored answer comes from; empty if it names none or several."""
+    """Returns the weight label of a scored answer. Empty if the answer names none or several."""
     try:
         labels = {
             label.version
@@ -61,7 +61,7 @@ def read_version(body: bytes) -> str:
 
 
 def read_scores(body: bytes, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """float32 [T] from an answer: entry t is the log-probability of token t after tokens 0 … t−1; entry 0 is 0.
+    """Returns float32 [T] from an answer: entry t is log p(token t | tokens 0 … t−1), entry 0 is 0.
 
     Raises:
         TransportError: the answer is not about these tokens.

@@ -1,12 +1,13 @@
-"""The trainer's end: snapshot the weights, have every server pull them, say which server serves which version.
+"""The trainer's end: takes a snapshot of the weights, has every server pull it, announces who serves which version.
 
 Consumes: versions from the training loop, the provider's servers, their answers, missed probes.
-Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever somebody serves another version.
-Waits for: servers, each in a coroutine of its own with a deadline. Ends: at ``close`` or with the first error, which
-the training loop sees at its next call.
+Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version.
+Waits for: servers, each in its own coroutine with a deadline. Ends: at ``close`` or with the first error, which the
+training loop sees at its next call.
 
-All servers that are ready when a version comes form one chain (`chain`). A server that comes, comes back, or was slow
-follows by itself, fed by those that have the version. Nobody waits for the slowest: each is announced when it serves.
+All servers that are ready when a version arrives form one chain (`chain`). A server that joins, returns, or was slow
+pulls separately from servers that have the version. Each server is announced as soon as it serves the version, without
+waiting for the slowest.
 """
 
 import asyncio
@@ -39,41 +40,41 @@ from pipelinerl.weights.supervision import Supervision
 from pipelinerl.world import Job
 
 RECEIVE_SHARE = 0.9
-"""Share of the time-out in which all bytes must arrive, so that the server's own error comes before ours."""
+"""Share of the timeout in which all bytes must arrive, so that the server's own error comes before ours."""
 SAMPLE_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSettings:
-    """How weights travel."""
+    """Settings of weight updates."""
 
     secret: str
-    """The run's."""
+    """The run's secret."""
     carriage: Carriage = "tcp"
     bucket_bytes: int = 8 << 20
     timeout_s: float = 120.0
-    """A server that has not taken an update within this leaves service."""
+    """A server that has not taken an update within this time leaves service."""
     stall_s: float = 5.0
-    """A worker leaves a source that has not sent a byte for so long."""
+    """A worker leaves a source that has sent no byte for so long."""
     host: str = "127.0.0.1"
     """The name under which servers reach this process."""
     port: int = 0
-    """0 = a free one."""
+    """0 = any free port."""
     device: torch.device | str = "cpu"
-    """Where buckets must lie for NCCL and IPC; snapshots lie in host memory."""
+    """Where buckets must lie for NCCL and IPC. Snapshots lie in host memory."""
     delta: bool = False
-    """Send only what changed where a server holds the version before and that is smaller."""
+    """Send only the changes to servers that hold the previous version, if that is smaller."""
     probe_tolerance: float | None = None
-    """Servers are asked whether they use what they are sent (`attestor`); None = they are not."""
+    """`weights.probe_tolerance` for checking that servers use their weights (`attestor`). None = no checks."""
 
 
 class WeightSender:
-    """Used by the trainer's rank 0 alone.
+    """Sends weights to the servers. Only the trainer's rank 0 uses it.
 
     Args:
-        servers: called often; the policy's servers at this moment.
-        settings: how weights travel.
-        announce: writes a message to topic `trainer`; called from one thread.
+        servers: returns the policy's current servers. Called often.
+        settings: settings of weight updates.
+        announce: writes a message to topic `trainer`. Called from one thread.
 
     >>> sender = WeightSender(lambda: world.get("actor_llm"), settings, announce)
     >>> if not sender.is_busy:
@@ -93,7 +94,7 @@ class WeightSender:
         self.giver = Giver(shelf, secret=settings.secret, host=settings.host, port=settings.port, device=device)
         self._snapshots = Snapshots(uuid.uuid4().hex, shelf, device, delta=settings.delta)
         self._taking = threading.Lock()
-        """Held while a snapshot is taken, or servers are told of it."""
+        """Held while a snapshot is taken or offered to servers."""
         self._news = News(announce)
         self._misses: deque[Miss] = deque()
         self._attestor = None
@@ -114,7 +115,7 @@ class WeightSender:
     # The training thread
 
     def check(self) -> None:
-        """Raise the error that ended the updates, if one did.
+        """Raises the error that ended the updates, if any.
 
         Raises:
             ServersExpelledError: no server is left.
@@ -123,18 +124,18 @@ class WeightSender:
 
     @property
     def stats(self) -> PushStats:
-        """What is live."""
+        """The live version and the cost of its update."""
         return self._news.stats
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest version is still on its way to servers that keep up; ``send`` would cut them off."""
+        """Whether servers that keep up are still pulling the newest version, which ``send`` would interrupt."""
         newest = self._snapshots.newest
         return newest is not None and newest.offer.is_open(self._settings.stall_s)
 
     @property
     def outcomes(self) -> dict[str, UpdateOutcome]:
-        """How the last update of each server ended."""
+        """Result of the last update of each server."""
         return {member.name: member.last for member in self._roster if member.last is not None}
 
     @property
@@ -143,7 +144,7 @@ class WeightSender:
         return self._attestor is not None and self._attestor.wants_scores
 
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
-        """A text for the probe, from the first server that answers within ``timeout_s``, else None."""
+        """Samples a text for the probe from the first server that answers. None if none answers in ``timeout_s``."""
         assert self._attestor is not None, "servers are not asked for proof"
         deadline = time.monotonic() + timeout_s
         while (text := self._attestor.sample(shape, vocab_size, seed)) is None and time.monotonic() < deadline:
@@ -151,12 +152,12 @@ class WeightSender:
         return text
 
     def attest_with(self, text: ProbeText) -> None:
-        """From now on servers that answer are calibrated on this text, and then count as up."""
+        """Starts calibrating servers on this text. A calibrated server counts as up."""
         if self._attestor is not None:
             self._attestor.begin(text)
 
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
-        """Servers that may be sent weights: as soon as there are ``count``, or after ``timeout_s``."""
+        """Waits for ``count`` servers that may be sent weights, at most ``timeout_s``. Returns their number."""
         return self._loop.wait(lambda: sum(member.is_up for member in self._roster), count, timeout_s)
 
     def send(
@@ -166,15 +167,15 @@ class WeightSender:
         specs: Sequence[ParamSpec],
         scores: "Future[np.ndarray] | None" = None,
     ) -> None:
-        """Take a snapshot; servers pull it in the background. Who is still busy with the oldest one is cut off from it.
+        """Takes a snapshot, which servers pull in the background. Servers still pulling the oldest one are interrupted.
 
         Args:
-            version: optimizer steps behind these weights.
-            params: full tensors under the checkpoint's names, in the order of ``specs``; consumed one by one, so a
-                sharded trainer may gather each when it is asked for.
+            version: number of optimizer steps that made these weights.
+            params: full tensors under the checkpoint's names, in the order of ``specs``. They are consumed one by one,
+                so a sharded trainer may gather each on demand.
             specs: every parameter's name, dtype and full shape.
-            scores: the trainer's log-probabilities of the probe's text with these weights, when it has them; None =
-                they are not compared for this version.
+            scores: the trainer's future log-probabilities of the probe's text with these weights. None = they are not
+                compared for this version.
         """
         self.check()
         with self._taking:
@@ -185,11 +186,11 @@ class WeightSender:
         self._loop.wake()
 
     def wait_live(self, version: int, timeout_s: float, count: int = 1) -> bool:
-        """Whether ``count`` servers serve ``version`` or a newer one within ``timeout_s``."""
+        """Waits until ``count`` servers serve ``version`` or newer. Returns False after ``timeout_s``."""
         return self._loop.wait(lambda: self._news.count_live(version), count, timeout_s) >= count
 
     def close(self) -> None:
-        """Let go of all servers."""
+        """Ends all updates and connections."""
         self._loop.close()
         if self._attestor is not None:
             self._attestor.close()
@@ -199,7 +200,7 @@ class WeightSender:
     # The supervising loop
 
     async def _bring_up_to_date(self) -> None:
-        """Members, offers and announcements, after whatever happened."""
+        """Updates members, offers and announcements after any event."""
         await self._roster.follow()
         if self._taking.acquire(blocking=False):  # else ``send`` wakes the loop when it has the snapshot
             try:
@@ -209,7 +210,7 @@ class WeightSender:
         await asyncio.to_thread(self._tell)
 
     async def _offer_newest(self) -> None:
-        """Start the updates of all servers that are ready and lack the newest version."""
+        """Starts the updates of all ready servers that lack the newest version."""
         snapshot = self._snapshots.newest
         if snapshot is None:
             return
@@ -244,7 +245,7 @@ class WeightSender:
         member.update = asyncio.create_task(self._update(member, snapshot, request, num_bytes))
 
     async def _update(self, member: Member, snapshot: Snapshot, request: WeightUpdateRequest, num_bytes: int) -> None:
-        """One server's update; afterwards the server serves the version or is out of service."""
+        """Runs one server's update, after which the server serves the version or is out of service."""
         started, answer, reason = time.monotonic(), None, ""
         try:
             answer = await member.post(request)
@@ -262,7 +263,7 @@ class WeightSender:
         self._loop.wake()
 
     def _take_miss(self, miss: Miss) -> None:
-        """Out of service; back with a whole push unless it was the second miss."""
+        """Takes the server out of service. It gets the whole version again unless this was its second miss."""
         member = self._roster.get(miss.server)
         if member is not None:
             member.miss(is_final=miss.is_final)
@@ -270,7 +271,7 @@ class WeightSender:
         self._loop.wake()
 
     def _tell(self) -> None:
-        """Say who missed a probe, then who serves what."""
+        """Announces missed probes, then which server serves which version."""
         members = list(self._roster)
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
@@ -278,7 +279,7 @@ class WeightSender:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Communicators compare devices with their number."""
+    """Adds the index to a CUDA device, because communicators compare devices including their index."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

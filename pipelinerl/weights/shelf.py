@@ -1,7 +1,7 @@
-"""Bytes that others may pull, by key, while they are still coming in.
+"""Bytes by key that others may pull, also while they are still arriving.
 
-A `Shelf` never copies: an item is a flat tensor of its owner and how far each of its ranges is filled. Before the owner
-changes a tensor it withdraws the item, which ends everybody who is reading it: no reader sees bytes of two versions.
+A `Shelf` never copies. An item is its owner's flat tensor and how far each of its ranges is filled. Before the owner
+changes a tensor it withdraws the item, which interrupts all its readers. So no reader sees bytes of two versions.
 """
 
 import threading
@@ -15,18 +15,18 @@ import torch
 
 
 class Reader(Protocol):
-    """Whoever is sending an item's bytes to somebody else."""
+    """A connection that is sending an item's bytes."""
 
     def interrupt(self) -> None: ...
 
 
 class WithdrawnError(Exception):
-    """The item is not on the shelf any more."""
+    """The item is no longer on the shelf."""
 
 
 @dataclass
 class Range:
-    """Bytes ``start … end`` of a payload; those below ``upto`` are there."""
+    """Bytes ``start … end`` of a payload, of which those below ``upto`` are there."""
 
     start: int
     end: int
@@ -49,7 +49,7 @@ class Item:
         return self.buffer[start - self.first : end - self.first]
 
     def filled(self, start: int) -> int:
-        """End of the bytes from ``start`` on that are there without a gap."""
+        """Returns the end of the bytes that are there without a gap from ``start`` on."""
         while part := next((r for r in self.ranges if r.start <= start < r.upto), None):
             start = part.upto
         return start
@@ -63,12 +63,12 @@ class Shelf:
         self._changed = threading.Condition()
 
     def put(self, key: str, buffer: torch.Tensor, *, first: int = 0) -> Item:
-        """An item whose bytes are all there."""
+        """Adds an item with all its bytes. ``first`` is the place of its first byte in the payload."""
         end = first + buffer.numel()
         return self._put(Item(key, buffer, first, (Range(first, end, end),)))
 
     def receive(self, key: str, buffer: torch.Tensor, parts: Sequence[tuple[int, int]]) -> Item:
-        """An item without a byte yet, which comes in by these (start, end)."""
+        """Adds an empty item that will be filled in the ranges ``parts`` of (start, end)."""
         return self._put(Item(key, buffer, 0, tuple(Range(start, end, start) for start, end in parts)))
 
     def _put(self, item: Item) -> Item:
@@ -79,13 +79,13 @@ class Shelf:
         return item
 
     def advance(self, item: Item, part: int, upto: int) -> None:
-        """Bytes below ``upto`` of a range are there now."""
+        """Marks the bytes below ``upto`` of range number ``part`` as there."""
         with self._changed:
             item.ranges[part].upto = upto
             self._changed.notify_all()
 
     def withdraw(self, *keys: str) -> None:
-        """Take items off the shelf; returns when nobody reads them any more."""
+        """Removes items from the shelf. Returns when they have no readers left."""
         with self._changed:
             for key in keys:
                 item = self._items.pop(key, None)
@@ -97,17 +97,17 @@ class Shelf:
                     self._changed.wait_for(lambda item=item: not item.readers)  # type: ignore[misc]
 
     def keep_only(self, *keys: str) -> None:
-        """Withdraw everything else."""
+        """Withdraws all other items."""
         self.withdraw(*(key for key in tuple(self._items) if key not in keys))
 
     def find(self, key: str) -> Item | None:
         return self._items.get(key)
 
     def wait_for(self, key: str, start: int, end: int, timeout_s: float) -> Item | None:
-        """The item once it has all of ``start … end``; None if that takes longer.
+        """Waits for bytes ``start … end`` and returns the item, or None after ``timeout_s``.
 
         Raises:
-            WithdrawnError: the item was there and is not any more.
+            WithdrawnError: the item was withdrawn meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -124,10 +124,10 @@ class Shelf:
 
     @contextmanager
     def reading(self, item: Item, reader: Reader) -> Iterator[None]:
-        """The item's bytes stay as they are meanwhile.
+        """Registers a reader. The owner waits for it before it changes the item's bytes.
 
         Raises:
-            WithdrawnError: the item is gone already.
+            WithdrawnError: the item is already withdrawn.
         """
         with self._changed:
             if item.is_withdrawn:

@@ -1,11 +1,11 @@
 """Framed connections between processes that hold weights: TCP, authenticated both ways by the run's secret.
 
-Plain sockets carry the frames. A Gloo group fails as a whole when one member dies, and cannot go on at a byte offset
-with another member. A chain that heals itself needs both.
+Plain sockets carry the frames. A Gloo group fails as a whole when one member dies, and cannot continue at a byte offset
+with another member. A self-healing chain needs both.
 
     frame = kind (1 byte) | length (8 bytes) | body
 
-Every wait has a patience: seconds without a single byte in either direction. ``close`` from any thread ends a wait.
+Every wait has a patience: the seconds that may pass without a byte. ``close`` from any thread ends a wait.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address
 
 DATA, ALIVE, UNKNOWN, GONE, MESSAGE = range(5)
-"""Bytes; nothing yet; never heard of it; never again; a struct of `protocol`."""
+"""Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`."""
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 5.0
 TICKS = 4
-"""A blocked socket call returns so often within its patience."""
+"""Number of times that a blocked socket call returns within its patience."""
 MAX_MESSAGE_BYTES = 64 << 20
 _HEADER = struct.Struct("!BQ")
 _MAGIC = b"PRLW1"
@@ -42,7 +42,7 @@ class WireError(WeightUpdateError):
 
 
 class Connection:
-    """One connection whose ends have proved that they know the secret. One thread uses it at a time."""
+    """A connection whose two ends have proved that they know the secret. One thread uses it at a time."""
 
     def __init__(self, sock: socket.socket, patience_s: float):
         self._socket = sock
@@ -54,10 +54,10 @@ class Connection:
 
     @classmethod
     def dial(cls, address: Address, secret: str, patience_s: float) -> "Connection":
-        """Connect to a listener.
+        """Connects to a listener.
 
         Raises:
-            WireError: nobody answers, or who answers does not know the secret.
+            WireError: there is no answer, or the listener does not know the secret.
         """
         try:
             sock = socket.create_connection((address.host, address.port), min(patience_s, HANDSHAKE_S))
@@ -74,10 +74,10 @@ class Connection:
 
     @classmethod
     def accept(cls, sock: socket.socket, secret: str) -> "Connection":
-        """The listener's end of a new connection.
+        """Returns the listener's end of a new connection.
 
         Raises:
-            WireError: who dialled does not know the secret. The socket is closed.
+            WireError: the dialler does not know the secret. The socket is closed.
         """
         connection = cls(sock, HANDSHAKE_S)
         try:
@@ -93,7 +93,7 @@ class Connection:
 
     @property
     def is_hung_up(self) -> bool:
-        """Whether the other end has closed the connection (or says something that nobody asked for)."""
+        """Whether the other end has closed the connection (or has sent unexpected bytes)."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) is not None
         except BlockingIOError:
@@ -102,7 +102,7 @@ class Connection:
             return True
 
     def set_patience(self, patience_s: float) -> None:
-        """From now on give up after so many seconds without a byte; infinity = never."""
+        """Makes later waits fail after ``patience_s`` seconds without a byte. Infinity = never."""
         self._patience_s = patience_s
         tick = max(min(patience_s / TICKS, 1e6), 0.01)
         timeval = struct.pack("@ll", int(tick), int(tick % 1 * 1e6))
@@ -117,11 +117,11 @@ class Connection:
         self.send(MESSAGE, msgspec.json.encode(message))
 
     def send_header(self, kind: int, length: int) -> None:
-        """The body follows through ``send_bytes`` or beside the connection."""
+        """Sends only the header. The body follows through ``send_bytes`` or outside the connection."""
         self.send_bytes(memoryview(_HEADER.pack(kind, length)))
 
     def send_bytes(self, view: memoryview) -> None:
-        """All of ``view``, as fast as the other end takes it."""
+        """Sends all of ``view``, as fast as the other end accepts it."""
         sent, moved = 0, time.monotonic()
         while sent < len(view):
             try:
@@ -133,7 +133,7 @@ class Connection:
                 raise WireError(f"the connection broke: {error}") from error
 
     def receive(self) -> tuple[int, int]:
-        """(kind, length) of the next frame; its body is to be read next."""
+        """Returns (kind, length) of the next frame. The caller must read the body next."""
         kind, length = _HEADER.unpack(self.read(_HEADER.size))
         return kind, length
 
@@ -143,7 +143,7 @@ class Connection:
         return bytes(body)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``."""
+        """Reads until ``view`` is full."""
         got, moved = 0, time.monotonic()
         while got < len(view):
             try:
@@ -158,7 +158,7 @@ class Connection:
             got, moved = got + count, time.monotonic()
 
     def read_message(self, length: int, kind: type[T]) -> T:
-        """The body of a `MESSAGE` frame."""
+        """Reads and decodes the body of a `MESSAGE` frame. Raises ``WireError`` if it is not of type ``kind``."""
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"a message of {length} bytes is over {MAX_MESSAGE_BYTES}")
         try:
@@ -167,7 +167,7 @@ class Connection:
             raise WireError(f"not a message: {error}") from error
 
     def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
-        """Send a question; the answer is the next frame."""
+        """Sends a question and returns the answer, which must be the next frame."""
         self.send_message(question)
         kind, length = self.receive()
         if kind != MESSAGE:
@@ -175,20 +175,20 @@ class Connection:
         return self.read_message(length, answer)
 
     def close(self) -> None:
-        """End the connection and every wait on it. From any thread."""
+        """Closes the connection and ends every wait on it. Any thread may call it."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def interrupt(self) -> None:
-        """End every wait on the connection; its own thread closes it."""
+        """Ends every wait on the connection. Its own thread closes it."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def check_patience(self, moved: float) -> None:
-        """Raise if the connection was interrupted, or if nothing has moved since ``moved`` for its patience."""
+        """Raises if the connection was interrupted, or if its patience has passed since the last byte at ``moved``."""
         if self._is_closed:
             raise WireError("the connection was closed")
         if time.monotonic() - moved >= self._patience_s:
@@ -196,7 +196,7 @@ class Connection:
 
 
 def _prove(connection: Connection, secret: str, mine: bytes, theirs: bytes) -> None:
-    """Both ends show that they know the secret; neither can repeat the other's proof."""
+    """Proves to the other end that this end knows the secret, and checks its proof. Proofs cannot be replayed."""
     if not secret:
         raise WireError("there is no secret: nobody is let in")
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -216,9 +216,9 @@ def _proof(secret: str, role: bytes, own: bytes, other: bytes) -> bytes:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listener that can be reached under ``host``: on loopback for that address, else on every interface.
+    """Opens a listener for ``host``: on loopback if that is the host, else on every interface. Port 0 = any free port.
 
-    A node's own name may mean 127.0.1.1 to itself, so the name is never bound.
+    The name itself is never bound, because a node may resolve its own name to 127.0.1.1.
     """
     if host == LOOPBACK:
         return socket.create_server((LOOPBACK, port))
@@ -228,5 +228,5 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous uint8 tensor in host memory as bytes."""
+    """Returns a memoryview of a contiguous uint8 tensor in host memory."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an array is a buffer
