@@ -1,7 +1,7 @@
-"""The lean answer route: a packed record in, a packed record out, nothing built per token on the way.
+"""The lean answer route: takes and returns packed records and builds no object per token.
 
-Beside vLLM's own routes and on the same engine. Consumes ``AnswerRequest``, produces ``Answer``; a request ends in the
-engine when its client goes away. Errors are JSON with vLLM's statuses: 400 what can never be answered, 404 another
+It uses the same engine as vLLM's own routes. Consumes ``AnswerRequest``, produces ``Answer``. A request is cancelled in
+the engine when its client disconnects. Errors are JSON with vLLM's statuses: 400 can never be answered, 404 another
 model, 422 not a request, 503 too many requests.
 """
 
@@ -32,13 +32,13 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class AnswerEngine(Protocol):
-    """What the route needs of vLLM's engine client."""
+    """The part of vLLM's engine client that the route uses."""
 
     def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str) -> Any: ...
 
 
 class BadRequest(Exception):
-    """``status`` and message for the client."""
+    """An error with HTTP ``status`` and message for the client."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -55,7 +55,7 @@ class Sampled:
 
 
 class PackedLogprobs(LogprobsProcessor):
-    """Keeps what the engine reports as arrays; vLLM makes an object of every token."""
+    """Keeps the engine's log-probabilities as arrays, where vLLM would create an object per token."""
 
     @classmethod
     def from_new_request(cls, tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
@@ -90,7 +90,7 @@ class Answers:
         engine: vLLM's client.
         model: the name under which clients address it.
         max_model_len: longest prompt and completion together, in tokens.
-        keeps_conversations: whether ``prefix_version`` is followed.
+        keeps_conversations: whether ``prefix_version`` is respected.
     """
 
     def __init__(self, engine: AnswerEngine, *, model: str, max_model_len: int, keeps_conversations: bool):
@@ -102,7 +102,7 @@ class Answers:
         self._numbers = itertools.count()
 
     async def answer(self, body: bytes) -> bytes:
-        """The encoded answer; raises ``BadRequest``."""
+        """Returns the encoded answer. Raises ``BadRequest``."""
         try:
             request = self._request_codec.decode(body)
         except StreamError as error:
@@ -193,7 +193,10 @@ def _flat(routed_experts: np.ndarray) -> np.ndarray:
 
 
 def version_spans(starts: Sequence[tuple[str, int]], count: int) -> np.ndarray | None:
-    """int32 [R, 3] of ``count`` tokens; None when the weights are not those of an optimizer step."""
+    """Returns int32 [R, 3] for ``count`` tokens, or None if the weights come from no optimizer step.
+
+    ``starts`` holds (version, index of its first token).
+    """
     if not starts or not all(version.isdecimal() for version, _ in starts):
         return None
     ends = [start for _, start in starts[1:]] + [count]

@@ -1,7 +1,7 @@
-"""From configuration and job to vLLM's command line and environment. Pure.
+"""Builds vLLM's command line and environment from configuration and job. Pure.
 
-``vllm_config.vllm_kwargs`` wins over every default here; a key that would break exact tokens, weight updates or the
-world's addresses is refused instead of being overwritten.
+``vllm_config.vllm_kwargs`` overrides every default here. A key that would break exact tokens, weight updates or the
+world's addresses is refused.
 """
 
 import json
@@ -42,16 +42,16 @@ RESERVED = {
     "root-path": "clients use the plain paths",
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
-"""Keys to which a run may give no other value than its own, with the reason or the fix."""
+"""Keys that the user may not set to another value than the run's, with the reason or the fix."""
 
 
 def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -> tuple[str, ...]:
-    """The command line of one server.
+    """Returns the command line of one server.
 
     Args:
-        gpu_bytes: memory of its GPUs; 0 = not known.
+        gpu_bytes: memory of its smallest GPU. 0 = not known.
     Raises:
-        ConfigError: `vllm_config.vllm_kwargs` holds a key that the run needs for itself.
+        ConfigError: `vllm_config.vllm_kwargs` sets a reserved key.
     """
     user = server_options(cfg)
     own = _defaults(cfg, world, job)
@@ -69,7 +69,7 @@ def vllm_arguments(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int = 0) -
 
 
 def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
-    """Environment variables of one server; `vllm_config.env` wins."""
+    """Returns the environment variables of one server. `vllm_config.env` overrides them."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -121,9 +121,9 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
 
 
 def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dict[str, Any]:
-    """Beside a trainer the KV cache has the size of the memory plan.
+    """Sets the KV cache size from the memory plan if server and trainer share GPUs.
 
-    vLLM would measure what is free while the trainer is loading, and take the trainer's memory for its own.
+    vLLM would otherwise measure the free memory while the trainer is still loading, and take the trainer's memory.
     """
     shape = find_model_shape(cfg.model_path) if world.share_devices and gpu_bytes else None
     cache = kv_cache_bytes(cfg, shape, job.kind, job.num_ranks, gpu_bytes) if shape else 0
@@ -145,7 +145,7 @@ def _refuse_compiled_policy(user: Mapping[str, Any], world: WorldMap, job: Job) 
 
 
 def _head_overrides(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`hf-overrides` with a float32 head, where the model is not in float32 anyway and the user chose nothing."""
+    """Returns `hf-overrides` with a float32 head, unless the model is in float32. The user's overrides win."""
     if not cfg.fp32_lm_head or settings.get("dtype") in ("float32", "float"):
         return None
     given = settings.get("hf-overrides") or {}
@@ -154,7 +154,7 @@ def _head_overrides(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any] 
 
 
 def _render(key: str, value: Any) -> tuple[str, ...]:
-    """One setting as arguments: None = vLLM's own default, "" and true = a flag, false = the negated flag."""
+    """Renders one setting: None = vLLM's default (no argument), "" and true = a flag, false = the negated flag."""
     if value is None:
         return ()
     if value is True or value == "":
@@ -175,7 +175,7 @@ def _threads(cfg: Config, job: Job) -> int:
 
 
 def _core_groups(cores: tuple[int, ...], world_size: int) -> str:
-    """vLLM's syntax: cores of a worker separated by commas, workers by bars."""
+    """Renders vLLM's syntax: commas between the cores of a worker, bars between workers."""
     per_worker = max(len(cores) // world_size, 1)
     groups = [cores[i * per_worker : (i + 1) * per_worker] or cores for i in range(world_size)]
     return "|".join(",".join(str(core) for core in group) for group in groups)

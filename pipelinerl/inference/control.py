@@ -2,9 +2,9 @@
 
     receive all bytes in the background → pause (requests and KV cache stay) → swap → label → resume
 
-Decoding goes on until all bytes are here and prepared. Whatever happens to the sender before that, the old weights
-are untouched and nothing was paused; the resume is in a ``finally``. A swap that fails leaves undefined weights, so
-the server then ends (the supervisor starts another) instead of serving them.
+Decoding continues until all bytes are received and prepared. If the sender fails before that, the old weights are
+untouched and nothing was paused. The resume is in a ``finally``. A failed swap leaves undefined weights, so the server
+then ends instead of serving them, and the supervisor starts another one.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
-"""Beyond the request's time-out: the workers' own deadline fires first and says why."""
+"""Added to the request's timeout, so that the workers' own deadline fires first and reports the reason."""
 
 
 class ServedEngine(Protocol):
-    """What the transaction needs of vLLM."""
+    """The part of vLLM that the transaction uses."""
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]: ...
     async def pause(self) -> None: ...
@@ -52,7 +52,7 @@ class ServedEngine(Protocol):
 
 
 class UpdateFailed(WeightUpdateError):
-    """Old weights stay live; ``status`` is the HTTP status that says so."""
+    """The update failed and the old weights stay live. ``status`` is the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -60,12 +60,12 @@ class UpdateFailed(WeightUpdateError):
 
 
 class UpdateControl:
-    """Takes one update at a time; a newer request supersedes one that is still receiving.
+    """Runs one update at a time. A newer request supersedes one that is still receiving.
 
     Args:
         engine: pauses, swaps, labels, resumes.
-        workers: where its workers listen.
-        secret: the run's.
+        workers: addresses of its workers.
+        secret: the run's secret.
         on_fatal: ends this server.
     """
 
@@ -79,7 +79,7 @@ class UpdateControl:
     async def update(
         self, request: WeightUpdateRequest, is_abandoned: Callable[[], Awaitable[bool]]
     ) -> WeightUpdateAnswer:
-        """Take one update.
+        """Runs one update. ``is_abandoned`` tells whether the sender has hung up.
 
         Raises:
             UpdateFailed: the old weights are live and exact.
@@ -109,7 +109,7 @@ class UpdateControl:
     async def _receive(
         self, request: WeightUpdateRequest, turn: int, is_abandoned: Callable[[], Awaitable[bool]]
     ) -> list[Staged]:
-        """Waits for all workers to stage; ended by them, the deadline, a newer request or the sender's hang-up."""
+        """Waits until all workers have staged. Fails at a worker's error, deadline, newer request or hang-up."""
         deadline = time.monotonic() + request.timeout_s + GRACE_S
         loop, handovers = asyncio.get_running_loop(), [Handover(address, self._secret) for address in self._workers]
         waits = [loop.run_in_executor(self._pool, handover.run, request) for handover in handovers]
@@ -133,7 +133,7 @@ class UpdateControl:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def _swap(self, version: int) -> tuple[float, float]:
-        """Pause, swap, label, resume; returns the stall and the swap's part of it in milliseconds."""
+        """Pauses, swaps, labels and resumes. Returns the stall and the swap's part of it in milliseconds."""
         started = time.monotonic()
         try:
             await self._engine.pause()
@@ -154,7 +154,7 @@ class UpdateControl:
         await self._engine.set_version(str(version))
 
     async def check(self, version: int) -> WeightCheck:
-        """Whether the live tensors are the bytes of ``version``, on all workers."""
+        """Compares the live tensors with the bytes of ``version`` on all workers."""
         await self._engine.call_workers("begin_weight_check", version)
         poll_s = CHECK_POLL_S
         while None in (results := await self._engine.call_workers("weight_check_result")):
@@ -172,7 +172,7 @@ def _failed(reason: str, status: int) -> UpdateFailed:
 
 
 def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
-    """The server's answer from its workers'. Workers that received different bytes have no checksum in common."""
+    """Combines the workers' answers. The checksum is empty if the workers received different bytes."""
     checksums = {check.checksum for check in checks}
     return WeightCheck(
         is_checked=all(check.is_checked for check in checks),
@@ -184,7 +184,7 @@ def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
 
 
 def build_router(updates: UpdateControl | None) -> APIRouter:
-    """Our routes. ``updates`` None: a frozen server that takes no weights."""
+    """Returns our routes. ``updates`` None = a frozen server, which takes no weights."""
     router = APIRouter()
 
     @router.get(INFO_PATH)

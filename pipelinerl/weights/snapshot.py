@@ -1,7 +1,7 @@
-"""The bytes of one version at the trainer, from the end of an optimizer step until nobody pulls them any more.
+"""The bytes of one version at the trainer, from the end of an optimizer step until the last server has pulled them.
 
-One buffer is enough while every server keeps up. A second one is made when servers still pull the newest version and
-the next one is due, or for deltas, whose base is the version before.
+One buffer is enough while every server keeps up. A second one is made if servers still pull the newest version when the
+next one is due, or for deltas, whose base is the previous version.
 """
 
 import time
@@ -33,7 +33,7 @@ class Snapshot:
     offer: "Offer" = field(default_factory=lambda: Offer())
 
     def payload(self, base_version: int | None) -> torch.Tensor:
-        """The bytes that travel: the whole version, or the difference from ``base_version``."""
+        """Returns the bytes to send: the whole version, or its difference from ``base_version``."""
         if base_version is None:
             return self.buffer
         assert self.delta is not None
@@ -42,14 +42,14 @@ class Snapshot:
 
 
 class Offer:
-    """The servers that were ready when a version came. While it is open the version's bytes must not change.
+    """The servers that were ready when a version arrived. The version's bytes must not change while the offer is open.
 
-    It does not wait for the slowest: ``stall_s`` after the first server has the version it is closed.
+    The offer closes ``stall_s`` after the first server has the version, so it does not wait for slow servers.
     """
 
     def __init__(self) -> None:
         self._pending: set[str] | None = None
-        """None until the servers have been told."""
+        """None until the version has been offered to the servers."""
         self._first: float | None = None
 
     @property
@@ -60,7 +60,7 @@ class Offer:
         self._pending = set(names)
 
     def end(self, name: str, *, is_served: bool) -> None:
-        """A server has the version, or will not get it."""
+        """Records that a server has the version (``is_served``) or will not get it."""
         if self._pending is not None:
             self._pending.discard(name)
         if is_served and self._first is None:
@@ -70,22 +70,22 @@ class Offer:
         return self._pending is None or (bool(self._pending) and not self.is_late(stall_s))
 
     def is_late(self, stall_s: float) -> bool:
-        """Whether a server that ends now is slow beside the first."""
+        """Whether a server that ends now is more than ``stall_s`` later than the first."""
         return self._first is not None and time.monotonic() - self._first > stall_s
 
 
 class Snapshots:
-    """The trainer's buffers, on the shelf from which servers pull. The training thread takes, the sender releases."""
+    """The trainer's buffers on the shelf from which servers pull. The training thread takes, the sender releases."""
 
     def __init__(self, sender: str, shelf: Shelf, device: torch.device, *, delta: bool):
         self.sender = sender
         self._shelf, self._device, self._delta = shelf, device, delta
         self.newest: Snapshot | None = None
         self.older: Snapshot | None = None
-        """The version before, while servers pull it, or as the base of a delta."""
+        """The previous version, while servers pull it or a delta needs it as base."""
 
     def take(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
-        """Copy the parameters; returns when they may change. Whoever still pulls the oldest bytes is cut off."""
+        """Copies the parameters and returns when they may change. Interrupts servers that pull the oldest bytes."""
         newest, older = self.newest, self.older
         is_base = self._delta and newest is not None and newest.layout == layout
         if newest is not None and (is_base or newest.users):
@@ -105,7 +105,7 @@ class Snapshots:
         return snapshot
 
     def offer_delta(self, snapshot: Snapshot, delta: torch.Tensor | None) -> None:
-        """The difference to the version before is encoded; None if the whole version is smaller."""
+        """Puts the encoded difference from the previous version on the shelf. None = the whole version is smaller."""
         snapshot.delta, snapshot.base = delta, None
         if delta is not None:
             self._shelf.put(payload_key(self.sender, snapshot.version, snapshot.base_version), delta)

@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, which brings things up to date whenever it is woken.
+"""An event loop in its own thread that runs a step whenever it is woken.
 
-An error ends it; whoever waits for it or asks gets that error.
+An error ends the loop and is raised in callers of ``check`` and ``wait``.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from pipelinerl.errors import ServersExpelledError, WeightUpdateError
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""It also wakes up by itself."""
+"""The loop also wakes up by itself after this time."""
 
 
 class Supervision:
     """Args:
     step: awaited after every wake-up.
-    end: awaited at the end, however it comes.
+    end: awaited at the end, also after an error.
     """
 
     def __init__(self, step: Callable[[], Awaitable[None]], end: Callable[[], Awaitable[None]]):
@@ -36,7 +36,7 @@ class Supervision:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that ended it, if one did."""
+        """Raises the error that ended the loop, if any."""
         if isinstance(self._error, ServersExpelledError):
             raise self._error
         if self._error is not None:
@@ -46,17 +46,17 @@ class Supervision:
         self.call(self._woken.set)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call it. From any thread; an error of it ends the loop."""
+        """Calls ``function`` in the loop, which ends if it raises. Any thread may call this."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._guarded, function)
 
     def notify(self) -> None:
-        """Have those who ``wait`` look again."""
+        """Makes the callers of ``wait`` check their count again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, count: Callable[[], int], wanted: int, timeout_s: float) -> int:
-        """The count, as soon as it is ``wanted``, or after ``timeout_s``."""
+        """Waits until ``count`` reaches ``wanted``, at most ``timeout_s``. Returns the count."""
         with self._changed:
             self._changed.wait_for(lambda: count() >= wanted or self._error is not None, timeout_s)
         self.check()

@@ -1,8 +1,8 @@
 """Pulls one part of a payload from the nearest source that delivers.
 
-Consumes: the part's sources, in order. Produces: bytes in an item of the shelf, as far as they have come.
-Waits for: bytes. A source that is dead, silent for ``stall_s``, or ``stall_s`` behind the source after it is left for
-the next one, at the offset that was reached. Ends: at the last byte, or when its caller's check says so.
+Consumes: the part's sources, in order. Produces: bytes in an item of the shelf, as they arrive.
+Waits for: bytes. It leaves a source that is dead, silent for ``stall_s``, or ``stall_s`` behind the source after it,
+and continues with the next one at the offset reached. Ends: at the last byte, or when its caller's check raises.
 """
 
 import logging
@@ -21,17 +21,17 @@ from pipelinerl.weights.wire import ALIVE, DATA, GONE, UNKNOWN, Connection, Wire
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
-"""Between two rounds over sources that all failed."""
+"""Pause between two rounds over sources that all failed."""
 BEATS = 4
-"""A source says so often within ``stall_s`` that it is alive."""
+"""Number of signs of life that a source sends within ``stall_s``."""
 
 
 class SourceError(WeightUpdateError):
-    """This source does not deliver; another one may."""
+    """This source does not deliver. Another one may."""
 
 
 class Taker:
-    """Pulls the parts with one number, update after update; keeps its connection while the source stays the same."""
+    """Pulls the part with one number in every update. Keeps its connection while the source stays the same."""
 
     def __init__(self, shelf: Shelf, *, secret: str, device: torch.device):
         self._shelf, self._secret, self._device = shelf, secret, device
@@ -41,10 +41,11 @@ class Taker:
     def pull(
         self, request: Request, item: Item, number: int, sources: Sequence[Address], check: Callable[[str], None]
     ) -> None:
-        """Fill range ``number`` of ``item``.
+        """Fills range ``number`` of ``item``.
 
         Args:
-            check: called with what was seen last, often; raises when the pull must end.
+            sources: nearest first, the trainer last.
+            check: called often with a description of the last event. Raises when the pull must end.
         Raises:
             WeightUpdateError: what ``check`` raised.
         """
@@ -71,7 +72,7 @@ class Taker:
             watch.close()
 
     def interrupt(self) -> None:
-        """Have the pull under way call its ``check`` now. From any thread."""
+        """Makes the current pull call its ``check`` now. Any thread may call it."""
         held = self._connection
         if held is not None:
             held[1].interrupt()
@@ -138,11 +139,12 @@ class Taker:
 
 
 class Watch:
-    """Finds out that a source holds this taker up, by the source after it.
+    """Detects a slow source by comparing it with the source after it.
 
-    Another receiver had more bytes half of ``stall_s`` ago than we have now: our source is slow, and not the chain
-    before it. The trainer always has all bytes: for who comes second in the chain the usual duration is the measure.
-    It speaks up once per pull: a taker whose own link is slow would otherwise go from source to source.
+    If that other receiver had more bytes half of ``stall_s`` ago than we have now, our source is slow, and not the
+    chain before it. The trainer always has all bytes, so a taker whose next source is the trainer compares with the
+    expected duration instead. It reports only once per pull, because a taker with a slow link of its own would
+    otherwise switch between sources for ever.
     """
 
     def __init__(self, secret: str, request: Request, sources: Sequence[Address]):
@@ -154,14 +156,14 @@ class Watch:
         self._is_used_up = False
 
     def of(self, source: Address, following: Address) -> "Watch":
-        """From now on compare with ``following``."""
+        """Starts comparing ``source`` with ``following``."""
         self.close()
         self._following = following if source != self._origin else None
         self._asked_at, self._had = time.monotonic(), None
         return self
 
     def look(self, upto: int) -> None:
-        """Told after every frame.
+        """Called after every frame with the offset reached.
 
         Raises:
             SourceError: the source in use is slow.
@@ -187,7 +189,7 @@ class Watch:
         self._connection = None
 
     def _ask(self, source: Address, start: int) -> int | None:
-        """How far the source has the payload; None if it does not say."""
+        """Asks how far the source has the payload. Returns None if it does not answer."""
         try:
             if self._connection is None:
                 self._connection = Connection.dial(source, self._secret, self._request.stall_s / BEATS)

@@ -1,8 +1,8 @@
 """Two ways to put staged checkpoint tensors into a live vLLM model.
 
-`Twin` (CPU): a second copy of the module tree takes the weights through vLLM's ordinary load path while the live
-model decodes; the swap then only moves references, so the pause does not grow with the model. `reload_in_place`
-(GPU, and models whose layers process their weights in ways we do not know): vLLM's layerwise reload during the pause.
+`Twin` (CPU): a second copy of the module tree loads the weights through vLLM's ordinary load path while the live model
+decodes. The swap then only moves references, so the pause does not grow with the model. `reload_in_place` (GPU, and
+models whose layers process their weights in unknown ways): vLLM's layerwise reload during the pause.
 """
 
 import copy
@@ -25,7 +25,7 @@ from pipelinerl.weights.digest import LoadPlan, differing, learn
 from pipelinerl.weights.protocol import ParamSpec
 
 PACKED = "cpu_linear"
-"""Attribute in which vLLM's CPU layers keep the multiplication with their packed weight."""
+"""Attribute of vLLM's CPU layers that holds the multiplication with their packed weight."""
 
 
 class Twin:
@@ -41,27 +41,27 @@ class Twin:
         """Tied parameters appear once."""
         self._names = {id(param): name for name, param in twin.named_parameters()}
         self._packed: dict[nn.Module, object] = {}
-        """Live modules and the multiplication that the newest swap gave them."""
+        """Live modules and the multiplication that the newest swap assigned to them."""
 
     @classmethod
     def of(cls, live: nn.Module, vllm_config: VllmConfig) -> "Twin | None":
-        """The twin of a live model, without memory for its weights; None if its layers are not all known."""
+        """Returns the twin of a live model, without memory for its weights. None if some layer is not known."""
         if not all(_is_known(module) for module in live.modules()):
             return None
         return cls(live, bare_model(vllm_config), vllm_config.model_config)
 
     def learn(self, specs: Sequence[ParamSpec]) -> LoadPlan:
-        """Where the model's parameters come from."""
+        """Returns the origin of the model's parameters."""
         return learn(self._twin, self._twin.load_weights, specs)
 
     def load(self, staged: Mapping[str, torch.Tensor], plan: LoadPlan) -> None:
-        """Build everything that the swap moves. The live model is not touched.
+        """Builds everything that the swap moves, without touching the live model.
 
-        Parameters are compared before they are packed. Packed ones cannot be read, and vLLM's kernels share scratch
-        memory: nobody may multiply with them while the live model decodes.
+        Parameters are compared before they are packed, because packed ones cannot be read. Multiplying with packed
+        ones while the live model decodes is not allowed either, because vLLM's kernels share scratch memory.
 
         Raises:
-            WeightUpdateError: a parameter is unknown, missing, of another shape, or not what was sent.
+            WeightUpdateError: a parameter is unknown, missing, of another shape, or differs from the sent one.
         """
         self._materialize()
         try:
@@ -84,7 +84,7 @@ class Twin:
         )
 
     def unused(self) -> list[str]:
-        """Packed weights of the newest swap that the live model does not multiply with."""
+        """Returns the packed weights of the newest swap that the live model does not use."""
         return [
             self._names[id(self._templates[twin]["weight"])]
             for live, twin in self._pairs()
@@ -92,7 +92,7 @@ class Twin:
         ]
 
     def swap(self) -> None:
-        """Give the live model the twin's tensors and packed weights."""
+        """Moves the twin's tensors and packed weights to the live model."""
         for live, twin in self._pairs():
             for name, param in twin._parameters.items():
                 if param is not None:
@@ -120,7 +120,7 @@ class Twin:
 
 
 def bare_model(vllm_config: VllmConfig) -> Any:
-    """The module tree of a server's model, without memory for its weights."""
+    """Returns the module tree of a server's model, without memory for its weights."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -129,7 +129,7 @@ def bare_model(vllm_config: VllmConfig) -> Any:
 
 
 def reload_in_place(model: Any, model_config: ModelConfig, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """vLLM's layerwise reload; a tied head's packed copy (CPU) is packed again, which the reload leaves out."""
+    """Runs vLLM's layerwise reload, then packs a tied head's copy (CPU) again, which the reload omits."""
     initialize_layerwise_reload(model)
     model.load_weights(params)
     finalize_layerwise_reload(model, model_config)
@@ -139,7 +139,7 @@ def reload_in_place(model: Any, model_config: ModelConfig, params: Iterable[tupl
 
 
 def comparable(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Live parameters that lie in memory as they were loaded."""
+    """Returns the live parameters that are stored in memory as they were loaded."""
     owners = {id(param): module for module in model.modules() for param in module._parameters.values()}
     return {
         name: param.data for name, param in model.named_parameters() if param.numel() and _is_known(owners[id(param)])
@@ -147,7 +147,7 @@ def comparable(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Layers that keep their weights in parameters and `cpu_linear` and nowhere else."""
+    """Whether a layer keeps its weights only in parameters and `cpu_linear`."""
     method = getattr(module, "quant_method", None)
     return (
         method is None

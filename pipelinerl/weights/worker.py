@@ -1,8 +1,8 @@
-"""vLLM's side of a weight update, inside each worker: stage and prepare in the background, swap in place.
+"""vLLM's side of a weight update in each worker: stages and prepares in the background, swaps in place.
 
-The engine implements vLLM's `WeightTransferEngine`, so vLLM's own endpoints drive it too (`update_weights` then waits
-for the bytes). Our server drives it through `WeightUpdateExtension`, which never blocks the engine loop except for
-the swap. Until `finish_weight_update` nothing touches the model, so a sender may die at any point before.
+The engine implements vLLM's `WeightTransferEngine`, so vLLM's own endpoints can drive it too (`update_weights` then
+waits for the bytes). Our server drives it through `WeightUpdateExtension`, which blocks the engine loop only for the
+swap. Nothing touches the model before `finish_weight_update`, so a sender may die at any point before it.
 """
 
 import logging
@@ -36,12 +36,12 @@ from pipelinerl.weights.wire import LOOPBACK
 log = logging.getLogger(__name__)
 
 DEVICE_RESERVE_BYTES = 1 << 30
-"""Free device memory that staging leaves alone; a model that does not fit beside it is staged in pinned memory."""
+"""Device memory that staging keeps free. A model that does not fit is staged in pinned host memory."""
 
 
 @dataclass
 class StagedInitInfo(WeightTransferInitInfo):
-    """Nothing: every update names its own group."""
+    """Empty, because every update names its own sources."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
-    """Receives into staging buffers, prepares beside the live model, swaps when told."""
+    """Receives into staging buffers, prepares while the live model decodes, swaps on request."""
 
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
@@ -75,10 +75,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         )
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
-        """Groups are joined by the first update that names them."""
+        """Does nothing: every update names its own sources."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: the model stays untouched until the swap."""
+        """Does nothing: the model stays untouched until the swap."""
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         transfer = self.receiver.begin(msgspec.json.decode(update_info.request, type=WeightUpdateRequest))
@@ -88,7 +88,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Swap. Runs in the engine's loop while generation is paused."""
+        """Swaps the weights. Runs in the engine's loop while generation is paused."""
         layout, buffer = self.receiver.staged(self.receiver.transfer.request.version)
         if self._twin is not None:
             self._twin.swap()
@@ -120,7 +120,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
-        """The live model against the staged bytes. Reads only, beside decoding."""
+        """Compares the live model with the staged bytes. It only reads and may run during decoding."""
         with self.receiver.staging.reading(version) as staged:
             if staged is None or self._plan is None:
                 return WeightCheck(is_checked=False)
@@ -150,7 +150,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
 
 class LiveCheck:
-    """One comparison at a time, in a thread: the engine's loop goes on."""
+    """Runs one comparison at a time in a thread, so that the engine's loop is not blocked."""
 
     def __init__(self) -> None:
         self.result: WeightCheck | None = None
@@ -175,29 +175,29 @@ class LiveCheck:
 
 
 class WeightUpdateExtension:
-    """Methods that vLLM mixes into its worker (``--worker-extension-cls``); called through ``collective_rpc``."""
+    """Methods that vLLM mixes into its worker (``--worker-extension-cls``). Called through ``collective_rpc``."""
 
     weight_transfer_engine: StagedWeightTransferEngine
     vllm_config: VllmConfig
     model_runner: Any
 
     def weight_address(self) -> tuple[str, int]:
-        """Where this worker gives and takes weights."""
+        """Returns the address at which this worker gives and takes weights."""
         address = self.weight_transfer_engine.receiver.address
         return address.host, address.port
 
     def begin_weight_check(self, version: int) -> None:
-        """Compare the live model with the bytes of ``version`` in the background; returns at once."""
+        """Starts comparing the live model with the bytes of ``version`` in the background."""
         engine = self.weight_transfer_engine
         engine.check.begin(lambda: engine.compare(version))
 
     def weight_check_result(self) -> dict[str, Any] | None:
-        """A `WeightCheck`; None while it runs."""
+        """Returns a `WeightCheck` as a dict, or None while the comparison runs."""
         result = self.weight_transfer_engine.check.result
         return None if result is None else msgspec.to_builtins(result)
 
     def swap_weights(self, version: int) -> None:
-        """Make the staged version the live one. Generation must be paused."""
+        """Makes the staged version the live one. Generation must be paused."""
         self.weight_transfer_engine.receiver.staged(version)
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.finish_weight_update()
