@@ -1,8 +1,8 @@
-"""Who may call what: everything that is not on the open list needs the run's bearer secret.
+"""Access control: every route outside the open list needs the run's bearer secret.
 
-The list names what clients of a run need (generation, tokenization, models, health, weight version); pausing,
-weights, RPC and every route that a future server adds are closed without anybody having to think of them.
-Without a secret in the environment the closed routes stay closed to everybody.
+The list names the routes that clients of a run need (generation, tokenization, models, health, weight version).
+Pausing, weights, RPC and every route that a future vLLM adds are closed by default. Without a secret in the environment
+the closed routes are closed to all callers.
 """
 
 import hmac
@@ -38,14 +38,14 @@ def is_open(path: str) -> bool:
 
 
 def is_authorized(header: str | None, secret: str | None) -> bool:
-    """Compare in constant time; an empty or missing secret authorizes nobody."""
+    """Compares in constant time. An empty or missing secret authorizes no caller."""
     if not secret or header is None:
         return False
     return hmac.compare_digest(header.encode("latin-1"), f"Bearer {secret}".encode())
 
 
 class Guard:
-    """ASGI middleware around the whole application (vLLM's ``--middleware``); the secret is the environment's."""
+    """ASGI middleware around the whole application (vLLM's ``--middleware``). Reads the secret from the environment."""
 
     def __init__(self, app: Any):
         self._app, self._secret = app, os.environ.get(SECRET_VARIABLE)

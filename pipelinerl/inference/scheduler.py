@@ -1,10 +1,10 @@
-"""vLLM's scheduler with two things of ours. Runs in the engine's process, which alone knows the order of things.
+"""vLLM's scheduler with two additions. It runs in the engine's process, the only one that knows the order of events.
 
 1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
    computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
-   A prompt that is being prefilled when the weights change starts again, once, under the new version; so all of it is
-   computed by the weights that sample its first token. A request that continues a conversation may name the version
-   under which the conversation began (``PINNED``), and then keeps its history as a sequence in flight does.
+   A prompt that is being prefilled when the weights change restarts once under the new version, so the weights that
+   sample its first token compute all of it. A request that continues a conversation may name the version under which
+   the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
 2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
    itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
 """
@@ -31,7 +31,7 @@ STARTS = "pipelinerl_version_starts"
 
 @dataclass(slots=True)
 class _Held:
-    """What a request has sampled so far."""
+    """Tokens that a request has sampled so far, with their data."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class AnswerScheduler(AsyncScheduler):
         return finished
 
     def set_weight_version(self, version: str) -> None:
-        """The weights have changed. Called while the engine is paused, with no step under way."""
+        """Takes the new weight version and restarts prefills. Called while the engine is paused between steps."""
         self._version = version
         for request in [request for request in reversed(self.running) if _is_prefilling(request)]:
             self.running.remove(request)
@@ -131,12 +131,12 @@ def _marked(request: Request, key: str) -> bool:
 
 
 def _is_prefilling(request: Request) -> bool:
-    """Has sampled nothing, and did not start again before: a prefill that outlasts every update must end too."""
+    """Whether a request has sampled nothing and never restarted. One restart only, so that long prefills end too."""
     return not (request.num_output_tokens or request.num_preemptions or _marked(request, PINNED))
 
 
 def _tell_scheduler() -> None:
-    """vLLM's engine core keeps the weight version to itself: let it tell the scheduler."""
+    """Makes vLLM's engine core pass the weight version to the scheduler."""
     keep = EngineCore.set_weight_version
 
     def set_weight_version(core: EngineCore, weight_version: str) -> None:

@@ -6,7 +6,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 
 class ScoreExtension:
-    """Methods that vLLM mixes into its worker (``--worker-extension-cls``); called through ``collective_rpc``."""
+    """Methods that vLLM mixes into its worker (``--worker-extension-cls``). Called through ``collective_rpc``."""
 
     model_runner: Any
 

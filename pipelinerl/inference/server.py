@@ -88,8 +88,8 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 class Service:
     """What the server does beyond serving vLLM.
 
-    ``score_temperature`` None = a policy server, which takes weights; else a frozen one, whose scores are those of this
-    temperature. ``keeps_conversations``: the history of a conversation is not computed again after an update.
+    ``score_temperature`` None = a policy server, which takes weights. Otherwise a frozen one, which scores at this
+    temperature. ``keeps_conversations``: the history of a conversation is not recomputed after an update.
     """
 
     score_temperature: float | None = None
@@ -99,13 +99,13 @@ class Service:
 def serve(
     arguments: Sequence[str], *, service: Service, status: RoleStatus, membership: Membership | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until asked to leave the run; returns when everything is down.
+    """Serves until SIGTERM or SIGINT, or until asked to leave the run. Returns when everything has stopped.
 
     Args:
         arguments: vLLM's command line.
         service: policy or reference server.
         status: the role's heartbeat.
-        membership: the server's lease; None = nobody is told where it is.
+        membership: the server's lease. None = the server announces itself to no one.
 
     Raises:
         LeftError: it was asked to leave, and its last request has ended.
@@ -152,7 +152,7 @@ def start_engine(args: Namespace) -> AsyncLLM:
 
 
 def _part_from_server() -> None:
-    """In a forked engine: the server's end is the engine's, but a signal to the engine is not the server's."""
+    """Makes a forked engine end with the server, and keeps the engine's signals from reaching the server."""
     die_with_parent(signal.SIGKILL)
     signal.set_wakeup_fd(-1)
 
@@ -236,10 +236,10 @@ class Life:
         self.is_leaving = False
 
     async def follow(self, client: AsyncLLM, asked: asyncio.Event) -> None:
-        """Progress as long as the engine loop answers; a frozen engine is a frozen role, whose lease runs out.
+        """Reports progress as long as the engine loop answers. If the engine freezes, the lease expires.
 
-        Ready from the first answer on. A server that is asked to leave drains first: actors see it in its lease, send
-        nothing new, and what is under way ends.
+        The server is ready from the first answer on. A server that is asked to leave drains first: actors see that in
+        its lease and send no new requests, and current requests finish.
         """
         while not client.errored:
             version = await client.get_weight_version()
@@ -257,7 +257,7 @@ class Life:
 
 @contextlib.contextmanager
 def _signals_end_the_start(status: RoleStatus) -> Iterator[None]:
-    """The engine starts in one long call, in which no Python signal handler runs: a thread sees the signal instead."""
+    """Lets a thread handle signals while the engine starts in one long call, which blocks Python signal handlers."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno())

@@ -1,8 +1,8 @@
 """Starts and stops a redis-server process.
 
 The server reads its configuration from standard input, so the password is in no file and on no command line. It keeps
-every write in an append-only file: killed and started again, it has lost nothing that it acknowledged. It listens on
-loopback, unless the world has several nodes; then it must have a password.
+every write in an append-only file, so a killed and restarted server has lost no acknowledged write. It listens on
+loopback unless the world has several nodes. With several nodes it must have a password.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def redis_command() -> list[str]:
 
 
 def start_redis(config: str, log_file: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
-    """Starts redis-server with this configuration; the caller stops it with ``stop_redis``."""
+    """Starts redis-server with this configuration. The caller stops it with ``stop_redis``."""
     process = subprocess.Popen(
         redis_command(),
         stdin=subprocess.PIPE,
@@ -98,7 +98,7 @@ def start_redis(config: str, log_file: IO[bytes] | int | None = None) -> subproc
 
 
 def stop_redis(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the server; one that does not end by itself, frozen for instance, is killed. It loses nothing by that."""
+    """Stops the server, and kills it if it does not stop (if frozen, for instance). No acknowledged write is lost."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_STOP_S)
@@ -109,7 +109,7 @@ def stop_redis(process: "subprocess.Popen[bytes]") -> None:
 
 @contextlib.contextmanager
 def exclusively(data_dir: Path) -> Iterator[None]:
-    """One server at a time on these data."""
+    """Allows only one server at a time on ``data_dir``."""
     descriptor = os.open(data_dir, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

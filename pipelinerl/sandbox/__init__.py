@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read: no network, no view of the run, bounded time, memory, processes and output.
+"""Runs untrusted programs: no network, no view of the run, bounded time, memory, processes and output.
 
 ``Sandbox.run_python`` sends every program to one warm *jail* process, which forks: a supervisor outside of the
 program's PID namespace, an init process inside of it, and the program, once per input. When it returns, nothing that

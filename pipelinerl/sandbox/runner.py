@@ -62,7 +62,7 @@ class Outcome:
 
 
 KILLED = Outcome(ended="signal", exit_code=-9, seconds=0.0, stdout="", stderr="")
-"""A run whose supervisor ended before the run: its program took more than the machine had."""
+"""A run whose supervisor ended before the run, because its program exhausted the machine."""
 
 
 class Jail:
@@ -137,7 +137,7 @@ class Sandbox:
         self._end: weakref.finalize | None = None
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
-        """Runs a Python program once per standard input; fewer outcomes than inputs mean that a run did not end well.
+        """Runs a Python program once per standard input. It stops after a run that did not end well.
 
         Raises:
             VerifierError: the sandbox itself failed, which says nothing about the program.

@@ -33,7 +33,7 @@ def build(
     """Builds the model of ``recipe`` in folder ``path`` and returns it.
 
     Args:
-        path: folder to create. An existing one is an error; two builders at once publish one of their equal results.
+        path: folder to create. An existing one is an error. Of two concurrent builders one publishes the result.
         recipe: a name in ``RECIPES``.
         seed: determines tokenizer sample, initial weights and warm-up data.
         params: the recipe's own parameters, e.g. ``{"max_number": 30}``.
@@ -89,7 +89,7 @@ def create(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """Renames the finished folder into place; a builder that lost the race keeps the winner's equal folder."""
+    """Renames the finished folder into place. A builder that lost the race keeps the winner's equal folder."""
     try:
         os.rename(scratch, target)
     except OSError:

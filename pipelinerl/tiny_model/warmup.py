@@ -33,7 +33,7 @@ def assistant_mask(token_ids: list[int], header: list[int], turn_end: int) -> li
 def batch_tensors(
     conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase, cut_tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids_BT (int64) and weights_BT (float32) of each token as a target; padding weighs 0."""
+    """Returns right-padded ids_BT (int64) and the weight of each token as a target, weights_BT (float32, padding 0)."""
     texts = tokenizer.apply_chat_template(conversations, tokenize=False)
     rows = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     encoded = [row.ids[:cut_tokens] for row in rows]
@@ -50,7 +50,7 @@ def batch_tensors(
 
 
 def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:
-    """Trains in place on ``recipe.steps`` fresh batches with a cosine schedule; returns the last loss."""
+    """Trains in place on ``recipe.steps`` fresh batches with a cosine schedule. Returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     loss = math.nan
     model.train()
