@@ -49,7 +49,7 @@ def run_redis(context: RoleContext) -> None:
 
 
 def _watch(context: RoleContext, process: "subprocess.Popen[bytes]", client: "redis.Redis", data_dir: Path) -> None:
-    """Syncs when asked; fails when the server ends. Every answer of the server is a heartbeat."""
+    """Syncs on request and fails when the server ends. Every answer of the server is a heartbeat."""
     from redis.exceptions import RedisError, ResponseError
 
     while not context.stop.is_set():

@@ -1,4 +1,4 @@
-"""What each tiny model knows before training: its whole tokens and the conversations of its warm-up.
+"""Recipes of tiny models: their whole tokens and the conversations of their warm-up before training.
 
 A recipe may show the format of an answer and what words mean. It must never show a solved problem of the task, and
 never a held-out problem in any form.
@@ -32,7 +32,7 @@ class Shape:
     positions: int = 2048
     """Tokens of the longest sequence."""
     window: int | None = None
-    """Tokens that a token attends to, itself included; None = all before it."""
+    """Tokens that a token attends to, itself included. None = all tokens before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class Recipe:
     max_number: int
     """0 … max_number are one token each."""
     conversation: Callable[[Random], Messages]
-    """Draws one conversation; its assistant messages are what the warm-up teaches."""
+    """Draws one conversation. The warm-up teaches its assistant messages."""
     steps: int = 300
     shape: Shape = Shape()
     batch_size: int = 32
     """Conversations per step of the warm-up."""
     cut_tokens: int | None = None
-    """The warm-up leaves out a conversation's further tokens; None = none."""
+    """The warm-up cuts conversations after so many tokens. None = no cut."""
 
 
 ANSWER_TAGS = ("<answer>", "</answer>")
@@ -160,7 +160,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 def make_recipe(name: str, params: dict[str, object]) -> Recipe:
-    """The recipe ``name``, or the user's function of that dotted name; raises ConfigError naming what is unknown."""
+    """Returns recipe ``name``, or calls the user's function of that dotted name. Raises ConfigError if unknown."""
     if name not in RECIPES and "." not in name:
         raise ConfigError(
             f"`tiny_model.recipe` is {name!r}: choose one of {sorted(RECIPES)}, or name a function of yours as "

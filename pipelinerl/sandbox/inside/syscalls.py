@@ -63,7 +63,7 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
     "setpriority": ((141, 140), [[(0, WHOLE, ANY)], [(1, WHOLE, ANY)]]),
     "ioprio_set": ((251, 30), [[(0, 0xFFFFFFFE, ANY)], [(1, WHOLE, ANY)]]),
 }
-"""Denied when all tests ``(argument, mask, value)`` of one of the lists hold; ``ANY`` = any bit of the mask is set.
+"""Calls denied if all tests ``(argument, mask, value)`` of one list hold. ``ANY`` = any bit of the mask is set.
 
 clone: new namespaces. mmap: shared anonymous memory, which outlives what is resident. fcntl: F_SETOWN, F_SETSIG,
 F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ and O_ASYNC. ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX.
@@ -77,7 +77,7 @@ X32_BIT = 0x40000000
 
 
 def filter_program(machine: str) -> list[Instruction]:
-    """BPF: another architecture or the x32 interface kills; a denied call fails; all else is allowed."""
+    """Returns the BPF program. Another architecture or x32 kills, a denied call fails, all others are allowed."""
     column = COLUMN[machine]
     program = [
         (LOAD, 0, 0, 4),
@@ -98,7 +98,7 @@ def filter_program(machine: str) -> list[Instruction]:
 
 
 def denied_when(tests: list[ArgumentTest]) -> list[Instruction]:
-    """Denies when every test holds, else goes on behind."""
+    """Returns a block that denies if every test holds and otherwise continues after the block."""
     block: list[Instruction] = [(RETURN, 0, 0, DENY)]
     for argument, mask, value in reversed(tests):
         load = (LOAD, 0, 0, 16 + 8 * argument)
