@@ -71,9 +71,8 @@ def train_step(
     """Train one optimizer batch. Collective: every rank passes its own records, and all pass the same number.
 
     Args:
-        settings: of the loss in this step.
+        settings: of the loss.
         rules: for the layout of the records.
-        learning_rate: of this step.
         proximal: [K] log π_prox of the trained tokens of each record. None: the policy's own.
         observe: called after each micro-batch. It must not wait for the device.
 

@@ -133,7 +133,6 @@ def to_batch(
     """Convert ``record`` to tensors on ``device``.
 
     Args:
-        index: trained tokens of ``record``.
         rows: lay out one segment per row instead of packing.
         pad_id: token id of the padding in rows.
         float_dtype: of log-probs, advantages, weights and rewards.

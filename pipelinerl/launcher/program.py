@@ -79,15 +79,7 @@ class RunPlan:
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
-    """Run the experiment of a composed configuration and return the exit code.
-
-    Args:
-        overrides: arguments of the command line.
-        command_of: computes the command of a job. Tests replace it.
-
-    Raises:
-        PipelineRLError: the run is refused.
-    """
+    """Run the experiment of a composed configuration and return the exit code. Raises PipelineRLError to refuse it."""
     os.umask(0o077)
     started = psutil.Process().create_time()
     missing = missing_keys(cfg) if cfg.dry_run else []
@@ -264,14 +256,7 @@ async def supervise(
     connection: NodeConnection | None = None,
     lock: IO[str] | None = None,
 ) -> Ending:
-    """Start the roles of this node and keep them running until the end.
-
-    Args:
-        resumed: whether the folder holds an earlier part of this run.
-        started: when the launcher's process began, Unix time.
-        connection: to the launchers of other nodes, if there are any.
-        lock: of the run folder, if this node owns it.
-    """
+    """Start the roles of this node and keep them running until the end. ``started`` is Unix time."""
     config, leads = plan.config, plan.node_rank == 0
     mark = RunMark()
     run_secrets = secrets_of(plan, os.environ)
