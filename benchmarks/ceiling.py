@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import uvloop
 from preprocess import through_bytes
-from synthetic_groups import make_sequence
+from synthetic_groups import group_of, make_sequence
 
 from pipelinerl.actor.messages import FromWorker, RolloutDone
 from pipelinerl.preprocess.collate import Collation
@@ -53,20 +53,7 @@ def make_group(rng: np.random.Generator, position: int, length: int) -> RolloutG
         )
         for attempt in range(ATTEMPTS)
     )
-    return RolloutGroup(
-        group_id=f"0-{position}",
-        epoch=0,
-        position=position,
-        problem_index=position,
-        actor=0,
-        domain="synthetic",
-        dataset="train",
-        settled_before=0,
-        dispatch_index=position,
-        attempts=ATTEMPTS,
-        dispatched_version=0,
-        rollouts=rollouts,
-    )
+    return group_of(position, rollouts)
 
 
 def cpu_per_rollout(work: Callable[[], object], rollouts: int, repeats: int = 3) -> float:

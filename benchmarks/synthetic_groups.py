@@ -1,7 +1,8 @@
 """Made-up groups for tests and benchmarks, with all that real ones have: prompts, completions, turns, spans."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,20 +52,27 @@ def make_groups(
     rng = np.random.default_rng(seed)
     for position in range(count):
         prompt = int(rng.integers(100, 501))
-        yield RolloutGroup(
-            group_id=f"0-{position}",
-            epoch=0,
-            position=position,
-            problem_index=position,
-            actor=0,
-            domain="synthetic",
-            dataset="train",
-            settled_before=0,
-            dispatch_index=position,
-            attempts=attempts,
-            dispatched_version=0,
-            rollouts=tuple(_make_rollout(rng, a, prompt, turns, merged, vocab_size, versions) for a in range(attempts)),
+        yield group_of(
+            position,
+            tuple(_make_rollout(rng, a, prompt, turns, merged, vocab_size, versions) for a in range(attempts)),
         )
+
+
+def group_of(position: int, rollouts: Sequence[Rollout], domain: str = "synthetic", **fields: Any) -> RolloutGroup:
+    """Return the group of all attempts at the problem at ``position`` of the first epoch; ``fields`` are the others."""
+    return RolloutGroup(
+        group_id=f"0-{position}",
+        epoch=0,
+        position=position,
+        problem_index=position,
+        dispatch_index=position,
+        actor=0,
+        domain=domain,
+        dataset="train",
+        attempts=len(rollouts),
+        rollouts=tuple(rollouts),
+        **{"dispatched_version": 0, "settled_before": 0, **fields},
+    )
 
 
 def _make_rollout(

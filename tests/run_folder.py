@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from benchmarks.synthetic_groups import group_of
 from pipelinerl.archive import ARCHIVE_DIR, StepArchive, chosen, flags_of
 from pipelinerl.config.load import compose, to_container
 from pipelinerl.inspect.outside import look_into
@@ -125,19 +126,12 @@ def make_group(rng: np.random.Generator, tokenizer: Tokenizer, step: int, place:
             )
         )
     position = step * GROUPS + place
-    return RolloutGroup(
-        group_id=f"0-{position}",
-        epoch=0,
-        position=position,
-        problem_index=position,
-        actor=0,
-        domain="largest",
-        dataset="train",
-        attempts=ATTEMPTS,
-        rollouts=tuple(rollouts),
+    return group_of(
+        position,
+        rollouts,
+        "largest",
         dispatched_version=max(step - 1, 0),
         settled_before=position,
-        dispatch_index=position,
         problem=json.dumps({"question": WORDS[0], "gold": 30, "id": position}),
     )
 

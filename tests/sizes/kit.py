@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.synthetic_groups import group_of
 from pipelinerl.config.load import compose, parse
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import ActorRecord, Rollout, RolloutGroup, TrainingSequence, topics
@@ -41,20 +42,7 @@ def sized_group(
         )
         for i in range(attempts)
     )
-    return RolloutGroup(
-        group_id=f"0-{position}",
-        epoch=0,
-        position=position,
-        problem_index=position,
-        actor=0,
-        domain="d",
-        dataset="train",
-        attempts=attempts,
-        rollouts=rollouts,
-        dispatched_version=version,
-        settled_before=position,
-        dispatch_index=position,
-    )
+    return group_of(position, rollouts, "d", dispatched_version=version, settled_before=position)
 
 
 def write_groups(run_dir: Path, groups: Any) -> None:
