@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
-from pipelinerl.disk import make_folder, replace_file
 from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.host.disk import make_folder, replace_file
 from pipelinerl.records import ActorRecord, OrderResumed, RolloutGroup
 from pipelinerl.records.order import DomainOrder
 

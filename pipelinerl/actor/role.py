@@ -21,9 +21,9 @@ from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import RolloutWorkers
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.host.process import raise_open_files
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.process import raise_open_files
 from pipelinerl.records import ActorRecord, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState

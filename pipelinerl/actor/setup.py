@@ -12,8 +12,8 @@ from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import server_options
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.host.process import raise_open_files
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.process import raise_open_files
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
         sock: this worker's end of the connection.
         heartbeat: shared double that receives the monotonic time.
     """
+    from pipelinerl.host.process import die_with_parent, raise_open_files
     from pipelinerl.observability.logging import setup_role_logging
-    from pipelinerl.process import die_with_parent, raise_open_files
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -16,8 +16,8 @@ from pipelinerl.agents.endpoint import RecordedAgent, record_agent
 from pipelinerl.agents.threads import in_thread
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
+from pipelinerl.host.process import die_with_parent
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.process import die_with_parent
 from pipelinerl.rollouts import RolloutResult
 
 PASSED_VARIABLES = (

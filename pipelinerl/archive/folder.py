@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pipelinerl.config.sections import ArchiveSection
-from pipelinerl.disk import replace_file
 from pipelinerl.errors import StreamError
+from pipelinerl.host.disk import replace_file
 from pipelinerl.streams.codec import Codec
 
 log = logging.getLogger(__name__)

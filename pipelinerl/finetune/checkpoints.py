@@ -24,10 +24,10 @@ import msgspec
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
+from pipelinerl.host.disk import make_folder, sync_path
 from pipelinerl.records import DataOrder, MicroBatch
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from pipelinerl.disk import sync_path
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.peers import Peers
+from pipelinerl.host.disk import sync_path
 from pipelinerl.weights.protocol import ParamSpec
 
 LM_PREFIX = "lm."

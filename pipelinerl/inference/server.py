@@ -28,12 +28,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import LeftError, PipelineRLError
+from pipelinerl.host.process import die_with_parent
 from pipelinerl.inference import answers, control
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.process import die_with_parent
 from pipelinerl.weights.protocol import Address
 
 log = logging.getLogger(__name__)

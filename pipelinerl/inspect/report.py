@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.disk import replace_file
+from pipelinerl.host.disk import replace_file
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import (

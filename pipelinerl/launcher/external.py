@@ -7,7 +7,7 @@ secret in the environment.
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.disk import replace_file
+from pipelinerl.host.disk import replace_file
 from pipelinerl.world import Job
 
 ROLES_FILE = Path("conf") / "roles.txt"

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import LOCK_FILE, RUN_CONFIG
 from pipelinerl.config.resume import differing_keys
-from pipelinerl.disk import make_folder, replace_file
 from pipelinerl.errors import ConfigError
+from pipelinerl.host.disk import make_folder, replace_file
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines

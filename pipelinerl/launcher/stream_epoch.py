@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.host.disk import make_folder, sync_path
 from pipelinerl.inspect import ledger, verify
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.records.messages import EvaluationDone, EvaluationMessage

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, redis_password
 from pipelinerl.config.paths import RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.sections import Config
-from pipelinerl.disk import replace_file
 from pipelinerl.errors import ConfigError, DeadlineError
+from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
 from pipelinerl.world.map import WORLD_FILE
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from pipelinerl.disk import replace_file
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.lease import Lease
 
 FOLDER = "members"

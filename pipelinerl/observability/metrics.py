@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipelinerl.config.sections import Config
-from pipelinerl.disk import replace_file
+from pipelinerl.host.disk import replace_file
 from pipelinerl.observability import wandb as wandb_run
 from pipelinerl.observability.catalogue import warn_undeclared
 

@@ -29,9 +29,9 @@ from pipelinerl.errors import (
     ServersExpelledError,
     WorldError,
 )
+from pipelinerl.host.process import die_with_parent, raise_open_files
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.process import die_with_parent, raise_open_files
 
 if TYPE_CHECKING:
     from pipelinerl.membership.entry import Entry, Membership

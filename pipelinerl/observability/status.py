@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.disk import replace_file
+from pipelinerl.host.disk import replace_file
 
 HEARTBEAT_S = 2.0
 MIN_WRITE_INTERVAL_S = 0.5

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
-from pipelinerl.disk import sync_path
 from pipelinerl.errors import StreamError
+from pipelinerl.host.disk import sync_path
 from pipelinerl.observability.role import RoleContext, run_role
 from pipelinerl.redis_server.server import exclusively, redis_client, redis_config, start_redis, stop_redis
 

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Literal
 
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.process import die_with_parent
+from pipelinerl.host.process import die_with_parent
 
 if TYPE_CHECKING:
     import redis

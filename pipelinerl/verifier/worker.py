@@ -15,7 +15,7 @@ from types import FrameType
 
 import msgspec
 
-from pipelinerl.process import die_with_parent
+from pipelinerl.host.process import die_with_parent
 from pipelinerl.records.verdicts import Check, Verdict, error, unparsable
 from pipelinerl.verifier.judges import JUDGES, warm_up
 

@@ -18,7 +18,7 @@ def register() -> None:
     """Registers the engine once per process, because vLLM may load plugins more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from pipelinerl.process import die_with_parent
+    from pipelinerl.host.process import die_with_parent
 
     if os.environ.get(CHILD_VARIABLE) and multiprocessing.parent_process() is not None:
         die_with_parent(signal.SIGKILL)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.disk import replace_file
 from pipelinerl.errors import WorldError
+from pipelinerl.host.disk import replace_file
 from pipelinerl.world.cluster import LOOPBACK, Cluster, Node, count_visible_gpus, read_cluster
 from pipelinerl.world.placement import Placement, idle_devices, place, request_from_config
 from pipelinerl.world.ports import LARGEST_PORT, check_ports, derive_port_base, find_port_block

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pipelinerl"
 
 LAYERS = (
-    ("errors", "disk", "process", "records", "config", "rollouts", "chat"),
+    ("errors", "host", "records", "config", "rollouts", "chat"),
     ("streams", "world", "membership", "llm", "async_llm", "state", "observability", "agents", "testing"),
     ("archive", "redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils", "countdown_utils"),

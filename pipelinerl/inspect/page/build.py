@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.disk import replace_file
 from pipelinerl.errors import ConfigError
+from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.alarms import History, alarms
 from pipelinerl.inspect.decode import NumberText, TokenText, load_token_text
 from pipelinerl.inspect.outside import look_into

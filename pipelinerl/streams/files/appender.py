@@ -5,8 +5,8 @@ import os
 from itertools import pairwise
 from typing import Literal
 
-from pipelinerl.disk import make_folder, sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.host.disk import make_folder, sync_path
 from pipelinerl.streams import frames
 from pipelinerl.streams.base import Appender
 from pipelinerl.streams.files.folder import (

@@ -4,8 +4,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipelinerl.disk import make_folder, replace_file, sync_path
 from pipelinerl.errors import CorruptStreamError, StreamError
+from pipelinerl.host.disk import make_folder, replace_file, sync_path
 from pipelinerl.streams.base import MAX_RECORDS_PER_READ, Cursor
 from pipelinerl.streams.files.folder import (
     READER_NAME,
