@@ -73,17 +73,18 @@ async def llm_async_generate(
         retries=llm.max_retries,
         base_delay_s=llm.base_delay,
     )
-    transport = llm._transport or _DIRECT
-    index = llm._num_calls
-    llm._num_calls += 1
+    state = llm.state
+    transport = state.transport or _DIRECT
+    index = state.num_calls
+    state.num_calls += 1
     try:
         tokens = await transport.generate(llm, request, session)
     except TransportError as error:
         if is_retryable(error):  # the domain may handle a refusal, but a failure must not become a reward
-            llm._failure = error
+            state.failure = error
         raise
-    llm._sent_tokens += len(tokens.prompt_ids)
-    llm._cached_tokens += tokens.cached_tokens
+    state.sent_tokens += len(tokens.prompt_ids)
+    state.cached_tokens += tokens.cached_tokens
     texts = await _texts(renderer, tokens)
     return _to_call(renderer, llm, prompt, text, tokens, texts, index, prefix_version)
 
@@ -99,17 +100,18 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     Raises:
         ValueError: the call has no log-probabilities.
     """
-    tokens = llm_call._tokens
+    tokens = llm_call.call_tokens
     if tokens is None or tokens.logprobs is None:
         raise ValueError("llm_call has no log-probabilities: create the TrainableLLM with collect_logprobs=True")
+    prompt_text, output_text = llm_call.texts
     text = TrainingText(
-        text=llm_call._prompt_text + llm_call._output_text,
-        n_predicted=len(llm_call._output_text),
+        text=prompt_text + output_text,
+        n_predicted=len(output_text),
         finished=tokens.finish_reason != "length",
         prompt_tokens=len(tokens.prompt_ids),
         output_tokens=len(tokens.completion_ids),
     )
-    text._attach(tokens)
+    text.attach(tokens)
     return text
 
 
@@ -250,8 +252,8 @@ def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) ->
         return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32), None
     if not prompt.messages:
         raise DomainError("the prompt has neither messages nor token_ids")
-    if llm._turns:
-        extended = extend(renderer, llm._turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
+    if llm.state.turns:
+        extended = extend(renderer, llm.state.turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
         if extended is not None:
             token_ids, turn = extended
             return renderer.decode(token_ids.tolist()), token_ids, turn.prefix_version
@@ -279,8 +281,8 @@ def _sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
     if llm.collect_logprobs:
         params["logprobs"] = 0
     params["detokenize"] = bool(params.get("stop"))
-    if params.get("seed") is not None and llm._rollout:
-        params["seed"] = _call_seed(params["seed"], llm._rollout, llm._num_calls)
+    if params.get("seed") is not None and llm.state.name:
+        params["seed"] = _call_seed(params["seed"], llm.state.name, llm.state.num_calls)
     return msgspec.json.encode(params)
 
 
@@ -316,8 +318,8 @@ def _to_call(
     spans = tokens.version_spans
     if prefix_version is None and len(spans):
         prefix_version = int(spans[0, 2])
-    if llm._turns is not None:
-        llm._turns.append(
+    if llm.state.turns is not None:
+        llm.state.turns.append(
             Turn(
                 copy.deepcopy(prompt.messages),  # the domain may edit its list later
                 prompt.tools,
@@ -343,8 +345,8 @@ def _to_call(
             "finish_reason": tokens.finish_reason,
         },
     )
-    call._attach(tokens)
-    call._prompt_text, call._output_text = prompt_text, sampled_text + end_text
+    call.attach(tokens)
+    call.attach_texts(prompt_text, sampled_text + end_text)
     return call
 
 

@@ -7,6 +7,7 @@ install their own.
 import datetime
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import uuid4
@@ -155,8 +156,16 @@ class LLMCall(LazyModel):
     cost: float = 0
     logprobs: list[TokenLogprob] = Field(default_factory=list, exclude=True)
 
-    _prompt_text: str = PrivateAttr(default="")
-    _output_text: str = PrivateAttr(default="")
+    _texts: tuple[str, str] = PrivateAttr(default=("", ""))
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The rendered prompt, and the sampled text with the token that ended it."""
+        return self._texts
+
+    def attach_texts(self, prompt: str, output: str) -> None:
+        """Sets ``texts``."""
+        self._texts = (prompt, output)
 
     @classmethod
     def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
@@ -215,6 +224,24 @@ class Transport(Protocol):
     ) -> CallTokens: ...
 
 
+@dataclass
+class RolloutState:
+    """What the LLM calls of one rollout share. The actor makes one for every attempt."""
+
+    transport: Transport | None = None
+    """Carries the requests. None: each goes to ``TrainableLLM.base_url``."""
+    turns: list[Turn] | None = None
+    """The calls so far, whose tokens a later prompt continues. None: every prompt is rendered whole."""
+    name: str = ""
+    """The rollout in the actor. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
+    num_calls: int = 0
+    sent_tokens: int = 0
+    """Prompt tokens of all calls, of which the server took ``cached_tokens`` from its prefix cache."""
+    cached_tokens: int = 0
+    failure: BaseException | None = None
+    """The infrastructure's error. It fails the rollout even if the domain's code handles it."""
+
+
 class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     """An inference server and how to sample from it.
 
@@ -243,14 +270,16 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     base_delay: float = 0.5
     """Seconds before the first repetition. Every further delay is twice as long."""
 
-    _transport: Transport | None = PrivateAttr(default=None)
-    _turns: list[Turn] | None = PrivateAttr(default=None)
-    _num_calls: int = PrivateAttr(default=0)
-    _rollout: str = PrivateAttr(default="")
-    """Name of the rollout in the actor. A seed in ``parameters`` is combined with it and the call's index."""
-    _sent_tokens: int = PrivateAttr(default=0)
-    _cached_tokens: int = PrivateAttr(default=0)
-    _failure: BaseException | None = PrivateAttr(default=None)
+    _state: RolloutState = PrivateAttr(default_factory=RolloutState)
+
+    @property
+    def state(self) -> RolloutState:
+        """State of the rollout. Copies of the model that a domain makes (``model_copy``) share it."""
+        return self._state
+
+    def bind(self, state: RolloutState) -> None:
+        """Makes the calls from now on part of another rollout."""
+        self._state = state
 
     def load_tokenizer(self) -> None:
         """Loads ``tokenizer`` unless it is loaded already."""

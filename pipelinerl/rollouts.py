@@ -46,23 +46,30 @@ class LazyModel(BaseModel):
 
     _tokens: CallTokens | None = PrivateAttr(default=None)
 
+    @property
+    def call_tokens(self) -> CallTokens | None:
+        """The tokens as sent and sampled. None if a domain built the object itself."""
+        return self._tokens
+
     @classmethod
     def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
         return {}
 
-    def _attach(self, tokens: CallTokens) -> None:
+    def attach(self, tokens: CallTokens) -> None:
+        """Sets the tokens. The lazy fields are computed from them at the next access."""
         self._tokens = tokens
         for name in self._lazy_fields():
             self.__dict__.pop(name, None)
 
-    def _is_lazy(self, name: str) -> bool:
-        return name not in self.__dict__
+    def is_lazy(self, *names: str) -> bool:
+        """Whether none of these fields was read or set, so that ``call_tokens`` says all there is."""
+        return not any(name in self.__dict__ for name in names)
 
     def __getattr__(self, name: str) -> Any:
         private = object.__getattribute__(self, "__pydantic_private__")
         if private is not None and name in private:  # much faster than pydantic's own lookup
             return private[name]
-        build = type(self)._lazy_fields().get(name)
+        build = self._lazy_fields().get(name)
         if build is None:
             return super().__getattr__(name)  # type: ignore[misc]
         tokens = self._tokens

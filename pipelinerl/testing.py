@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.llm import GenerateRequest, TrainableLLM
+from pipelinerl.llm import GenerateRequest, RolloutState, TrainableLLM
 from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
 from pipelinerl.streams.codec import Codec
@@ -86,8 +86,8 @@ class FakeLLM(TrainableLLM):
         """
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
         llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
-        llm._transport = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
-        llm._turns = []
+        script = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
+        llm.bind(RolloutState(transport=script, turns=[]))
         return llm
 
 

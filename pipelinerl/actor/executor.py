@@ -29,7 +29,7 @@ from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.actor.servers import ServerPool
 from pipelinerl.actor.transport import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm import RolloutState, TrainableLLM
 from pipelinerl.records import Rollout
 from pipelinerl.rollouts import RewardMode, RolloutResult
 
@@ -120,15 +120,15 @@ class Executor:
         try:
             async with asyncio.timeout(self._rules.timeout_s) as deadline:
                 result = await function(self._cfg, llm, start.problem, self._client.session)
-            if llm._failure is not None:
-                raise llm._failure
+            if llm.state.failure is not None:
+                raise llm.state.failure
             route.check_weights()
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
             return msgspec.structs.replace(rollout, servers=route.used) if isinstance(rollout, Rollout) else rollout
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            cause = llm._failure or error
+            cause = llm.state.failure or error
             if deadline.expired():
                 cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
             reason = failures.classify(cause)
@@ -141,11 +141,7 @@ class Executor:
         llm = template.model_copy()
         llm.base_url = server_url
         llm.parameters = dict(template.parameters)
-        llm._transport = transport
-        llm._turns = []
-        llm._num_calls = llm._sent_tokens = llm._cached_tokens = 0
-        llm._rollout = f"{start.group_id}/{attempt}"
-        llm._failure = None
+        llm.bind(RolloutState(transport=transport, turns=[], name=f"{start.group_id}/{attempt}"))
         return llm
 
     def _checked(
@@ -160,9 +156,9 @@ class Executor:
             result,
             attempt=attempt,
             latency_s=latency_s,
-            num_llm_calls=llm._num_calls,
-            sent_tokens=llm._sent_tokens,
-            cached_tokens=llm._cached_tokens,
+            num_llm_calls=llm.state.num_calls,
+            sent_tokens=llm.state.sent_tokens,
+            cached_tokens=llm.state.cached_tokens,
             fallback_version=start.version,
             seq_length=self._rules.seq_length,
             rewards=self._rules.rewards,

@@ -97,8 +97,8 @@ def _refuse_long(pieces: Iterable[_Piece], seq_length: int) -> None:
 
 
 def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece:
-    tokens = text._tokens
-    if tokens is not None and text._is_lazy("input_ids") and text._is_lazy("labels") and text._is_lazy("logprobs"):
+    tokens = text.call_tokens
+    if tokens is not None and text.is_lazy("input_ids", "labels", "logprobs"):
         count = len(tokens.completion_ids)
         first = len(tokens.prompt_ids)
         token_ids, positions = tokens.token_ids, np.arange(first, first + count)
@@ -129,7 +129,7 @@ def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.n
         raise RecordError(f"training_texts[{turn}].labels differ from input_ids where they are not {MASKED_TOKEN_ID}")
     if len(logprobs) == len(positions):
         return token_ids, positions, logprobs
-    tokens = text._tokens
+    tokens = text.call_tokens
     if tokens is not None and len(tokens.completion_ids) == len(logprobs):
         sampled_from = len(tokens.prompt_ids)
     else:
@@ -143,7 +143,7 @@ def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _versions(text: TrainingText, positions: np.ndarray, fallback_version: int) -> np.ndarray:
-    tokens = text._tokens
+    tokens = text.call_tokens
     if tokens is None or not len(tokens.version_spans):
         return np.full(len(positions), fallback_version, dtype=np.int32)
     spans = tokens.version_spans
@@ -158,7 +158,7 @@ def _finish_reason(text: TrainingText) -> str:
     """Returns the server's finish reason, or "length" if the domain set ``finished`` to False."""
     if "finished" in text.model_fields_set and not text.finished:
         return "length"
-    return text._tokens.finish_reason if text._tokens is not None else "stop"
+    return text.call_tokens.finish_reason if text.call_tokens is not None else "stop"
 
 
 def _merge(pieces: list[_Piece]) -> list[_Piece]:

@@ -7,7 +7,6 @@ call that fails for infrastructure reasons ends the rollout with that error, eve
 """
 
 import asyncio
-import itertools
 import json
 import secrets
 import time
@@ -84,10 +83,13 @@ class RecordedAgent:
         self.base_url = ""
         self.model = "policy"
         self.calls: list[LLMCall] = []
-        self.failure: PipelineRLError | None = None
         self._session = session
-        self._call_numbers = itertools.count()
         self._started = time.monotonic()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a call that failed for infrastructure reasons."""
+        return self.llm.state.failure
 
     def result(
         self, *, reward: float, success: bool, dataset_name: str | None = None, no_answer: bool = False
@@ -121,7 +123,6 @@ class RecordedAgent:
     async def complete(self, body: dict[str, Any]) -> LLMCall:
         """Samples one completion for an OpenAI request body and records it."""
         llm = self.llm.model_copy(update={"parameters": sampling_parameters(body, self.llm.parameters)})
-        llm._num_calls = next(self._call_numbers)
         prompt = Prompt(messages=body["messages"], tools=body.get("tools") or None)
         call = await llm_async_generate(llm, prompt, self._session)
         self.calls.append(call)
@@ -249,7 +250,7 @@ def _handler(agent: RecordedAgent) -> Any:
         except PipelineRLError as error:
             if isinstance(error, TransportError) and not is_retryable(error):
                 return _error(400, str(error), "invalid_request_error")
-            agent.failure = agent.llm._failure = error  # it counts even if the agent raises its own exception
+            agent.llm.state.failure = error  # it counts even if the agent raises its own exception
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
             return web.json_response(completion(call, agent.model))

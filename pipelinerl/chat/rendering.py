@@ -127,9 +127,9 @@ def _keep_no_words(backend: Any) -> None:
 
 def renderer_of(tokenizer: Any) -> ChatRenderer:
     """Returns the tokenizer's renderer. There is one per tokenizer."""
-    renderer = getattr(tokenizer, "_pipelinerl_renderer", None)
+    renderer = getattr(tokenizer, "pipelinerl_renderer", None)
     if renderer is None:
-        renderer = tokenizer._pipelinerl_renderer = ChatRenderer(tokenizer)
+        renderer = tokenizer.pipelinerl_renderer = ChatRenderer(tokenizer)
     return renderer
 
 

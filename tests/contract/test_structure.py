@@ -20,6 +20,26 @@ PUBLIC = {"llm", "async_llm", "rollouts", "testing", "errors", "state", "utils",
 ENTRIES = {"launch", "command", "status", "ledger", "migrate"}
 """Modules beside the folders that are run: the console script and `python -m pipelinerl.NAME`."""
 
+FOREIGN_PRIVATE = {
+    "_attn_implementation": "transformers: the attention that a configuration resolved to",
+    "_z3_optimizer": "DeepSpeed: access to this rank's shard at ZeRO stage 3",
+    "_hp_mapping": "DeepSpeed: where a parameter lies in the flat master weights",
+    "_lazy_init_hp_params_optimizer_state": "DeepSpeed: links optimizer state that was made before the first step",
+    "_partition_all_parameters": "DeepSpeed: refreshes the working copy after a load",
+    "_reassign_or_swap_out_partitioned_parameters": "DeepSpeed: likewise, at stage 3",
+    "_parameters": "torch.nn.Module: sets a parameter without registering it again",
+    "_flash_attention_forward": "torch.ops.aten: the kernel that also returns the log-sum-exp",
+    "_flash_attention_backward": "torch.ops.aten: the kernel that takes the log-sum-exp",
+    "_new_shared_cuda": "torch.UntypedStorage: maps the memory of a CUDA IPC handle",
+    "_share_cuda_": "torch.UntypedStorage: makes a CUDA IPC handle",
+    "_cdata": "torch.UntypedStorage: identity of a storage without memory",
+    "_registry": "vLLM's WeightTransferEngineFactory: refuses a second registration",
+    "_run_exitfuncs": "atexit: runs the handlers before `os._exit`",
+    "_shutdown": "threading: joins threads as the interpreter does at its end",
+    "_resize_cache": "tokenizers: switches off the cache of words",
+}
+"""Private attributes of other projects that the package uses, with what for. There is no public way to the same."""
+
 BEING_MENDED: set[str] = set()
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
 
@@ -108,6 +128,44 @@ def test_a_type_name_has_one_meaning() -> None:
 def test_a_module_beside_the_folders_is_public_or_an_entry() -> None:
     loose = {name.removesuffix(".py") for name in sources() if "/" not in name} - {"__init__"}
     assert loose == PUBLIC | ENTRIES
+
+
+def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of every private attribute of an object that is not `self`, a class itself, or its `super()`."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            is_own = isinstance(owner, ast.Name) and owner.id in classes
+            is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
+            if is_private(node.attr) and not is_own and not is_super:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(str(name)):
+                yield node.lineno, str(name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipelinerl"):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_exit"
+
+
+def test_no_object_reads_the_private_attributes_of_another() -> None:
+    found = [(name, line, attribute) for name, tree in trees().items() for line, attribute in private_uses(tree)]
+    assert [f"{name}:{line} {used}" for name, line, used in found if used not in FOREIGN_PRIVATE] == []
+    assert sorted(FOREIGN_PRIVATE.keys() - {used for _, _, used in found}) == [], "not used any more"
+
+
+def test_private_uses_are_seen() -> None:
+    text = """
+class Own:
+    def f(self, other): self._a = Own._b = other._c; super()._d()
+    def g(self): getattr(self.h, "_e"); self.h._f
+from pipelinerl.llm import _h
+"""
+    assert sorted(name for _, name in private_uses(ast.parse(text))) == ["_c", "_e", "_f", "_h"]
 
 
 def test_limits_are_seen() -> None:

@@ -173,7 +173,7 @@ async def test_failed_server_is_blamed_when_the_agent_raises():
                 openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0) as client,
             ):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    assert isinstance(llm._failure, TransportError)
+    assert isinstance(llm.state.failure, TransportError)
 
 
 @pytest.mark.parametrize("stop", ["Observation:", ["END", "Observation:"]])

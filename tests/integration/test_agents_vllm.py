@@ -118,7 +118,7 @@ async def test_turns_of_an_agent_become_one_sequence_of_what_was_sampled(agent_s
     """Three calls: the tool's result goes back into the conversation as the client's own objects dump it."""
     async with aiohttp.ClientSession() as session, witness(agent_server.job.url, session) as (url, seen):
         llm = await policy(agent_server, url, session)
-        llm._turns = []
+        llm.state.turns = []
         async with record_agent(llm, session) as agent:
             client = openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, max_retries=0)
             messages: list[Any] = [{"role": "user", "content": "Which is the largest of 18, 5 and 30?"}]

@@ -186,7 +186,7 @@ def test_rollout_that_lived_through_two_thousand_versions_keeps_each_tokens_vers
         finish_reason="stop",
     )
     text = TrainingText(text="", n_predicted=0)
-    text._attach(tokens)
+    text.attach(tokens)
     result = RolloutResult(training_texts=[text], metrics=METRICS, latency=0.0)
     made = to_rollout(result, attempt=0, latency_s=1.0, num_llm_calls=1, fallback_version=0, seq_length=62_000)
     np.testing.assert_array_equal(made.sequences[0].spans, spans + np.array([30_000, 30_000, 0]))

@@ -21,7 +21,7 @@ class WriterLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip()
-            self._close()
+            self.close_descriptor()
             raise StreamError(
                 f"{folder} is being written by {holder or 'another process'}: a stream has one writer"
             ) from None
@@ -32,9 +32,10 @@ class WriterLock:
     def release(self) -> None:
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._close()
+        self.close_descriptor()
 
-    def _close(self) -> None:
+    def close_descriptor(self) -> None:
+        """Closes this process's descriptor and leaves the lock to a process that shares it."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -43,7 +44,7 @@ class WriterLock:
     def forget_in_child(cls) -> None:
         """Closes the lock's descriptor in a forked child, which would otherwise hold the lock after the writer ends."""
         for lock in list(cls._held):
-            lock._close()
+            lock.close_descriptor()
 
 
 os.register_at_fork(after_in_child=WriterLock.forget_in_child)

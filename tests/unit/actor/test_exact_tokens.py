@@ -67,7 +67,7 @@ async def test_answer_that_retokenises_differently_is_continued_by_its_own_token
     server = FakeServer(lambda prompt, params, index: [*TOKENIZER.encode("é")[:1], TOKENIZER.eos_token_id])
     async with server, aiohttp.ClientSession() as session:
         llm = TrainableLLM(base_url=server.url, model_name="policy", tokenizer=TOKENIZER, collect_logprobs=True)
-        llm._turns = []
+        llm.state.turns = []
         first = await llm_async_generate(llm, Prompt(messages=[USER]), session)
         messages = [USER, {"role": "assistant", "content": first.output.content}, USER]
         second = await llm_async_generate(llm, Prompt(messages=messages), session)
@@ -87,9 +87,9 @@ async def test_three_turns_send_what_the_template_renders() -> None:
     for _ in range(3):
         calls.append(await say(llm, messages))
         messages = [*messages, calls[-1].output.to_message(), {"role": "user", "content": "next"}]
-        assert calls[-1]._tokens is not None
+        assert calls[-1].call_tokens is not None
     rendered = TOKENIZER.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert calls[2]._tokens.prompt_ids.tolist() == rendered
+    assert calls[2].call_tokens.prompt_ids.tolist() == rendered
     (sequence,) = trained(llm, *calls).sequences
     assert sequence.token_ids.tolist() == [*rendered, *TOKENIZER.encode("c"), TOKENIZER.eos_token_id]
     assert [end - start for start, end, _ in sequence.spans.tolist()] == [2, 2, 2]
@@ -149,8 +149,8 @@ async def test_template_that_rewrites_history_starts_another_sequence() -> None:
     assert (len(rollout.sequences), rollout.num_unmerged_turns) == (2, 1)
     history = [USER, first.output.to_message(), USER]
     rendered = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-    assert second._tokens is not None
-    assert second._tokens.prompt_ids.tolist() == rendered
+    assert second.call_tokens is not None
+    assert second.call_tokens.prompt_ids.tolist() == rendered
 
 
 async def test_edited_answer_is_a_new_prompt() -> None:
@@ -176,9 +176,9 @@ async def test_list_of_parts_renders_like_its_text_and_images_are_refused() -> N
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     one = await say(llm, [{"role": "user", "content": parts}])
     other = await say(llm, [{"role": "user", "content": "2+\n2?"}])
-    assert one._tokens is not None
-    assert other._tokens is not None
-    np.testing.assert_array_equal(one._tokens.prompt_ids, other._tokens.prompt_ids)
+    assert one.call_tokens is not None
+    assert other.call_tokens is not None
+    np.testing.assert_array_equal(one.call_tokens.prompt_ids, other.call_tokens.prompt_ids)
     with pytest.raises(DomainError, match="type 'image_url'"):
         await say(llm, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 

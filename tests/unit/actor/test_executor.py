@@ -1,6 +1,7 @@
 """Rollouts in a worker: joined requests, failures and their types, deadlines, retries."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_rollouts_that_used_a_server_which_then_misses_its_probe_are_tried
 
     async def missed_meanwhile(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
         result = await ask(llm, session)
-        pool = llm._transport._route._pool
+        pool = llm.state.transport._route._pool
         pool.update({}, {})
         pool.update({}, {}, {"0": since})
         pool.update({"0": server.url}, {"0": 7})  # it is sent the weights again: what it answers from now on counts
@@ -316,3 +317,23 @@ async def test_rollout_function_may_choose_lengths_and_stop_strings(run: Run, se
 
     finished = await run(shorter, server, attempts=2, parameters={"max_tokens": 8, "temperature": 0.7})
     assert len(finished.rollouts) == 2
+
+
+async def test_calls_of_a_copied_model_are_counted_and_their_failure_fails_the_rollout(
+    run: Run, server: FakeServer
+) -> None:
+    async def through_a_copy(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> Any:
+        copies = [llm.model_copy(update={"parameters": llm.parameters | {"max_tokens": n}}) for n in (2, 3)]
+        results = [await ask(copy, session) for copy in copies]
+        if problem["fails"]:
+            llm.state.transport = None
+            copies[0].base_url, copies[0].max_retries = "http://127.0.0.1:9", 0
+            with contextlib.suppress(TransportError):
+                await ask(copies[0], session)
+        return results[0]
+
+    (rollout,) = (await run(through_a_copy, server, attempts=1, problem={"fails": False})).rollouts
+    assert rollout.num_llm_calls == 2
+    assert rollout.sent_tokens == sum(len(request["token_ids"]) for request in server.requests)
+    (failure,) = (await run(through_a_copy, server, attempts=1, problem={"fails": True})).failures
+    assert "127.0.0.1:9" in failure.detail

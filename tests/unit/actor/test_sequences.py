@@ -18,7 +18,7 @@ def text(prompt: list[int], sampled: list[int], *, versions: list[int] | None = 
         if reward is None
         else TrainingText(text="t", n_predicted=1, reward=reward)
     )
-    made._attach(
+    made.attach(
         CallTokens(
             prompt_ids=np.array(prompt, np.int32),
             completion_ids=np.array(sampled, np.int32),

@@ -79,6 +79,6 @@ async def test_turns_in_another_format_extend_each_other():
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
         messages += [first.output.to_message(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         second = await llm_async_generate(llm, Prompt(messages=messages, tools=[TOOL]), session)
-    before, after = first._tokens.token_ids.tolist(), second._tokens.prompt_ids.tolist()
+    before, after = first.call_tokens.token_ids.tolist(), second.call_tokens.prompt_ids.tolist()
     assert after[: len(before)] == before
     assert llm.tokenizer.decode(after).endswith("tool: 2<|im_end|>assistant: ")
