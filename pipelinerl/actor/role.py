@@ -29,8 +29,11 @@ from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
 from pipelinerl.streams.epoch import lost_folder, read_epoch
+from pipelinerl.utils import is_healthy
 
 log = logging.getLogger(__name__)
+
+ENVIRONMENT_POLL_S = 0.5
 
 
 def run(context: RoleContext) -> None:
@@ -38,6 +41,7 @@ def run(context: RoleContext) -> None:
     cfg, run_dir, replica = context.cfg, context.run_dir, context.job.replica_idx
     view = context.server_view
     domains = train_domains(cfg)
+    wait_for_environments(context)
     progress = ActorProgress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
     trainer = TrainerState(run_dir, last_step=cfg.finetune.max_train_steps)
     trainer.start_listening()
@@ -82,6 +86,14 @@ def run(context: RoleContext) -> None:
         trainer.stop()
         drops.stop()
         metrics_log.close()
+
+
+def wait_for_environments(context: RoleContext) -> None:
+    """Returns when every environment server answers, or a stop is requested. The supervisor ends a wait in vain."""
+    for job in context.world.get("environment"):
+        with context.status.waiting(f"environment {job.environment_key!r}", on=job.name):
+            while not is_healthy(job.url) and not context.stop.wait(ENVIRONMENT_POLL_S):
+                pass
 
 
 def begin_again(

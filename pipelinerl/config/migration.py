@@ -11,6 +11,7 @@ from functools import cache
 from math import ceil
 from typing import Any
 
+from pipelinerl.config.environment_servers import TARGET
 from pipelinerl.config.keys import declared
 from pipelinerl.config.load import config_keys, is_free_form, nearest_key
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, Rename, rename_of
@@ -50,6 +51,8 @@ REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.\-]*)\}")
 LOADER_PARAMETERS = "dataset_loader_params"
 NAME_LISTS = ("train_dataset_names", "test_dataset_names")
 """One name is a list of one here."""
+ENVIRONMENT_REPLICAS = ("world.env_replicas_per_actor", "world.env_replicas")
+VERIFIERS = "world.verifier_replicas"
 OPEN = ("rewards", "vllm_config.vllm_kwargs", "llm.parameters", "test_llm.parameters")
 """Mappings of the user's in which PipelineRL has keys of its own."""
 
@@ -85,6 +88,7 @@ def migrate(old: Mapping[str, Any]) -> Migration:
     if preset is not None:
         given = {**OWN_BASE, **PRESETS[preset], **given}
         _intervals_and_lengths(given, result)
+    _environments(given, result)
     _objective(given, preset is not None, result)
     for key, value in given.items():
         _carry(key, value, result)
@@ -165,6 +169,32 @@ def _objective(given: dict[str, Any], complete: bool, result: Migration) -> None
     with_kl = given.get("finetune.rl.kl_coef") or given.get("finetune.rl.final_kl_coef")
     if not with_kl and given.pop("finetune.rl.clamp_log_ratio_ref_new_value", None) is not None:
         result.needless.append("finetune.rl.clamp_log_ratio_ref_new_value: there is no KL term")
+
+
+def _environments(given: dict[str, Any], result: Migration) -> None:
+    """PipelineRL's own environment servers judge answers, which the run's verifiers do here. Others stay."""
+    entries = given.get("environments")
+    if isinstance(entries, Mapping):
+        given["environments"] = {name: entry for name, entry in entries.items() if not _judges(entry)}
+    elif isinstance(entries, list):
+        given["environments"] = [entry for entry in entries if not _judges(entry)]
+    if _judges(given.get("environment")):
+        del given["environment"]
+    if given.get("environments") or given.get("environment"):
+        return
+    if given.pop("environments", None) is not None or entries:
+        result.needless.append("environments: the run's verifiers judge every kind of answer")
+    if given.pop("environment_key", None) is not None:
+        result.needless.append("environment_key: every verifier judges every kind of answer")
+    for old in ENVIRONMENT_REPLICAS:
+        if old in given:
+            given[VERIFIERS] = given.pop(old)
+            result.changed.append(f"{old}: {given[VERIFIERS]} → {VERIFIERS}: {given[VERIFIERS]}")
+
+
+def _judges(entry: Any) -> bool:
+    target = entry.get(TARGET) if isinstance(entry, Mapping) else None
+    return isinstance(target, str) and target.startswith("pipelinerl.")
 
 
 def _intervals_and_lengths(given: dict[str, Any], result: Migration) -> None:

@@ -76,8 +76,6 @@ EXPERIMENT = (
     missing("debug.streams_from", ALONE),
     missing("debug.use_existing_llms", ALONE),
     needless("debug.place_inference_workers", "the world map places servers"),
-    missing("environments", "verifiers are started by `world.verifier_replicas`, services of your own beside the run"),
-    needless("environment_key", "every verifier judges every kind of answer"),
     missing("environment_start_port", "see `world.port_base`"),
     own("sandbox_timeout"),
     own("max_tests_per_problem"),
@@ -164,8 +162,7 @@ SERVERS = (
     needless("vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers"),
 )
 WORLD = (
-    moved("world.env_replicas", "world.verifier_replicas"),
-    moved("world.env_replicas_per_actor", "world.verifier_replicas", "of the whole run, not of an actor"),
+    needless("world.environment_mode", "set `mode` of an entry of `environments`"),
     moved("world.actor_group_port", "world.port_base", "first port of the run's block", values={9000: LEFT_OUT}),
     moved("world.environment_start_port", "world.port_base", "first port of the run's block", values={7777: LEFT_OUT}),
     needless("streams.save", "the run's redis-server writes an append-only file, as `streams.fsync` says"),

@@ -19,6 +19,7 @@ FOLDERS = {
     "actor": "pipelinerl.actor",
     "preprocessor": "pipelinerl.preprocess",
     "verifier": "pipelinerl.verifier",
+    "environment": "pipelinerl.environments",
     "finetune": "pipelinerl.finetune",
     "redis": "pipelinerl.redis_server",
 }

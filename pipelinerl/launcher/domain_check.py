@@ -17,8 +17,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.environments.serve import check_class
 from pipelinerl.errors import DomainError
 from pipelinerl.launcher.trial import TrialFailure, try_rollouts
 
@@ -31,8 +33,10 @@ class OutOfTimeError(BaseException):
 
 
 def check(container: dict[str, Any], warnings: list[str]) -> None:
-    """Check every domain. Appends to `warnings` and raises `DomainError` on the first refusal."""
+    """Check every domain and environment. Appends to `warnings` and raises `DomainError` on the first refusal."""
     cfg = parse_container({key: value for key, value in container.items() if key != "jobs"})
+    for server in environment_servers(cfg):
+        check_class(server)
     domains = domains_of(cfg)
     rollouts = [domain.rollout() for domain in domains]
     for domain, rollout in zip(domains, rollouts, strict=True):

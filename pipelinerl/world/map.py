@@ -20,12 +20,12 @@ from pipelinerl.world.ports import LARGEST_PORT, check_ports, derive_port_base, 
 
 WORLD_FILE = Path("conf") / "world.json"
 ANY_ADDRESS = "0.0.0.0"
-LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier")
+LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier", "environment")
 WEIGHT_PORTS_PER_SERVER = 2
 """A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True):  # structure: domains read these fields, as PipelineRL names them
     """One process tree that the launcher of its node starts."""
 
     name: str
@@ -46,6 +46,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """finetune: global rank of its first process."""
     serves: int = 0
     """Servers: the replica of the actor (preprocessor) that sends requests to it."""
+    environment_key: str | None = None
+    """environment: its `key` in `environments`."""
+    environment_index: int | None = None
+    """environment: its place in `environments`."""
 
 
 class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,6 +251,7 @@ def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
     node = cluster.nodes[placement.node_rank]
     host = f"[{node.hostname}]" if ":" in node.hostname else node.hostname
     scheme = "redis" if placement.kind == "redis" else "http"
+    served = placement.environment
     return Job(
         name=placement.name,
         kind=placement.kind,
@@ -260,6 +265,8 @@ def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
         num_ranks=max(len(placement.devices), 1),
         first_rank=placement.first_rank,
         serves=placement.serves,
+        environment_key=served.key if served else None,
+        environment_index=served.index if served else None,
     )
 
 

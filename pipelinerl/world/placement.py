@@ -8,19 +8,21 @@ be placed raises a ``WorldError`` with the numbers.
 
 import msgspec
 
+from pipelinerl.config.environment_servers import EnvironmentServer, count_replicas, environment_servers
 from pipelinerl.config.sections import Config, WorldSection
 from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm")
-CPU_KINDS = ("redis", "actor", "preprocessor", "verifier")
+CPU_KINDS = ("redis", "actor", "preprocessor", "verifier", "environment")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a configuration on which the placement depends."""
 
     world: WorldSection
+    environments: tuple[EnvironmentServer, ...] = ()
     gpus_per_llm: int = 1
     seq_parallel: int = 1
     redis: bool = False
@@ -46,6 +48,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Servers: the replica of the actor (preprocessor) that uses it."""
     first_rank: int = 0
     """Trainer: global rank of its first process."""
+    environment: EnvironmentServer | None = None
+    """Environment: the entry of `environments` that it serves."""
 
     @property
     def name(self) -> str:
@@ -55,6 +59,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 def request_from_config(cfg: Config) -> Request:
     return Request(
         world=cfg.world,
+        environments=environment_servers(cfg),
         gpus_per_llm=devices_per_server(cfg),
         seq_parallel=cfg.finetune.seq_parallel,
         redis=cfg.streams.backend == "redis" and not cfg.streams.external,
@@ -75,7 +80,7 @@ def place(request: Request, cluster: Cluster) -> tuple[Placement, ...]:
             f"finetune.seq_parallel={request.seq_parallel} devices for the trainer: raise world.finetune_fraction, "
             "lower the parallel sizes, or set world.share_devices=true"
         )
-    return (*servers, *trainers, *_place_cpu_roles(request, cluster, trainers))
+    return (*servers, *trainers, *_place_cpu_roles(request, cluster, trainers, split.actor_llms))
 
 
 def idle_devices(placements: tuple[Placement, ...], cluster: Cluster) -> int:
@@ -172,22 +177,31 @@ def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int
     return tuple(placements)
 
 
-def _place_cpu_roles(request: Request, cluster: Cluster, trainers: tuple[Placement, ...]) -> tuple[Placement, ...]:
+def _place_cpu_roles(
+    request: Request, cluster: Cluster, trainers: tuple[Placement, ...], policy_servers: int
+) -> tuple[Placement, ...]:
     """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0."""
     beside = {trainer.node_rank: trainer.cores for trainer in trainers}
     nodes = sorted(cluster.nodes, key=lambda node: (node.rank not in beside, node.rank))
+    environments = [
+        server for server in request.environments for _ in range(count_replicas(server, request.world, policy_servers))
+    ]
     counts = {
         "redis": int(request.redis),
         "actor": request.world.replicas,
         "preprocessor": request.world.replicas,
         "verifier": request.world.verifier_replicas,
+        "environment": len(environments),
     }
     placements: list[Placement] = []
     for kind in CPU_KINDS:
         for index in range(counts[kind]):
             node = cluster.nodes[0] if kind == "redis" else nodes[index % len(nodes)]
             cores = beside.get(node.rank, node.cores)
-            placements.append(Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=cores))
+            served = environments[index] if kind == "environment" else None
+            placements.append(
+                Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=cores, environment=served)
+            )
     return tuple(placements)
 
 

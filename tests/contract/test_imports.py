@@ -16,13 +16,13 @@ LAYERS = (
     ("streams", "world", "membership", "llm", "async_llm", "state", "observability", "agents", "testing"),
     ("archive", "redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils", "countdown_utils"),
-    ("actor", "preprocess", "finetune", "inference"),
+    ("actor", "preprocess", "finetune", "inference", "environments"),
     ("launcher",),
     ("command", "launch", "ledger", "migrate", "render", "status"),
 )
 """A folder (or module beside them) may import from its own layer and those above it in this list, without circles.
 Nothing imports a `__main__`, which may therefore import anything."""
-ROLES = ("actor", "preprocess", "finetune", "inference", "verifier", "redis_server")
+ROLES = ("actor", "preprocess", "finetune", "inference", "verifier", "environments", "redis_server")
 LIGHT = (
     "pipelinerl.launch",
     "pipelinerl.launcher.program",

@@ -1,5 +1,6 @@
 """Modules with the imports and calls of PipelineRL's domains, written anew: the names are here and do their work."""
 
+import inspect
 import time
 from typing import Any
 
@@ -21,7 +22,14 @@ from pipelinerl.async_llm import (
 from pipelinerl.config.load import compose, validate
 from pipelinerl.domains.dispatcher import generate_multidomain_rollout, register_domain_rollout
 from pipelinerl.domains.guessing import load_problems as load_guessing
-from pipelinerl.domains.math import RewardTable, get_reward, load_datasets, load_problems, verify_answer
+from pipelinerl.domains.math import (
+    MathEnvironment,
+    RewardTable,
+    get_reward,
+    load_datasets,
+    load_problems,
+    verify_answer,
+)
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import GenerateRequest, LLMCall, LLMEvent, LLMOutput, LLMStream, Prompt, TrainableLLM
 from pipelinerl.records.answers import Answer, Completion
@@ -265,6 +273,25 @@ def test_dispatcher_is_configured_by_its_old_key() -> None:
         "+actor.domain_rollouts.math=pipelinerl.domains.math.generate_math_rollout",
     ]
     assert validate(compose("base", overrides)).actor.domain_rollouts["math"].endswith("generate_math_rollout")
+
+
+@pytest.mark.parametrize(
+    ("default", "found"),
+    [("math", ["environment_0"]), ("tools", ["environment_1", "environment_2"]), ("logic", ["verifier_0"])],
+)
+def test_environments_are_found_by_their_key(default: str, found: list[str]) -> None:
+    keys = {"environment_0": "math", "environment_1": "tools", "environment_2": "tools", "verifier_0": None}
+    jobs = [{"name": name, "kind": "environment", "environment_key": key} for name, key in keys.items()]
+    cfg = OmegaConf.create({"jobs": jobs})
+    key = resolve_environment_key(cfg, default=default)
+    assert [job.name for job in get_environment_jobs(cfg, key)] == found
+    assert resolve_environment_key(OmegaConf.create({"jobs": jobs[:1]}), default="other") == "math"
+    assert resolve_environment_key(OmegaConf.create({"jobs": jobs, "environment_key": "tools"}), "math") == "tools"
+    assert len(get_environment_jobs(cfg)) == 3
+
+
+def test_math_environment_has_pipelinerls_interface() -> None:
+    assert next(iter(inspect.signature(MathEnvironment().launch).parameters)) == "port"
 
 
 def test_jobs_and_loaders_keep_their_names() -> None:

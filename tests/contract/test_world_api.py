@@ -40,6 +40,8 @@ def test_fields_of_a_job_stay():
         "num_ranks",
         "first_rank",
         "serves",
+        "environment_key",
+        "environment_index",
     ]
 
 

@@ -118,7 +118,17 @@ class Config(Section):  # structure: one field per key of the top level
         "else the embedded sandbox",
         may_change=True,
     )
-    environment: Any = key(None, "free for the domain")
+    environments: list[dict[str, Any]] | dict[str, dict[str, Any]] = key(
+        [],
+        "servers of your own, which the run starts and supervises. An entry has `_target_` (a class with a method "
+        "`launch(port)`), `key`, `replicas`, and the arguments of the class. [domains.md](domains.md) has an example",
+    )
+    environment_key: str | None = key(
+        None, "which of `environments` the domain asks. Null = the only one, or the domain's own choice"
+    )
+    environment: Any = key(
+        None, "free for the domain. With `_target_`, and without `environments`, it is the only one of them"
+    )
     extra_keys: list[str] = key(
         [],
         "keys of the domain's own anywhere in the configuration, e.g. `[sandbox_timeout, actor.agent_max_loops]`. The "

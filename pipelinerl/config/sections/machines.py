@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pipelinerl.config.keys import Section, key
 
 
-class WorldSection(Section):
+class WorldSection(Section):  # structure: one field per key of the section
     """Devices and their division among the roles. [cluster.md](cluster.md) has the details."""
 
     accelerator: Literal["auto", "cuda", "cpu"] = key(
@@ -36,6 +36,12 @@ class WorldSection(Section):
         False, "trainer and servers use the same GPUs. Lower `gpu-memory-utilization` accordingly", may_change=True
     )
     verifier_replicas: NonNegativeInt = key(1, "verifier services. 0 = none, math needs one", may_change=True)
+    env_replicas: PositiveInt = key(
+        1, "servers of each of `environments` that does not set `replicas` itself", may_change=True
+    )
+    env_replicas_per_actor: PositiveInt | None = key(
+        None, "the same per policy server. Null = `env_replicas` in the whole run", may_change=True
+    )
     port_base: int | None = key(
         None,
         "first port of the run's block. Null = a free block (one node) or one derived from the run's identity "

@@ -1,6 +1,7 @@
 """Mathematical problems with a reference answer, judged by math-verify in the verifier service."""
 
 from pipelinerl.domains.math.dataset import load_problems
+from pipelinerl.domains.math.environment import MathEnvironment
 from pipelinerl.domains.math.outcomes import RewardTable, get_reward, length_penalty, verify_answer, verify_answer_rpc
 from pipelinerl.domains.math.rollouts import generate_rollout
 
@@ -8,6 +9,7 @@ generate_math_rollout = generate_rollout
 load_datasets = load_problems
 
 __all__ = [
+    "MathEnvironment",
     "RewardTable",
     "generate_math_rollout",
     "generate_rollout",

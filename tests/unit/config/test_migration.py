@@ -23,6 +23,19 @@ def experiment(*defaults: Any, **sections: Any) -> dict[str, Any]:
     return {"defaults": ["base", *defaults, "_self_"], **OWN, **sections}
 
 
+def test_environments_of_the_users_own_stay_and_pipelinerls_are_verifiers(tmp_path: Path) -> None:
+    judge = {"key": "math", "mode": "remote", "_target_": "pipelinerl.domains.math.MathEnvironment"}
+    own = {"key": "dice", "_target_": "my_module.Dice", "replicas_per_actor": 2}
+    config = config_of(migrate(experiment(environments=[judge], world={"env_replicas": 3})), tmp_path)
+    assert (config.environments, config.world.verifier_replicas) == ([], 3)
+    config = config_of(migrate(experiment(environment=judge, environment_key="math")), tmp_path)
+    assert (config.environment, config.environment_key) == (None, None)
+    both = experiment(environments=[judge, own], environment_key="dice", world={"env_replicas": 3})
+    config = config_of(migrate(both), tmp_path)
+    assert config.environments == [own]
+    assert (config.environment_key, config.world.env_replicas, config.world.verifier_replicas) == ("dice", 3, 1)
+
+
 def test_plain_experiment_keeps_pipelinerls_values(tmp_path: Path) -> None:
     config = config_of(migrate(experiment()), tmp_path)
     assert (config.batch_size, config.attempts) == (1024, 8)

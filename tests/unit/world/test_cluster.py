@@ -27,6 +27,8 @@ def make_world(**changes) -> WorldSection:
         "finetune_fraction": 1,
         "share_devices": False,
         "verifier_replicas": 0,
+        "env_replicas": 1,
+        "env_replicas_per_actor": None,
         "port_base": None,
         "run_id": None,
     }

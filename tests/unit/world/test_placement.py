@@ -2,10 +2,12 @@
 
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.config.environment_servers import EnvironmentServer
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
@@ -24,6 +26,8 @@ def make_world(**changes) -> WorldSection:
         "finetune_fraction": 4,
         "share_devices": False,
         "verifier_replicas": 0,
+        "env_replicas": 1,
+        "env_replicas_per_actor": None,
         "port_base": None,
         "run_id": None,
     }
@@ -53,6 +57,19 @@ def test_eight_gpus_split_in_halves():
         "actor_llm_3": (0, (3,)),
         "finetune_0": (0, (4, 5, 6, 7)),
     }
+
+
+def test_environments_are_placed_like_verifiers_and_know_their_entry():
+    environments = (
+        EnvironmentServer(key="dice", index=0, target="a.Dice", arguments={}, replicas=2, replicas_per_actor=None),
+        EnvironmentServer(key="maze", index=2, target="a.Maze", arguments={}, replicas=None, replicas_per_actor=3),
+    )
+    request = msgspec.structs.replace(make_request(actor_fraction=1, finetune_fraction=1), environments=environments)
+    placed = [p for p in place(request, make_cluster(2, 2)) if p.kind == "environment"]
+    served = [(p.name, p.environment.key, p.environment.index) for p in placed]
+    assert served[:3] == [("environment_0", "dice", 0), ("environment_1", "dice", 0), ("environment_2", "maze", 2)]
+    assert len(served) == 2 + 3 * 2, "two policy servers on four GPUs"
+    assert [p.node_rank for p in placed[:4]] == [1, 0, 1, 0], "the trainer's node first"
 
 
 def test_reference_servers_come_after_policy_servers():
