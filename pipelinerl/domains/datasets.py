@@ -1,7 +1,7 @@
 """Loads problems: reads Hugging Face data sets and local files row by row, or generates problems from a seed.
 
 A dataset is named by ``<path or name>[:<config>][@<split>]``: ``data/train.jsonl``, ``data/*.parquet``,
-``problems.csv``, ``openai/gsm8k:main@train``.
+``problems.csv``, ``openai/gsm8k:main@train``. An address of a JSON file (``https://…/rows.json``) works as well.
 """
 
 import csv
@@ -90,6 +90,8 @@ def rows_of(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
 
 
 def raw_rows(name: str, streaming: bool) -> Iterator[Any]:
+    if name.startswith("https://"):
+        return hub_rows("json", None, "train", streaming, data_files=name)
     match = NAME.fullmatch(name)
     if match is None:
         raise DomainError(f"dataset {name!r} is not of the form <path or name>[:<config>][@<split>]")
@@ -128,12 +130,12 @@ def json_row(line: str, file: Path, number: int) -> Any:
         raise DomainError(f"{file}:{number} is not JSON: {error}") from error
 
 
-def hub_rows(path: str, config: str | None, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+def hub_rows(path: str, config: str | None, split: str, streaming: bool, **options: str) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DomainError(f"dataset {path!r} needs the extra `data`: pip install pipelinerl[data]") from error
-    return iter(load_dataset(path, config, split=split, streaming=streaming))
+    return iter(load_dataset(path, config, split=split, streaming=streaming, **options))
 
 
 def column(row: dict[str, Any], name: str | None, usual: tuple[str, ...], dataset: str, what: str) -> Any:

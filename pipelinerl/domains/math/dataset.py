@@ -3,11 +3,10 @@
 import re
 from typing import Any
 
-from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.domains.datasets import column
+from pipelinerl.domains.math.named import named_rows
 from pipelinerl.errors import DomainError
 
-USUAL = {"train": "agentica-org/DeepScaleR-Preview-Dataset", "test": "HuggingFaceH4/MATH-500@test"}
-"""Data sets behind the names `train` and `test`."""
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 
 
@@ -20,7 +19,8 @@ def load_problems(
     """Loads problems ``{"dataset", "task", "answer", "id"}`` of all data sets, in order.
 
     Args:
-        dataset_names: see ``pipelinerl.domains.datasets``. `train` is DeepScaleR's data set, `test` is MATH-500.
+        dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``pipelinerl.domains.math.named``: `train` is
+            DeepScaleR's data set, `test` is MATH-500, `aime_2024` is what PipelineRL calls so.
         columns: field → column, e.g. ``{"task": "problem", "answer": "solution"}``. By default the first that exists:
             ``task``, ``question`` or ``problem``, and ``answer`` or ``solution``.
         max_problems: maximum per data set. None: all.
@@ -31,7 +31,7 @@ def load_problems(
     """
     problems = []
     for name in dataset_names:
-        for index, row in enumerate(rows_of(USUAL.get(name, name), streaming)):
+        for index, row in enumerate(named_rows(name, streaming)):
             if max_problems is not None and index >= max_problems:
                 break
             problems.append(problem_of(row, columns or {}, name, index))
