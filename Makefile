@@ -11,7 +11,7 @@ VERSION := import sys; print(sys.version_info[:2])
 LOCK := $(if $(findstring cpu,$(EXTRAS)),-c requirements.lock)
 PACKAGES := pipelinerl conf tests benchmarks assets
 
-.PHONY: install quickstart test test-fast test-slow check format redis browser clean version lock
+.PHONY: install quickstart test test-fast test-slow check format docs redis browser clean version lock
 .DELETE_ON_ERROR:
 
 install: version
@@ -64,6 +64,10 @@ format: install
 	$(PY) -m ruff format $(PACKAGES)
 	$(PY) -m pipelinerl.config.docs
 	$(PY) -m pipelinerl.observability.catalogue
+
+# The site, in site/. A broken link or reference is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
 
 # The tests of `streams=redis` talk to a real server.
 redis:

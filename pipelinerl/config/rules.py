@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.engine import deepspeed_file
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
@@ -289,7 +290,7 @@ def address_without_redis(config: Config) -> str | None:
 
 def options_without_own_backend(config: Config) -> str | None:
     streams = config.streams
-    if streams.options and streams.backend in ("files", "redis"):
+    if streams.options and streams.backend in WITH_KEYS_OF_THEIR_OWN:
         return f"streams.options has no effect: streams.backend is {streams.backend}, which has keys of its own"
     return None
 

@@ -1,7 +1,10 @@
 """Atomic writes and syncs of files and folders: a file is replaced completely or not at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: bool = False) -> None:
@@ -14,13 +17,27 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, sync: b
         sync: return only when content and name are on the disk. The content is synced first, so that a power cut
             leaves no empty file.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+    with replacement(path, mode=mode, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+
+
+@contextmanager
+def replacement(path: Path, *, mode: int = 0o666, sync: bool = False) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of ``path`` when the block ends. If the block raises, ``path`` stays as it is.
+
+    ``replace_file`` explains the arguments.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if sync:
         sync_path(path.parent)
 

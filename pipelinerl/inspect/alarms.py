@@ -5,9 +5,8 @@ write a function and list it in `CHECKS`. All thresholds are constants at the to
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipelinerl.observability.metrics import Points
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
@@ -103,7 +102,7 @@ def lost_servers(history: History) -> Iterable[Alarm]:
 
 def other_weights(history: History) -> Iterable[Alarm]:
     """Alarm if the trainer's log-probabilities differ from the servers' on tokens of the present version."""
-    points = [point for point in history.finetune if _has(point, "logratio_abs_max_lag0")]
+    points = _with(history.finetune, "logratio_abs_max_lag0")
     recent = points[-WINDOW:]
     if len(recent) < 3:
         return
@@ -121,7 +120,7 @@ def other_weights(history: History) -> Iterable[Alarm]:
 
 def stalled_version(history: History) -> Iterable[Alarm]:
     """Alarm if the trainer makes steps while the servers keep an old version."""
-    recent = [point for point in history.finetune if _has(point, "live_version")][-WINDOW:]
+    recent = _with(history.finetune, "live_version")[-WINDOW:]
     if len(recent) < WINDOW or recent[0]["live_version"] != recent[-1]["live_version"]:
         return
     if recent[-1]["step"] - recent[-1]["live_version"] <= VERSIONS_BEHIND + WINDOW + history.steps_per_update:
@@ -146,8 +145,8 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
             cure="The tokenizer in model_path does not belong to the model: take both from one checkpoint",
         )
         return
-    points = [point for point in history.actor if _has(point, "no_answer") and _has(point, "success")]
-    if len(points) < WINDOW:
+    points = _with(history.actor, "no_answer", "success", fewest=WINDOW)
+    if not points:
         return
     unread = [point for point in points if point["no_answer"] >= UNREADABLE]
     if len(unread) == len(points) and max(point["success"] for point in points) <= NO_SUCCESS:
@@ -162,8 +161,8 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
 
 def reward_without_success(history: History) -> Iterable[Alarm]:
     """Alarm if the reward grows but success does not."""
-    points = [point for point in history.actor if _has(point, "reward") and _has(point, "success")]
-    if len(points) < FEWEST_POINTS:
+    points = _with(history.actor, "reward", "success", fewest=FEWEST_POINTS)
+    if not points:
         return
     (reward, reward_now), (success, success_now) = _ends(points, "reward"), _ends(points, "success")
     if reward_now - reward >= REWARD_GAIN and success_now - success <= SUCCESS_GAIN and success < SOLVED:
@@ -178,11 +177,11 @@ def reward_without_success(history: History) -> Iterable[Alarm]:
 
 def entropy_collapse(history: History) -> Iterable[Alarm]:
     """Alarm if the entropy collapses before the policy succeeds."""
-    points = [point for point in history.finetune if _has(point, "entropy")]
-    if len(points) < FEWEST_POINTS:
+    points = _with(history.finetune, "entropy", fewest=FEWEST_POINTS)
+    if not points:
         return
     before, now = _ends(points, "entropy")
-    successes = [point["success"] for point in history.actor if _has(point, "success")][-WINDOW:]
+    successes = [point["success"] for point in _with(history.actor, "success")][-WINDOW:]
     success = statistics.fmean(successes) if successes else 0.0
     if now < ENTROPY_LEFT * before and success < ENTROPY_SUCCESS:
         first = next(point["step"] for point in points if point["entropy"] < ENTROPY_LEFT * before)
@@ -196,8 +195,8 @@ def entropy_collapse(history: History) -> Iterable[Alarm]:
 
 def length_explosion(history: History) -> Iterable[Alarm]:
     """Alarm if answers grow until they are cut."""
-    points = [point for point in history.actor if _has(point, "output_tokens")]
-    if len(points) < FEWEST_POINTS:
+    points = _with(history.actor, "output_tokens", fewest=FEWEST_POINTS)
+    if not points:
         return
     before, now = _ends(points, "output_tokens")
     cut = statistics.fmean(point.get("cut_by_length") or 0.0 for point in points[-WINDOW:])
@@ -214,12 +213,12 @@ def length_explosion(history: History) -> Iterable[Alarm]:
 
 def zero_advantages(history: History) -> Iterable[Alarm]:
     """Alarm if all attempts at every problem earn the same reward, so that nothing is learned."""
-    points = [point for point in history.preprocessor if _has(point, "advantage_std")]
+    points = _with(history.preprocessor, "advantage_std")
     recent = points[-WINDOW:]
     if len(recent) < 3 or any(point["advantage_std"] > 1e-6 for point in recent):
         return
     last = max((i for i, point in enumerate(points) if point["advantage_std"] > 1e-6), default=-1)
-    successes = [point["success"] for point in history.actor if _has(point, "success")][-WINDOW:]
+    successes = [point["success"] for point in _with(history.actor, "success")][-WINDOW:]
     solved = bool(successes) and statistics.fmean(successes) > 0.5
     yield Alarm(
         name="all-zero advantages",
@@ -233,8 +232,8 @@ def zero_advantages(history: History) -> Iterable[Alarm]:
 
 def clipping(history: History) -> Iterable[Alarm]:
     """Alarm if the loss clips a large share of the tokens."""
-    points = [point for point in history.finetune if _has(point, "clip_fraction")]
-    if len(points) < WINDOW:
+    points = _with(history.finetune, "clip_fraction", fewest=WINDOW)
+    if not points:
         return
     now = statistics.fmean(point["clip_fraction"] for point in points[-WINDOW:])
     if now > CLIPPED:
@@ -262,8 +261,10 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
 """The most serious first."""
 
 
-def _has(point: Mapping[str, Any], name: str) -> bool:
-    return point.get(name) is not None
+def _with(points: Points, *names: str, fewest: int = 0) -> Points:
+    """Return the points that have all these metrics, or nothing if they are fewer than `fewest`."""
+    found = [point for point in points if all(point.get(name) is not None for name in names)]
+    return found if len(found) >= fewest else []
 
 
 def _ends(points: Points, name: str) -> tuple[float, float]:

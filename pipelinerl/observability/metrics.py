@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipelinerl.config.sections import Config
-from pipelinerl.host.disk import replace_file
+from pipelinerl.host.disk import replace_file, replacement
 from pipelinerl.observability import wandb as wandb_run
 from pipelinerl.observability.catalogue import warn_undeclared
 
@@ -86,13 +86,11 @@ def _open_lines(path: Path) -> TextIO:
 def thin(path: Path) -> None:
     """Delete every second line of the older half. The file is replaced atomically, so that readers see a whole one."""
     half, read = path.stat().st_size // 2, 0
-    temporary = path.with_name(f".{path.name}.thin")
-    with open(path, "rb") as old, open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as new:
+    with open(path, "rb") as old, replacement(path, mode=0o600) as new:
         for number, line in enumerate(old):
             read += len(line)
             if read > half or number % 2 == 0:
                 new.write(line)
-    os.replace(temporary, path)
 
 
 def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
+from pipelinerl.config.backends import STREAM_BACKENDS
 from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, CorruptStreamError, RecordTooLarge, StreamError
@@ -23,11 +24,6 @@ from pipelinerl.streams.spec import SingleStreamSpec, StreamRangeSpec, StreamSpe
 R = TypeVar("R")
 log = logging.getLogger(__name__)
 
-BACKENDS = {
-    "files": "pipelinerl.streams.files.FilesBackend",
-    "redis": "pipelinerl.streams.redis.RedisBackend",
-}
-"""Backends by name. A class is imported only when it is chosen."""
 RETENTION_SLICES = 8
 _BLOCK_S = 1.0
 _backend: Backend | None = None
@@ -255,10 +251,11 @@ def _made(name: str, make: Callable[[], Backend]) -> Backend:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Returns the backend class for a name in ``BACKENDS`` or for the dotted path of a class."""
-    if name not in BACKENDS and "." not in name:
-        raise ConfigError(f"streams backend is {name!r}: use {', '.join(BACKENDS)} or the dotted path of a class")
-    found = resolve_function(BACKENDS.get(name, name))
+    """Returns the backend class for a name in ``STREAM_BACKENDS`` or for the dotted path of a class."""
+    if name not in STREAM_BACKENDS and "." not in name:
+        known = ", ".join(STREAM_BACKENDS)
+        raise ConfigError(f"streams backend is {name!r}: use {known} or the dotted path of a class")
+    found = resolve_function(STREAM_BACKENDS.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise ConfigError(f"streams backend is {name!r}: it is not a class derived from {Backend.__module__}.Backend")
     return found

@@ -5,12 +5,13 @@ same way for all carriages. A carriage belongs to one connection and ends with i
 """
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from pipelinerl.weights.protocol import Carriage
+from pipelinerl.config.backends import Carriage
 from pipelinerl.weights.wire import MESSAGE, Connection, WireError, view_of
 
 POLL_S = 0.0005
@@ -29,9 +30,7 @@ class Carrier(Protocol):
 
 def make_carrier(carriage: Carriage, connection: Connection, device: torch.device, *, gives: bool) -> Carrier:
     """Returns one end of a carriage. Both ends must call this at the same point of their protocol."""
-    if carriage == "nccl":
-        return NcclCarrier(connection, device, gives=gives)
-    return IpcCarrier(device) if carriage == "ipc" else TcpCarrier()
+    return CARRIERS[carriage](connection, device, gives)
 
 
 class TcpCarrier:
@@ -128,6 +127,13 @@ class IpcCarrier:
             bucket.copy_(decode_ipc_handle(handle, self._device))
             self._stream.synchronize()
         connection.send(MESSAGE)
+
+
+CARRIERS: dict[Carriage, Callable[[Connection, torch.device, bool], Carrier]] = {
+    "tcp": lambda _connection, _device, _gives: TcpCarrier(),
+    "nccl": lambda connection, device, gives: NcclCarrier(connection, device, gives=gives),
+    "ipc": lambda _connection, device, _gives: IpcCarrier(device),
+}
 
 
 def _expect_message(connection: Connection) -> int:

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 
+from pipelinerl.config.backends import Carriage
 from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
-from pipelinerl.weights.protocol import Address, Carriage, Failed, Get, Had, Have, Question, Staged, Take
+from pipelinerl.weights.protocol import Address, Failed, Get, Had, Have, Question, Staged, Take
 from pipelinerl.weights.protocol import WeightUpdateRequest as Request
 from pipelinerl.weights.shelf import Item, Shelf, WithdrawnError
 from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connection, WireError, listen

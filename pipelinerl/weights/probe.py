@@ -4,11 +4,12 @@ Sampled tokens are likely tokens, whose log-probabilities differ least between h
 at version 0 are stored in the run folder, so that a late or restarted server can be calibrated before its first update.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+from pipelinerl.host.disk import replacement
 
 NUM_TOKENS = 1024
 MAX_LENGTH = 256
@@ -29,17 +30,14 @@ class ProbeText:
         return replace(self, logprobs=logprobs)
 
     def save(self, run_dir: Path) -> None:
-        """Writes the text to the run folder and publishes it by one rename."""
+        """Writes the text to the run folder and replaces an earlier one."""
         path = run_dir / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".tmp"), "wb") as file:
+        with replacement(path, sync=True) as file:
             if self.logprobs is None:
                 np.savez(file, token_ids=self.token_ids)
             else:
                 np.savez(file, token_ids=self.token_ids, logprobs=self.logprobs)
-            file.flush()
-            os.fsync(file.fileno())
-        path.with_suffix(".tmp").rename(path)
 
     @classmethod
     def load(cls, run_dir: Path) -> "ProbeText | None":

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pipelinerl.config.backends import Carriage
+
 PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
 CHECK_PATH = "/check_weights"
@@ -21,7 +23,6 @@ Positive = Annotated[int, Meta(ge=1, le=2**48)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 HostName = Annotated[str, Meta(min_length=1, max_length=255)]
-Carriage = Literal["tcp", "nccl", "ipc"]
 
 
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

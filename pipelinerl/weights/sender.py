@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipelinerl.config.backends import Carriage
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.delta import encode_delta
@@ -32,7 +33,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.member import Member, UpdateOutcome
 from pipelinerl.weights.news import Announcement, News, PushStats
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.protocol import Carriage, ParamSpec, WeightUpdateRequest
+from pipelinerl.weights.protocol import ParamSpec, WeightUpdateRequest
 from pipelinerl.weights.roster import Roster
 from pipelinerl.weights.shelf import Shelf
 from pipelinerl.weights.snapshot import Snapshot, Snapshots

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipelinerl.config.backends import Carriage
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import WorldError
 from pipelinerl.host.disk import replace_file
@@ -20,6 +21,8 @@ from pipelinerl.world.ports import LARGEST_PORT, check_ports, derive_port_base, 
 
 WORLD_FILE = Path("conf") / "world.json"
 ANY_ADDRESS = "0.0.0.0"
+BOUND_TO_DEVICES = ("nccl", "ipc")
+"""Carriages of weights that only work in the world for which ``weight_backend`` names them."""
 LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier", "environment")
 WEIGHT_PORTS_PER_SERVER = 2
 """A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
@@ -106,7 +109,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return ANY_ADDRESS if self.is_open else LOOPBACK
 
     @property
-    def weight_backend(self) -> Literal["nccl", "ipc", "tcp"]:
+    def weight_backend(self) -> Carriage:
         """The backend that ``weights.backend=auto`` selects.
 
         NCCL cannot use one GPU twice, and IPC reaches only the GPU of trainer rank 0.
@@ -117,13 +120,13 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
             return "nccl"
         return "ipc" if self._device_count == 1 else "tcp"
 
-    def transfer_backend(self, wanted: str) -> Literal["nccl", "ipc", "tcp"]:
+    def transfer_backend(self, wanted: str) -> Carriage:
         """The backend for ``weights.backend=wanted``. TCP works everywhere because it goes through host memory.
 
         Raises:
             WorldError: the world's devices do not support it.
         """
-        if wanted not in ("auto", "tcp", self.weight_backend):
+        if wanted in BOUND_TO_DEVICES and wanted != self.weight_backend:
             kind = "a CPU world" if self.accelerator == "cpu" else f"a world of {self._device_count} GPU(s)"
             shared = f", world.share_devices={str(self.share_devices).lower()}"
             raise WorldError(f"weights.backend={wanted} cannot work in {kind}{shared}: use auto or tcp")

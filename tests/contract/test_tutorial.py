@@ -87,7 +87,7 @@ def test_tutorial_test_passes(sums: Path):
 
 
 def test_tutorial_agent_runs(tmp_path: Path):
-    (code,) = [block for block in blocks("docs/domains.md", "python") if "record_agent" in block]
+    (code,) = [block for block in blocks("docs/guides/agent.md", "python") if "record_agent" in block]
     agent = (
         "async def my_agent(client, question):\n"
         "    answer = await client.chat.completions.create(\n"

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from pipelinerl.config.backends import STREAM_BACKEND_PATTERN
 from pipelinerl.config.keys import Section, key
 
 
@@ -65,7 +66,7 @@ class StreamsSection(Section):
         "files",
         "`files` in the run folder, `redis`, or a class. Several nodes without a shared folder need redis. A class is "
         "named by its dotted path and derived from `pipelinerl.streams.base.Backend`",
-        pattern=r"^(files|redis|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$",
+        pattern=STREAM_BACKEND_PATTERN,
     )
     options: dict[str, Any] = key({}, "arguments of a backend of your own")
     segment_mb: PositiveInt = key(

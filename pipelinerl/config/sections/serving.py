@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat
 
+from pipelinerl.config.backends import Carriage
 from pipelinerl.config.keys import Section, key
 
 
@@ -38,7 +39,7 @@ class VLLMSection(Section):
 class WeightsSection(Section):
     """Weight updates from the trainer to the servers."""
 
-    backend: Literal["auto", "nccl", "ipc", "tcp"] = key(
+    backend: Literal["auto", Carriage] = key(
         "auto",
         "how weights travel from one process to the next. `nccl` between GPUs, `ipc` in a world of one shared GPU, "
         "`tcp` (through host memory) on CPU and on several shared GPUs",

@@ -1,0 +1,75 @@
+"""The part that DDP and FSDP2 share: torch's AdamW over the policy's parameters, sharded or not."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.finetune.engines.base import (
+    OPTIMIZER_STATES,
+    Engine,
+    NonFiniteGradientError,
+    adamw,
+    create_moments,
+    set_step,
+)
+from pipelinerl.finetune.pieces import Piece
+
+
+class SteppingEngine(Engine):
+    """An engine that clips and steps by itself. A subclass places the parameters, then calls ``make_optimizer``."""
+
+    def make_optimizer(self, finetune: FinetuneSection) -> None:
+        """Make the optimizer with zero moments. The parameters must have their final place."""
+        self.clipping = finetune.gradient_clipping_threshold
+        self.parameters = dict(self.policy.named_parameters())
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.optimizer = adamw(self.policy, finetune)
+        create_moments(self.optimizer, self.trained.values())
+
+    def step(self, learning_rate: float) -> float:
+        parameters = list(self.trained.values())
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).item()
+        if not norm < float("inf"):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradientError(f"the gradient norm is {norm}")
+        if self.clipping is not None and norm > self.clipping:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clipping, torch.tensor(norm, device=self.device))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            yield name, whole(parameter.detach())
+
+    def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+
+    def pieces(self) -> dict[str, Piece]:
+        found = {}
+        for name, parameter in self.trained.items():
+            moments = self.optimizer.state[parameter]
+            for key, tensor in {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}.items():
+                piece = self.local_piece(tensor)
+                if piece is not None:
+                    found[f"{name}.{key}"] = piece
+        return found
+
+    @abstractmethod
+    def local_piece(self, tensor: Any) -> Piece | None:
+        """This rank's range of the flattened ``tensor``, as a view. None if it has no part of it."""
+
+    def loaded(self, num_steps: int) -> None:
+        set_step(self.optimizer, num_steps)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All-gather a sharded tensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

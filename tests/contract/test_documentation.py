@@ -1,0 +1,117 @@
+"""The documentation: the site builds without a warning, the guides' code runs, the README stays short."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pipelinerl.config.backends import STREAM_BACKENDS
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.model import Policy
+from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
+from pipelinerl.streams.api import backend_class, get_streams_backend
+from pipelinerl.weights.wire import Connection
+from tests.models import make_qwen2
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def guides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The modules of the guides, importable."""
+    for page in (DOCS / "guides").glob("*.md"):
+        for name, code in BLOCK.findall(page.read_text()):
+            (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "generate_rollout" in (tmp_path / "domains" / "index.html").read_text()
+
+
+def test_every_page_has_its_place_in_the_navigation() -> None:
+    def pages(node: object) -> list[str]:
+        if isinstance(node, str):
+            return [node]
+        return [page for part in (node.values() if isinstance(node, dict) else node) for page in pages(part)]  # type: ignore[attr-defined]
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(pages(nav)) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_readme_links_exist() -> None:
+    links = re.findall(r"\]\(([^)#:]+)[^):]*\)|src=\"([^\"]+)\"", (ROOT / "README.md").read_text())
+    assert [link for pair in links for link in pair if link and not (ROOT / link).exists()] == []
+
+
+def test_guides_stream_backend_carries_records(guides: Path, tmp_path: Path) -> None:
+    overrides = ["output_dir=run", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    chosen = ["streams.backend=folder_streams.FolderBackend", f"+streams.options.folder={tmp_path / 'records'}"]
+    backend_from_config(parse(compose("base", [*overrides, *chosen])), tmp_path)
+    spec = SingleStreamSpec(tmp_path, "notes")
+    with open_reader(spec, str, name="trainer") as reader:
+        assert reader.poll(0) == []
+        with open_writer(spec, str) as writer:
+            assert [writer.write(text) for text in ("a", "b", "c")] == [0, 1, 2]
+            with pytest.raises(Exception, match="one writer"):
+                open_writer(spec, str)
+        assert reader.poll(0) == [(0, "a"), (1, "b"), (2, "c")]
+        reader.commit(2)
+    with open_reader(spec, str, name="trainer") as reader, open_writer(spec, str) as writer:
+        assert writer.last() == (2, "c")
+        assert writer.write("d") == 3
+        assert reader.read_all() == [(2, "c"), (3, "d")]
+    assert get_streams_backend().specs(tmp_path) == [spec]
+    assert get_streams_backend().stats(spec).positions == {"trainer": 2}
+    get_streams_backend().delete(spec)
+    assert get_streams_backend().stats(spec).next_offset == 0
+
+
+def test_a_line_gives_a_stream_backend_its_short_name(guides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STREAM_BACKENDS, "folder", "folder_streams.FolderBackend")
+    assert backend_class("folder").__name__ == "FolderBackend"
+
+
+def test_guides_carriage_moves_a_bucket(guides: Path) -> None:
+    import zip_carriage
+
+    ends = [Connection(end, patience_s=5) for end in socket.socketpair()]
+    bucket, received = torch.randint(0, 255, (5000,), dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
+    carrier = zip_carriage.ZipCarrier()
+    carrier.give(ends[0], bucket)
+    carrier.take(ends[1], received)
+    for end in ends:
+        end.close()
+    assert torch.equal(bucket, received)
+
+
+def test_guides_engine_steps(guides: Path) -> None:
+    import my_engine
+
+    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
+    engine = my_engine.SingleEngine(Policy(make_qwen2(32, hidden=8)), cfg.finetune, torch.device("cpu"))
+    before = {name: parameter.clone() for name, parameter in engine.named_full_parameters()}
+    loss = sum((parameter**2).sum() for parameter in engine.policy.parameters())
+    engine.backward(loss, last=True)
+    norm = engine.step(learning_rate=0.1)
+    assert norm == pytest.approx(2 * sum(float((p**2).sum()) for p in before.values()) ** 0.5, rel=1e-5)
+    assert all(not torch.equal(p, before[name]) for name, p in engine.named_full_parameters() if before[name].any())
+    assert engine.pieces().keys() == {
+        f"{n}.{key}" for n in engine.trained for key in ("param", "exp_avg", "exp_avg_sq")
+    }
