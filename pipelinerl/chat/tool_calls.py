@@ -60,7 +60,7 @@ def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        raise DomainError(f"`llm.tool_parser` is {name!r}: that needs vLLM beside the actor ({error})") from error
+        raise DomainError(f"`llm.tool_parser` is {name!r}: that needs vLLM on its machine ({error})") from error
     try:
         make = ToolParserManager.get_tool_parser(name)
     except KeyError as error:

@@ -151,12 +151,12 @@ SERVERS = (
     ),
     moved("vllm_config.vllm_kwargs.max-num-seq", "vllm_config.vllm_kwargs.max-num-seqs"),
     needless(
-        "vllm_config.vllm_kwargs.enable-auto-tool-choice", "tool calls are read from the tokens, beside the server"
+        "vllm_config.vllm_kwargs.enable-auto-tool-choice", "the actor reads tool calls from the tokens, not the server"
     ),
     moved(
         "vllm_config.vllm_kwargs.tool-call-parser",
         "llm.tool_parser",
-        "tool calls are read from the tokens, beside the server",
+        "the actor reads tool calls from the tokens, not the server",
         values={"rl_tool": LEFT_OUT, "hermes": LEFT_OUT},
     ),
     needless("vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers"),
@@ -218,7 +218,7 @@ TRAINER = (
     needless("finetune.input", "topics have one name each"),
     needless("finetune.objective", "the trainer trains by RL"),
     needless("finetune.auto_device_map", "the world map places ranks"),
-    needless("finetune.resume_dataloader", "a resumed trainer goes on at its place in the stream"),
+    needless("finetune.resume_dataloader", "a resumed trainer continues at its place in the stream"),
     needless("finetune.valid_batch_size", "evaluation is the actor's"),
     needless("finetune.max_eval_steps", "set `eval.max_problems`"),
     needless("finetune.eval_callback.*", "evaluation is the actor's"),

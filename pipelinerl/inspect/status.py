@@ -127,7 +127,7 @@ def progress_lines(records: Any) -> list[str]:
         lag = f"{number(metrics.get('lag_mean'), 1)} (max {number(metrics.get('lag_max'), 0)})"
         lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} rollouts, lag {lag}")
     if updates:
-        servers = ", ".join(updates[-1].servers) or "nobody"
+        servers = ", ".join(updates[-1].servers) or "no server"
         lines.append(f"weights   version {updates[-1].version} on {servers}")
     if records.evaluations:
         newest = records.evaluations[-1]

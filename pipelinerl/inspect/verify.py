@@ -123,7 +123,7 @@ def told(findings: list[Finding], run_dir: Path) -> Iterator[str]:
     if not findings:
         yield f"no damage in the streams of {run_dir}"
     elif any(finding.matters for finding in findings):
-        yield "the streams cannot be continued: the same command with resume=checkpoint goes on from the newest good"
+        yield "the streams cannot be continued: the same command with resume=checkpoint continues from the newest good"
         yield "checkpoint, with new streams; the old ones are kept in lost/"
     else:
-        yield "the run can be resumed: nobody needs what is damaged"
+        yield "the run can be resumed: no reader needs the damaged part"

@@ -38,7 +38,7 @@ def decide_after_exit(
         return Exit(action="done")
     reason = kill_reason or describe_exit(code)
     if code == 0 and kill_reason is None:
-        reason = "it ended although the run goes on"
+        reason = "it ended before the run did"
     mendable, spent = code != EXIT_REFUSED, restarts_used >= limits.max_restarts
     if training_done and (kind == "preprocessor" or (kind == "finetune" and (spent or not mendable))):
         # After its last step the trainer only looks after the servers, and the run can end without that.

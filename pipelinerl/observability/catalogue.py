@@ -154,7 +154,7 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("wait_s", "s", "wait of the trainer for data before the step"),
         Metric("push_wait_s", "s", "training stood still for the weight update after the step: its snapshot"),
         Metric("pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"),
-        Metric("transfer_ms", "ms", "transfer of the newest weight update, beside decoding"),
+        Metric("transfer_ms", "ms", "transfer of the newest weight update, while the server decodes"),
         Metric("live_version", "version", "of the weights that the servers hold"),
     ),
 }

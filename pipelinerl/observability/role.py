@@ -47,8 +47,8 @@ MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)
 """Errors that a restart cannot repair. The role ends with `EXIT_REFUSED` and the supervisor stops the run."""
 CORRUPT_ADVICE = (
-    ". `python -m pipelinerl.streams verify RUN` describes the damage; the same command with resume=checkpoint goes on "
-    "from the newest good checkpoint with new streams"
+    ". `python -m pipelinerl.streams verify RUN` describes the damage. The same command with resume=checkpoint "
+    "continues from the newest good checkpoint with new streams"
 )
 
 

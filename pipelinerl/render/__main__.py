@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default="python", help="interpreter on the machines (default: %(default)s)")
     parser.add_argument("--workdir", default=".", help="folder on the machines in which roles start")
     parser.add_argument("--image", default="", help="jobset, skypilot: the container's image")
-    parser.add_argument("--extra-servers", type=int, default=0, help="jobset: servers that join beside the nodes'")
+    parser.add_argument("--extra-servers", type=int, default=0, help="jobset: servers that join the nodes' own")
     parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENT", help="of pipelinerl.launch")
     values = vars(parser.parse_args(argv))
     target = values.pop("target")

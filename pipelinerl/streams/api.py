@@ -325,7 +325,7 @@ def write_to_streams(streams: StreamSpec, mode: Literal["w", "a"] = "a") -> Stre
     if not isinstance(streams, SingleStreamSpec | StreamRangeSpec):
         raise ConfigError(f"{streams!r} is not a stream: give a SingleStreamSpec or a StreamRangeSpec")
     if mode not in ("w", "a"):
-        raise ConfigError(f"mode is {mode!r}: it must be 'a' (append) or 'w' (begin anew)")
+        raise ConfigError(f"mode is {mode!r}: it must be 'a' (append) or 'w' (delete existing records first)")
     specs = [streams] if isinstance(streams, SingleStreamSpec) else list(streams)
     writers: list[TopicWriter[Any]] = []
     try:

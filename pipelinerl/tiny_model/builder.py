@@ -77,7 +77,7 @@ def copy_files(source: Path, folder: Path) -> None:
 
 
 def create(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside ``target`` and renames it into place."""
+    """Writes a temporary folder and renames it to ``target``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -198,7 +198,7 @@ class Connection:
 def _prove(connection: Connection, secret: str, mine: bytes, theirs: bytes) -> None:
     """Proves to the other end that this end knows the secret, and checks its proof. Proofs cannot be replayed."""
     if not secret:
-        raise WireError("there is no secret: nobody is let in")
+        raise WireError("there is no secret: every connection is refused")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.send_bytes(memoryview(_MAGIC + nonce))
     hello = connection.read(len(_MAGIC) + _NONCE_BYTES)

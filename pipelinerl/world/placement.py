@@ -119,7 +119,7 @@ def _check_servers(request: Request, cluster: Cluster, actors: int, references: 
     if actors < 1:
         raise WorldError(
             f"{numbers}: no room for a policy server"
-            + (f" beside {references} reference server(s)" if references else "")
+            + (f" and {references} reference server(s)" if references else "")
             + ". Lower tensor-parallel-size or pipeline-parallel-size, or use larger nodes"
         )
     for key, servers in (("actor", actors), ("preprocessor", references)):

@@ -113,7 +113,7 @@ def test_every_flipped_bit_that_a_reader_needs_ends_reading_and_writing(
             assert isinstance(error, CorruptStreamError), f"byte {position}, bit {bit}"
             assert str(segment(spec)) in str(error)
             assert delivered == PAYLOADS[: len(delivered)]
-            with pytest.raises(CorruptStreamError, match="reader slow goes on at record 0"):
+            with pytest.raises(CorruptStreamError, match="reader slow is at record 0"):
                 open_appender(spec)
             assert segment(spec).read_bytes() == flipped, "damage is left for a person to look at"
 
@@ -162,7 +162,7 @@ def test_deleted_segments_that_every_reader_has_passed_do_not_matter(spec: Singl
     assert positions_read(spec, "slow") == [5, 6]
     segment(spec, 0).unlink()
     segment(spec, 4).unlink()
-    with pytest.raises(CorruptStreamError, match="records 0 to 5 are lost; reader slow goes on at record 5 and needs"):
+    with pytest.raises(CorruptStreamError, match="records 0 to 5 are lost; reader slow is at record 5 and needs"):
         open_appender(spec)
     commit(spec, "slow", 6)
     write(spec, [b"new"])

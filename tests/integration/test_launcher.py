@@ -176,7 +176,7 @@ def test_launcher_error_that_no_restart_mends_ends_the_run_at_once(launch) -> No
 def test_launcher_server_that_ends_by_itself_is_restarted(launch) -> None:
     run = launch("launcher.max_restarts=1", finetune="endless", actor_llm="exit_early")
     assert run.wait() == 1
-    assert "actor_llm_0 failed: it ended although the run goes on" in run.output
+    assert "actor_llm_0 failed: it ended before the run did" in run.output
 
 
 @pytest.mark.parametrize(("behaviour", "hang_timeout_s"), [("freeze_once", 60), ("hang_once", 2)])

@@ -89,7 +89,7 @@ class Config(Section):  # structure: one field per key of the top level
     )
     resume: Literal["streams", "checkpoint"] = key(
         "streams",
-        "how a run in its folder goes on: `streams` exactly where it stopped; `checkpoint` from the newest good "
+        "how a run is resumed: `streams` exactly where it stopped; `checkpoint` from the newest good "
         "checkpoint with new streams, for streams that are damaged. What was not trained is generated again, and the "
         "damaged streams are kept in `lost/`",
         may_change=True,

@@ -118,7 +118,7 @@ class LauncherSection(Section):
     )
     max_log_mb: PositiveInt = key(
         64,
-        "largest `<role>/log.txt` and `metrics/*.jsonl`. A log is begun anew and the last one kept as `log.1.txt`. "
+        "largest `<role>/log.txt` and `metrics/*.jsonl`. A full log becomes `log.1.txt`. "
         "Metrics lose every second of their older points",
         may_change=True,
     )

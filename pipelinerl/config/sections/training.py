@@ -98,7 +98,9 @@ class FinetuneSection(Section):  # structure: one field per key
         1, "optimizer steps per weight update. Also e.g. `2048 samples`, divided by the optimizer batch"
     )
     save_checkpoint_steps: PositiveInt = key(
-        100, "optimizer steps per checkpoint and exported model. Both are written beside training", may_change=True
+        100,
+        "optimizer steps per checkpoint and exported model. Training does not wait for them",
+        may_change=True,
     )
     save_checkpoint_minutes: PositiveFloat | None = key(
         10.0, "a checkpoint in between when the newest is older. Null = never", may_change=True

@@ -101,7 +101,7 @@ def number_objection(answer: str, reference: str) -> str | None:
     if STATEMENT.search(_plain(answer)):
         return "several values or a statement"
     if any(re.search(r"[0-9]", text) for text in TEXT.findall(value)) and re.search(r"[0-9]", TEXT.sub("", value)):
-        return "several values: digits in the text beside the number"
+        return "several values: the text has digits besides the number"
     return None
 
 

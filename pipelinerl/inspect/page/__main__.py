@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {REPORT_FILE} in the first run's folder")
-    own.add_argument("--serve", action="store_true", help="serve it on loopback, up to date while a run goes on")
+    own.add_argument("--serve", action="store_true", help="serve it on loopback, kept up to date during a run")
     own.add_argument("--port", type=int, default=0, help="of --serve; else a free one")
     return own
 

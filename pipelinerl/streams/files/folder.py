@@ -57,7 +57,7 @@ def check_needed(folder: Path, first: int, end: int, reason: str) -> None:
     for name, position in reader_positions(folder).items():
         if position < end and name != RETENTION:
             raise CorruptStreamError(
-                f"{reason}; reader {name} goes on at record {position} and needs {_records(max(first, position), end)}"
+                f"{reason}; reader {name} is at record {position} and needs {_records(max(first, position), end)}"
             )
 
 

@@ -46,7 +46,7 @@ def test_flipped_bits_and_whom_they_matter_to(run: Path, capsys: pytest.CaptureF
     assert f"actor/0/0: record 0: {run}/streams/actor/0/0/{0:020d}.log, byte 8: record 0: the payload of" in output
     assert "preprocessor_0: does not matter" in output
     assert "only newest records of this topic are read" in output
-    assert output.endswith("the run can be resumed: nobody needs what is damaged\n")
+    assert output.endswith("the run can be resumed: no reader needs the damaged part\n")
     flip(run, "actor", -3)
     code, output = verify(run, capsys)
     assert "preprocessor_0: MATTERS, it has yet to read this" in output
