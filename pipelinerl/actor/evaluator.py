@@ -103,14 +103,14 @@ class Evaluator:
             max_repeats=self._rules.max_repeats,
         )
         self._topics.announce(self._current.started())
-        log.info("evaluation started version=%d problems=%d", version, len(self._problems))
+        log.info("event=evaluation_started version=%d problems=%d", version, len(self._problems))
 
     def move_to(self, version: int) -> None:
         """Restarts the running evaluation when the servers have moved to another version."""
         current = self._current
         if current is None or current.version == version:
             return
-        log.info("evaluation begins again version=%d was=%d", version, current.version)
+        log.info("event=evaluation_restarted version=%d was=%d", version, current.version)
         self._table.cancel(TestWork)
         current.restart(version)
         self._topics.announce(current.started())
@@ -153,7 +153,7 @@ class Evaluator:
         self._topics.announce(done)
         self._last, self._current = done, None
         log.info(
-            "evaluation done version=%d success=%.4f reward=%.4f rollouts=%d complete=%.3f",
+            "event=evaluation_done version=%d success=%.4f reward=%.4f rollouts=%d complete=%.3f",
             *(done.version, done.success, done.reward, done.num_rollouts, done.metrics["complete"]),
         )
         return done

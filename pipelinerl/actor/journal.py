@@ -42,7 +42,9 @@ class TopicJournal:
                 self._progress.apply(record)
         self._progress.resume()
         if self._groups.next_offset:
-            log.info("continued records=%d published=%d", self._groups.next_offset, self._progress.published)
+            log.info(
+                "event=journal_continued records=%d published=%d", self._groups.next_offset, self._progress.published
+            )
 
     def begin(self, record: OrderResumed) -> None:
         """Writes the first record of an empty topic, after a restart from a checkpoint."""

@@ -164,10 +164,10 @@ class ActorLoop:
     def _note(self, failure: Failure) -> None:
         self._metrics.failure(failure.reason)
         if failure.reason == failures.DOMAIN:
-            log.error("rollout failed reason=%s detail=%s", failure.reason, failure.detail)
+            log.error("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
             self._domain_errors.add(failure.detail)
         elif failure.reason != failures.POISONOUS:  # the worker's death is in the log
-            log.warning("rollout failed reason=%s detail=%s", failure.reason, failure.detail)
+            log.warning("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
 
     def _name_wait(self) -> None:
         if self._version is None:

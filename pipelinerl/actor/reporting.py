@@ -71,7 +71,7 @@ class Reporter:
         self._next = now + self._every_s
         values = self._metrics.snapshot(now) | numbers()
         self._metrics_log.log(values, step=step)
-        log.info("progress %s", " ".join(f"{key}={_short(values[key])}" for key in SHOWN if key in values))
+        log.info("event=progress %s", " ".join(f"{key}={_short(values[key])}" for key in SHOWN if key in values))
 
     def evaluation(self, done: EvaluationDone) -> None:
         """Writes the metrics of an evaluation."""

@@ -126,7 +126,7 @@ def begin_again(
         batch_size=cfg.batch_size,
     )
     journal.begin(record)
-    log.info("new streams epoch=%d step=%d", epoch.number, message.step)
+    log.info("event=streams_renewed epoch=%d step=%d", epoch.number, message.step)
     return True
 
 
@@ -137,7 +137,7 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     possible = request_limits(cfg).max_requests
     if possible < wanted:
         log.warning(
-            "open files are limited to %d: a worker has %d requests under way at once, not %d "
+            "event=open_files_limited note=open files are limited to %d: a worker has %d requests under way at once, not %d "
             "(%d servers x actor.llm_max_rollouts=%d / actor.rollout_workers=%d); "
             "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker --ulimit nofile) or actor.rollout_workers",
             *(limit, possible, wanted, num_servers, cfg.actor.llm_max_rollouts, cfg.actor.rollout_workers),
@@ -150,7 +150,7 @@ def train_domains(cfg: Config) -> list[TrainDomain]:
     for domain in domains_of(cfg):
         section, problems = domain.section, domain.train_problems()
         domains.append(TrainDomain(name=section.name, weight=section.weight, problems=problems))
-        log.info("problems loaded domain=%s train=%d", section.name, len(problems))
+        log.info("event=problems_loaded domain=%s train=%d", section.name, len(problems))
     return domains
 
 

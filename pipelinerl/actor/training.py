@@ -216,7 +216,9 @@ class TrainingGroups:
     def _drop(self, group: TrainingGroup, failure: Failure) -> None:
         self._settle(group, GroupDropped(**self._identity(group), reason=failure.reason, detail=failure.detail))
         self._metrics.dropped(failure.reason)
-        log.warning("group dropped id=%s reason=%s detail=%s", group.start.group_id, failure.reason, failure.detail)
+        log.warning(
+            "event=group_dropped id=%s reason=%s detail=%s", group.start.group_id, failure.reason, failure.detail
+        )
 
     def _settle(self, group: TrainingGroup, record: RolloutGroup | GroupDropped) -> None:
         self._journal.publish(record)

@@ -161,7 +161,9 @@ class GroupRoute:
                     if repetition >= self._client.limits.max_retries or not is_retryable(error):
                         raise
                     server.cool_down()
-                    log.warning("request repeated server=%s repetition=%d error=%s", server.name, repetition + 1, error)
+                    log.warning(
+                        "event=request_repeated server=%s repetition=%d error=%s", server.name, repetition + 1, error
+                    )
                     await asyncio.sleep(backoff_s(repetition, FIRST_BACKOFF_S))
                     repetition += 1
                 if self.server is server:

@@ -71,7 +71,7 @@ async def _live(run_dir: Path, sock: socket.socket) -> int:
     try:
         await _serve(run_dir, connection, send)
     except Exception as error:  # the process boundary
-        log.exception("worker failed")
+        log.exception("event=worker_failed")
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         with contextlib.suppress(OSError):

@@ -169,7 +169,7 @@ class RolloutWorkers:
             silent_s = now - max(worker.heartbeat.value, self._resumed)
             if silent_s > self._silence_s:
                 log.error(
-                    "worker frozen index=%d silent_s=%.0f (launcher.heartbeat_timeout_s=%g): it is killed",
+                    "event=worker_killed index=%d silent_s=%.0f heartbeat_timeout_s=%g",
                     *(worker.index, silent_s, self._silence_s),
                 )
                 worker.heartbeat.value = now
@@ -233,7 +233,7 @@ class RolloutWorkers:
         worker.process.join(STOP_TIMEOUT_S)
         self._end(worker)
         lost = Lost(tickets=tuple(worker.groups), exit_code=worker.process.exitcode)
-        log.error("worker died index=%d exit_code=%s groups=%d", worker.index, lost.exit_code, len(lost.tickets))
+        log.error("event=worker_died index=%d exit_code=%s groups=%d", worker.index, lost.exit_code, len(lost.tickets))
         if not worker.ready:
             raise DomainError(
                 f"a rollout worker ended with exit code {lost.exit_code} while it loaded the domain: see the log above"

@@ -105,7 +105,9 @@ def examine_config(
     else:
         names = CANDIDATES if attention == "auto" else (attention,)
     found = comparison.choose(names, packing)
-    log.info("compared model=%s attention=%s %s", type(comparison.lm).__name__, found.attention, found.logit_map)
+    log.info(
+        "event=model_compared model=%s attention=%s %s", type(comparison.lm).__name__, found.attention, found.logit_map
+    )
     return found
 
 
@@ -250,7 +252,7 @@ def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
                 lm.eval()(input_ids=ids, use_cache=False)
         except Exception as error:  # incompatible sizes may raise anything in the model's code
             problems.append(f"{type(error).__name__}: {error}")
-            log.debug("no copy of this size", exc_info=True)
+            log.debug("event=no_copy_of_this_size", exc_info=True)
             continue
         randomise(lm)
         return lm

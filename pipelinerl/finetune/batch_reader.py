@@ -101,7 +101,11 @@ class BatchReader:
     def _keep(self, key: str, offset: int, record: MicroBatch, step: int) -> None:
         if record.step < step or record.index in self._waiting[record.step]:
             log.info(
-                "micro-batch passed over stream=%s offset=%d step=%d index=%d", key, offset, record.step, record.index
+                "event=micro_batch_passed_over stream=%s offset=%d step=%d index=%d",
+                key,
+                offset,
+                record.step,
+                record.index,
             )
             return
         self._waiting[record.step][record.index] = (offset, record)

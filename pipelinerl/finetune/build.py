@@ -58,7 +58,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     engine = build_engine(name, policy, cfg, device)
     if files is not None:
         stream_weights(engine, files)
-    log.info("engine=%s ranks=%d", name, world_size)
+    log.info("event=engine_made engine=%s ranks=%d", name, world_size)
     return engine
 
 
@@ -72,7 +72,7 @@ def verify_isolation(engine: Engine, attention: str) -> None:
             f"move by {error:.2g} of their size, {MAX_ISOLATION_ERROR} is allowed); set it to sdpa, or "
             "finetune.seq_packing=false"
         )
-    log.info("packed documents are isolated attention=%s error=%.2g", attention, error)
+    log.info("event=documents_isolated attention=%s error=%.2g", attention, error)
 
 
 def make_rules(policy: Policy, cfg: Config) -> BatchRules:

@@ -208,7 +208,7 @@ def newest_whole(peers: Peers, root: Path) -> tuple[Path, Counters] | None:
         try:
             return path, peers.together(partial(_verify, path, peers.rank, peers.world_size))[0]
         except CheckpointError as error:
-            log.error("checkpoint skipped path=%s reason=%s", path, error)
+            log.error("event=checkpoint_skipped path=%s reason=%s", path, error)
     return None
 
 

@@ -25,6 +25,6 @@ class EvaluationLease:
             elif isinstance(message, EvaluationDone) and self._open and message.version == self._open.version:
                 self._open = None
         if self._open and self._clock() >= self._open.deadline:
-            log.warning("evaluation lease expired version=%d", self._open.version)
+            log.warning("event=evaluation_lease_expired version=%d", self._open.version)
             self._open = None
         return self._open is not None and self._open.version != version

@@ -87,7 +87,7 @@ def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | No
         lacking = files.lacking(lm)
         if not lacking and getattr(lm.config, "quantization_config", None) is None:
             return lm, files
-        log.info("every rank loads the whole model, for these are not in its files as they are: %s", lacking[:3])
+        log.info("event=whole_model_loaded reason=not in its files as they are: %s", lacking[:3])
     return load_lm(cfg.model_path, cfg, attention), None
 
 

@@ -67,12 +67,12 @@ class Outputs:
         )
         self._metrics.log(metrics | {"samples": samples}, step=step)
         self._warn_once(clip_warning(metrics))
-        log.info("step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
+        log.info("event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
 
     def training_done(self, counters: Counters) -> None:
         """Announce that the last step is saved and its weights are live."""
         self._topic.write(TrainingDone(step=counters.step, timestamp=time.time()))
-        log.info("training done step=%d samples=%d", counters.step, counters.samples_processed)
+        log.info("event=training_done step=%d samples=%d", counters.step, counters.samples_processed)
 
     def close(self) -> None:
         self.sender.close()

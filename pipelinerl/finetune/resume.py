@@ -29,7 +29,7 @@ def resumed_message(run_dir: Path, counters: Counters) -> TrainingResumed | None
     repeated = drop_points_after(run_dir, "finetune", counters.step)
     if not (counters.step or repeated or epoch.number > 1):
         return None
-    log.info("resuming from step %d (%d repeated)", counters.step, repeated)
+    log.info("event=resumed step=%d repeated=%d", counters.step, repeated)
     return TrainingResumed(
         step=counters.step,
         repeated=repeated,

@@ -48,7 +48,7 @@ class SaveSchedule:
         if self._saver.step != counters.step:
             self._save(counters, export=False)
         self.wait(counters.step)
-        log.info("stopped step=%d saved=%d", counters.step, self._saver.step)
+        log.info("event=stopped step=%d saved=%d", counters.step, self._saver.step)
 
     def at_end(self, counters: Counters) -> None:
         """Start to save and export the last step. Call ``wait`` to complete it."""

@@ -98,7 +98,7 @@ class Saver:
         state = self._stage() if counters.step != self.step else None
         model = stage_export(self._engine, self._rules.dtype) if export else None
         self.step, self._saved_at = counters.step, time.monotonic()
-        log.info("checkpoint staged step=%d seconds=%.2f", counters.step, time.perf_counter() - started)
+        log.info("event=checkpoint_staged step=%d seconds=%.2f", counters.step, time.perf_counter() - started)
         self._writing = self._thread.submit(self._write, state, model, counters)
 
     def is_idle_since(self, seconds: float) -> bool:
@@ -148,11 +148,11 @@ class Saver:
         if state is not None:
             self._peers.together(self._sync_streams)
             path = checkpoints.write(self._peers, rules.checkpoints, state, counters)
-            log.info("checkpoint published path=%s seconds=%.2f", path, time.perf_counter() - started)
+            log.info("event=checkpoint_published path=%s seconds=%.2f", path, time.perf_counter() - started)
         if model is not None:
             lm = self._engine.policy.lm
             path = write_export(self._peers, rules.exports, counters.step, model, lm, self._tokenizer)
-            log.info("model exported path=%s seconds=%.2f", path, time.perf_counter() - started)
+            log.info("event=model_exported path=%s seconds=%.2f", path, time.perf_counter() - started)
         needed = self._peers.together((lambda: self._prune(counters.epoch)) if self._peers.rank == 0 else dict)
         return needed[0]
 

@@ -183,7 +183,7 @@ class Leader(NodeConnection):
         except (NodeLostError, KeyError, ValueError, TypeError):
             known = False
         if not known or not 0 < rank < self._rendezvous.num_nodes or rank in self._wires:
-            log.warning("turned a connection away")
+            log.warning("event=connection_refused")
             await wire.close()
             return
         wire.peer = f"node {rank} ({self._hosts[rank]})"

@@ -364,7 +364,7 @@ def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
         replicas = plan.config.world.replicas
         summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
     except Exception as error:  # the report is an extra: its failure is only reported
-        log.exception("the report failed")
+        log.exception("event=report_failed")
         say(f"warning: no summary: {type(error).__name__}: {error}")
         return
     say("")
@@ -380,7 +380,7 @@ def write_html(path: Path) -> None:
     try:
         write_page([path], path / REPORT_FILE)
     except Exception as error:  # as above
-        log.exception("the page failed")
+        log.exception("event=page_failed")
         say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")
 
 

@@ -33,6 +33,8 @@ from pipelinerl.world import WorldMap
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"
+ROLE_FAILED = "event=role_failed reason="
+"""What the last log line of a failed role says before the error (`observability.role`)."""
 OWNED = (
     "conf",
     "status",
@@ -222,8 +224,8 @@ def mark_folder(path: Path) -> Path:
 def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
     """Return the line of a log that best explains why its role ended: the last error, or else the last line."""
     lines = last_lines(log_path, tail_bytes)
-    for marker in ("role failed:", " ERROR ", "Error: ", "error: "):
+    for marker in (ROLE_FAILED, " ERROR ", "Error: ", "error: "):
         for line in reversed(lines):
             if marker in line:
-                return line.partition("role failed: ")[2] or line
+                return line.partition(ROLE_FAILED)[2] or line
     return lines[-1] if lines else "its log is empty"

@@ -59,7 +59,7 @@ class Stopper:
             limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
             late += self._stop_wave(running, limit_s)
         if late:
-            log.warning("killed, for they did not end in time: %s", ", ".join(late))
+            log.warning("event=killed reason=did not end in time jobs=%s", ", ".join(late))
         self._host.sweep_all(0 if late else LEFTOVER_GRACE_S, segments)
         for role in roles:
             role.process.wait()

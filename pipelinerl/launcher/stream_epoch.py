@@ -63,7 +63,7 @@ def write_account(run_dir: Path, lost: Path) -> None:
             lines = verify.told(verify.verify(run_dir), run_dir)
             (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines))
     except (PipelineRLError, OSError) as error:
-        log.warning("the old streams cannot be read whole: %s", error)
+        log.warning("event=old_streams_damaged reason=%s", error)
         (lost / DAMAGE_FILE).write_text(f"the streams cannot be read: {error}\n")
 
 

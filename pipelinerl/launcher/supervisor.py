@@ -201,11 +201,11 @@ class Supervisor:
         role.kill_reason = None
         role.started = time.monotonic()
         role.process = self._host.start(role.command)
-        log.info("started job=%s pid=%d restarts=%d", role.command.name, role.process.pid, role.restarts)
+        log.info("event=job_started job=%s pid=%d restarts=%d", role.command.name, role.process.pid, role.restarts)
 
     async def _done(self, role: Role, remark: str) -> None:
         role.ended = True
-        log.info("ended job=%s", role.command.name)
+        log.info("event=job_ended job=%s", role.command.name)
         if remark:
             self._say(f"{role.command.name}: {remark}")
         if role.command.kind == "actor":

@@ -110,7 +110,7 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
                                 self._say(evaluation_line(result))
                     return
             except Exception:  # a broken stream is reported by the roles that need it
-                log.exception("the progress lines cannot be read; trying again")
+                log.exception("event=progress_lines_failed")
                 self._stop.wait(5)
 
     def _take(self, message: TrainerMessage) -> None:

@@ -63,7 +63,7 @@ class Watchdog:
         """Write a hang report and end a failed role's processes."""
         pids = self._host.processes_of(failed.job)
         await asyncio.to_thread(write_hang_report, self._host.run_dir, failed, self._jobs, self._stack_pids())
-        log.warning("killing job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
+        log.warning("event=job_killed job=%s pids=%s reason=%s", failed.job, pids, failed.reason)
         await asyncio.to_thread(self._host.sweep, failed.job, 0)
 
     def _logs(self) -> list[Path]:

@@ -138,7 +138,7 @@ class _WandbThread:
             self._points.put_nowait(None)
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive() or self._dropped:
-            log.warning("wandb did not take everything dropped=%d; metrics/*.jsonl is complete", self._dropped)
+            log.warning("event=wandb_incomplete dropped=%d note=metrics/*.jsonl is complete", self._dropped)
 
     def _run(self, cfg: Config, run_dir: Path, kind: str) -> None:
         try:
@@ -151,4 +151,4 @@ class _WandbThread:
                 )
             run.finish()
         except Exception:  # wandb may fail, but its failure must not stop the role
-            log.exception("wandb failed; metrics go on in metrics/%s.jsonl", kind)
+            log.exception("event=wandb_failed kept=metrics/%s.jsonl", kind)

@@ -178,19 +178,19 @@ def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatu
     finally:
         if membership is not None:
             membership.close()
-    log.info("role ended")
+    log.info("event=role_ended")
     return 0
 
 
 def _code_of(error: Exception) -> int:
     """Log the error that ended the role and return the exit code."""
     if isinstance(error, LeftError):
-        log.info("role left: %s", error)
+        log.info("event=role_left reason=%s", error)
         return EXIT_LEFT
     if not isinstance(error, PipelineRLError):
-        log.error("unexpected error", exc_info=error)
+        log.error("event=unexpected_error", exc_info=error)
     advice = CORRUPT_ADVICE if isinstance(error, CorruptStreamError) else ""
-    log.error("role failed: %s: %s%s", type(error).__name__, error, advice)
+    log.error("event=role_failed reason=%s: %s%s", type(error).__name__, error, advice)
     return EXIT_REFUSED if isinstance(error, UNMENDABLE) else EXIT_FAILED
 
 

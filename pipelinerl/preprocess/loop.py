@@ -103,7 +103,7 @@ class Preprocessor:
         self.trainer.start_listening()
         self.next_commit = time.monotonic()
         log.info(
-            "ready step=%d source=%s packed=%d dropped=%d ranks=%d reference=%s",
+            "event=ready step=%d source=%s packed=%d dropped=%d ranks=%d reference=%s",
             self.cutter.step,
             self.totals.source,
             self.totals.samples_packed,

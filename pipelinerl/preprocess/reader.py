@@ -103,7 +103,7 @@ class GroupReader:
             check_group(group, vocab_size=self._vocab_size, attempts=self._attempts)
             return prepare_group(offset, group, self._shaping)
         except RecordError as error:
-            log.warning("group refused group=%s offset=%d reason=%s", group.group_id, offset, error)
+            log.warning("event=group_refused group=%s offset=%d reason=%s", group.group_id, offset, error)
             return refused_group(offset, group)
 
 

@@ -89,7 +89,7 @@ def _with_scores(sample: Sample, results: Sequence[Result]) -> Sample:
     if refused is None and not all(np.isfinite(values_K).all() for values_K in arrays):
         refused = RecordError("a reference log-prob is not finite")
     if refused is not None:
-        log.warning("sample refused sample=%s reason=%s", sample.sample_id, refused)
+        log.warning("event=sample_refused sample=%s reason=%s", sample.sample_id, refused)
         return replace(sample, drop_reason=INVALID)
     return replace(sample, ref_logprobs=tuple(arrays))
 

@@ -45,7 +45,7 @@ class BatchReport:
             values | fates | dropped | {"tokens_per_s": values["tokens"] / max(seconds, 1e-9)}, step=batch.step
         )
         log.info(
-            "packed step=%d samples=%d tokens=%d micro_batches=%d lockstep=%.3f lag_max=%d survivorship: %s",
+            "event=packed step=%d samples=%d tokens=%d micro_batches=%d lockstep=%.3f lag_max=%d survivorship=%s",
             batch.step,
             len(batch.samples),
             values["tokens"],

@@ -1,6 +1,7 @@
 """Limits of size, and one meaning per name. What exceeds a limit says why beside it, in a comment `# structure: …`."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -195,3 +196,20 @@ def unexplained_excepts(text: str) -> list[int]:
 def test_a_handler_that_takes_everything_raises_it_again_or_says_why() -> None:
     assert [f"{name}:{line}" for name, text in sources().items() for line in unexplained_excepts(text)] == []
     assert unexplained_excepts("try:\n    f()\nexcept Exception:\n    pass\n") == [3]
+
+
+def free_log_lines(tree: ast.Module) -> list[int]:
+    """Lines of calls of the module's `log` whose message is a literal that does not begin with `event=name`."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "log"
+        if isinstance(node.args[0], ast.Constant) and node.args[0].value != "%s"
+        if not re.match(r"event=\w+( |$)", str(node.args[0].value))
+    ]
+
+
+def test_a_log_line_begins_with_its_event() -> None:
+    assert [f"{name}:{line}" for name, tree in trees().items() for line in free_log_lines(tree)] == []
+    assert free_log_lines(ast.parse('log.info("a b=%d", 1)\nlog.info("event=a b=%d", 1)')) == [1]

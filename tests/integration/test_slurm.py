@@ -94,7 +94,7 @@ def test_rendered_script_learns_saves_when_asked_and_resumes_when_requeued(clust
     print(f"success {summary['success_before']:.3f} to {summary['success_after']:.3f}, saved at step {saved}")
     assert summary["optimizer_steps"] == MAX_STEPS
     assert summary["success_after"] > summary["success_before"] + 0.2
-    assert f"resuming from step {saved}" in (run_dir / "finetune_0" / "log.txt").read_text()
+    assert f"event=resumed step={saved}" in (run_dir / "finetune_0" / "log.txt").read_text()
     assert {line.split()[0] for line in (run_dir / "conf" / "roles.txt").read_text().splitlines()} >= {"finetune_0"}
     assert os.stat(run_dir / "actor_0" / "start.sh").st_mode & 0o077 == 0
     assert read(run_dir).violations == ()

@@ -124,7 +124,7 @@ async def test_rollouts_at_once_under_a_low_limit_of_open_files(
         f"open files are limited to {open_files}: a worker has {possible} requests under way at once, not {rollouts}"
     )
     assert limit in run.log()
-    assert "request repeated" not in run.log()
+    assert "event=request_repeated" not in run.log()
 
 
 async def test_prompts_of_thirty_thousand_tokens_arrive_whole(make_run: Callable) -> None:

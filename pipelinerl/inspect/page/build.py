@@ -82,7 +82,7 @@ def token_text(run_dir: Path) -> TokenText:
     try:
         return load_token_text(run_dir)
     except ConfigError as error:
-        log.warning("the report shows token ids instead of text: %s", error)
+        log.warning("event=report_without_text reason=%s", error)
         return NumberText()
 
 

@@ -119,7 +119,7 @@ def test_last_error_line_prefers_the_roles_own_last_word(tmp_path: Path) -> None
     log = tmp_path / "log.txt"
     log.write_text(
         "2026-01-01 00:00:00.000 INFO finetune_0 loop: step\n"
-        "2026-01-01 00:00:01.000 ERROR finetune_0 observability.role: role failed: CheckpointError: disk full\n"
+        "2026-01-01 00:00:01.000 ERROR finetune_0 role: event=role_failed reason=CheckpointError: disk full\n"
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
     )
     assert run_dir.last_error_line(log) == "CheckpointError: disk full"

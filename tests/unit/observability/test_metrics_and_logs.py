@@ -79,7 +79,7 @@ def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, mo
     logger.log({"reward": 1.0}, step=1)
     logger.close()
     assert read_metrics(tmp_path, "actor")[0]["reward"] == 1.0
-    assert "wandb failed" in caplog.text
+    assert "event=wandb_failed" in caplog.text
 
 
 def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch) -> None:
