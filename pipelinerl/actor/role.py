@@ -137,7 +137,8 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     possible = request_limits(cfg).max_requests
     if possible < wanted:
         log.warning(
-            "event=open_files_limited note=open files are limited to %d: a worker has %d requests under way at once, not %d "
+            "event=open_files_limited note="
+            "open files are limited to %d: a worker has %d requests under way at once, not %d "
             "(%d servers x actor.llm_max_rollouts=%d / actor.rollout_workers=%d); "
             "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker --ulimit nofile) or actor.rollout_workers",
             *(limit, possible, wanted, num_servers, cfg.actor.llm_max_rollouts, cfg.actor.rollout_workers),

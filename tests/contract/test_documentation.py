@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from pipelinerl.config.backends import STREAM_BACKENDS
 from pipelinerl.config.load import compose, parse
@@ -39,16 +38,6 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "generate_rollout" in (tmp_path / "domains" / "index.html").read_text()
-
-
-def test_every_page_has_its_place_in_the_navigation() -> None:
-    def pages(node: object) -> list[str]:
-        if isinstance(node, str):
-            return [node]
-        return [page for part in (node.values() if isinstance(node, dict) else node) for page in pages(part)]  # type: ignore[attr-defined]
-
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(pages(nav)) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 def test_readme_is_short() -> None:
