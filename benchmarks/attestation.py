@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.weights.attestation import calibrate, judge
+from pipelinerl.weights.attestation import calibrate, check_version
 from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
 from pipelinerl.weights.layout import Layout, spec_of
 
@@ -240,7 +240,7 @@ def campaign(logit_deviation: float, learning_rate: float, updates: int, faults:
         run.load()
         server, trainer = run.server_scores(), run.trainer_scores()
         largest = max(largest, float(np.abs(server - trainer).max()))
-        baseline, verdict = judge(baseline, server, trainer)
+        baseline, verdict = check_version(baseline, server, trainer)
         ratios.append(verdict.difference / verdict.limit)
         alarms += bool(verdict.fault) or run.digest_fault()
     found = {}
@@ -250,11 +250,15 @@ def campaign(logit_deviation: float, learning_rate: float, updates: int, faults:
             run.step(learning_rate)
             run.spoil(fault)
             digest = run.digest_fault()
-            scored = trial < scored_faults and bool(judge(baseline, run.server_scores(), run.trainer_scores())[1].fault)
+            scored = trial < scored_faults and bool(
+                check_version(baseline, run.server_scores(), run.trainer_scores())[1].fault
+            )
             by_digest, by_logprobs, either = by_digest + digest, by_logprobs + scored, either + (digest or scored)
             run.receive()
             run.load()
-            baseline, _ = judge(baseline, run.server_scores(), run.trainer_scores()) if scored else (baseline, None)
+            baseline, _ = (
+                check_version(baseline, run.server_scores(), run.trainer_scores()) if scored else (baseline, None)
+            )
         found[fault] = {
             "found": either,
             "of": faults,
@@ -285,10 +289,10 @@ def visibility(logit_deviation: float, trials: int) -> list[dict[str, Any]]:
             before = score(exact, run.ids)
             run.step(learning_rate)
             sizes.append(float((score(exact, run.ids) - before).square().mean().sqrt()))
-            found += bool(judge(baseline, run.server_scores(), run.trainer_scores())[1].fault)
+            found += bool(check_version(baseline, run.server_scores(), run.trainer_scores())[1].fault)
             run.receive()
             run.load()
-            baseline, _ = judge(baseline, run.server_scores(), run.trainer_scores())
+            baseline, _ = check_version(baseline, run.server_scores(), run.trainer_scores())
         size = math.sqrt(sum(size**2 for size in sizes) / trials)
         rows.append(
             {

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl.config.paths import config_names, search_path
-
-EXIT_REFUSED = 2
+from pipelinerl.errors import EXIT_REFUSED
 
 
 class Command(NamedTuple):

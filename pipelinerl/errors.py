@@ -23,6 +23,9 @@ Users catch ``PipelineRLError``. Messages name the key, the value received, the 
 import sys
 from collections.abc import Callable
 
+EXIT_REFUSED = 2
+"""Exit code of a program that refuses its command line, its configuration or the run folder. A restart cannot help."""
+
 
 def told_in_one_line(main: Callable[[], int]) -> int:
     """Runs a command and returns its exit code. A ``PipelineRLError`` becomes one line on stderr and exit code 2."""
@@ -30,7 +33,7 @@ def told_in_one_line(main: Callable[[], int]) -> int:
         return main()
     except PipelineRLError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_REFUSED
 
 
 class PipelineRLError(Exception):

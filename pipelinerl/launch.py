@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl.config.paths import CONF_DIR, config_names
-from pipelinerl.errors import PipelineRLError
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from pipelinerl.launcher.program import CommandOf
 
-EXIT_REFUSED = 2
 QUIET_HYDRA = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",

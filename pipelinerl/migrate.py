@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.migration import Migration, migrate
+from pipelinerl.errors import EXIT_REFUSED
 
-EXIT_REFUSED = 2
 WIDTH = 118
 
 

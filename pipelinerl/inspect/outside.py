@@ -78,8 +78,8 @@ def process_environment(pid: int) -> dict[str, str]:
 @contextlib.contextmanager
 def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
     """Run redis on the data of an ended run while the block runs, and use it as this process's backend."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     password = secrets.token_urlsafe(32)
     config = redis_config(
         port=port,

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipelinerl.config.sections import LauncherSection
+from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.processes import describe_exit
-from pipelinerl.observability.role import EXIT_LEFT, EXIT_REFUSED
+from pipelinerl.observability.role import EXIT_LEFT
 
 MAX_BACKOFF_S = 30.0
 ENDS_BY_ITSELF = ("actor", "preprocessor", "finetune")

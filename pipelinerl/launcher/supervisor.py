@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipelinerl.config.sections import LauncherSection
+from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.exits import backoff_s, decide_after_exit
 from pipelinerl.launcher.processes import Host, RunMark, wait_for_exit
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, STORES, RoleProcess, Stopper
 from pipelinerl.launcher.watchdog import Watchdog
-from pipelinerl.observability.role import EXIT_REFUSED
 
 log = logging.getLogger(__name__)
 

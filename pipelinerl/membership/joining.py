@@ -103,9 +103,9 @@ def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, 
 def address_towards(host: str, port: int) -> str:
     """Return this machine's address on the network that leads to the peer."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as outward:
+        outward.connect(address)
+        return str(outward.getsockname()[0])
 
 
 def reach_of(world: WorldMap, peers: Sequence[tuple[str, int]]) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import (
+    EXIT_REFUSED,
     ConfigError,
     CorruptStreamError,
     DomainError,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_REFUSED = 2
 EXIT_LEFT = 3
 MODEL_POLL_S = 0.05
 UNMENDABLE = (ConfigError, DomainError, WorldError, ServersExpelledError, CorruptStreamError, ImportError, SyntaxError)

@@ -14,8 +14,7 @@ import numpy as np
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import MicroBatch
-
-TRAINED = "trained"
+from pipelinerl.records.archive import TRAINED
 
 
 @dataclass

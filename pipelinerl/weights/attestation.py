@@ -7,7 +7,7 @@ file. Later versions are compared by their change (docs/algorithms.md §10):
 
     e = (server − server₀) − (trainer − trainer₀)           difference between the two changes
 
-`judge` finds two kinds of faults: wrong weights (e is larger than the noise allows) and a missed update (the server's
+`check_version` finds two faults: wrong weights (e is larger than the noise allows) and a missed update (the server's
 change does not follow the trainer's).
 """
 
@@ -87,7 +87,7 @@ def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tupl
     ), verdict
 
 
-def judge(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, LogprobVerdict]:
+def check_version(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, LogprobVerdict]:
     """Compares a later version. Returns the verdict and the baseline, which includes the version if it passed.
 
     Args:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.errors import TransportError
-from pipelinerl.weights.attestation import Baseline, LogprobVerdict, calibrate, judge
+from pipelinerl.weights.attestation import Baseline, LogprobVerdict, calibrate, check_version
 from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
 from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
@@ -285,7 +285,7 @@ class Attestor:
             if witness.baseline is None:
                 baseline, verdict = calibrate(server, trainer, self._tolerance)
             else:
-                baseline, verdict = judge(witness.baseline, server, trainer)
+                baseline, verdict = check_version(witness.baseline, server, trainer)
             if not verdict.fault:
                 witness.baseline, witness.is_scored = baseline, True
                 return verdict

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.attestation import FAULTS, TOLERANCE, StandIn
-from pipelinerl.weights.attestation import calibrate, judge
+from pipelinerl.weights.attestation import calibrate, check_version
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_healthy_server_whose_tokens_differ_by_more_than_the_old_bound_is_kept(r
         run.receive()
         run.load()
         assert not run.digest_fault()
-        baseline, comparison = judge(baseline, run.server_scores(), run.trainer_scores())
+        baseline, comparison = check_version(baseline, run.server_scores(), run.trainer_scores())
         assert comparison.fault == ""
         assert comparison.difference < 0.8 * comparison.limit
 
@@ -50,7 +50,7 @@ def test_log_probabilities_alone_see_a_swapped_pair_and_cannot_see_a_missed_smal
     baseline, _ = calibrate(run.server_scores(), run.trainer_scores(), TOLERANCE)
     run.step(1e-6)
     run.spoil("swallowed")
-    assert judge(baseline, run.server_scores(), run.trainer_scores())[1].fault == ""
+    assert check_version(baseline, run.server_scores(), run.trainer_scores())[1].fault == ""
     run.spoil("swapped pair")
-    assert judge(baseline, run.server_scores(), run.trainer_scores())[1].fault
+    assert check_version(baseline, run.server_scores(), run.trainer_scores())[1].fault
     run.load()

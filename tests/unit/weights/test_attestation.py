@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelinerl.weights.attestation import LIMIT, NOISE_FLOOR, Baseline, calibrate, judge, statistic
+from pipelinerl.weights.attestation import LIMIT, NOISE_FLOOR, Baseline, calibrate, check_version, statistic
 
 N = 1008
 
@@ -30,13 +30,13 @@ def test_float32_servers_have_the_noise_floor() -> None:
     baseline, _ = calibrate(np.full(N, -1.0), np.full(N, -1.0), tolerance=2e-4)
     assert baseline.noise == NOISE_FLOOR
     server = np.full(N, -1.0) + 1e-4
-    assert judge(baseline, server, np.full(N, -1.0))[1].fault == ""
-    assert judge(baseline, server + 1e-3, np.full(N, -1.0))[1].fault
+    assert check_version(baseline, server, np.full(N, -1.0))[1].fault == ""
+    assert check_version(baseline, server + 1e-3, np.full(N, -1.0))[1].fault
 
 
 def test_an_answer_that_is_not_finite_is_a_fault() -> None:
     baseline, _ = calibrate(np.zeros(4), np.zeros(4), tolerance=0.1)
-    assert judge(baseline, np.array([0.0, np.nan, 0.0, 0.0]), np.zeros(4))[1].fault
+    assert check_version(baseline, np.array([0.0, np.nan, 0.0, 0.0]), np.zeros(4))[1].fault
     assert calibrate(np.array([0.0, np.nan]), np.zeros(2), tolerance=0.1)[1].fault
 
 
@@ -75,7 +75,7 @@ def test_healthy_servers_pass_two_hundred_versions(noise: float, step: float) ->
         baseline = model.baseline()
         for _ in range(200):
             model.truth = model.step(step)
-            baseline, verdict = judge(baseline, model.server(model.truth), model.trainer(model.truth))
+            baseline, verdict = check_version(baseline, model.server(model.truth), model.trainer(model.truth))
             assert verdict.fault == "", verdict
 
 
@@ -84,7 +84,7 @@ def test_noise_that_grows_threefold_in_two_hundred_versions_is_followed() -> Non
     baseline = model.baseline()
     for version in range(200):
         model.noise = 0.016 * (1 + version / 100)
-        baseline, verdict = judge(baseline, model.server(model.truth), model.trainer(model.truth))
+        baseline, verdict = check_version(baseline, model.server(model.truth), model.trainer(model.truth))
         assert verdict.fault == ""
     assert baseline.noise == pytest.approx(0.048, rel=0.15)
 
@@ -95,9 +95,9 @@ def test_a_missed_update_is_found_when_the_step_is_twice_the_noise(noise: float,
         model = Model(seed, noise)
         baseline = model.baseline()
         before, model.truth = model.truth, model.step(step)
-        _, verdict = judge(baseline, model.server(before), model.trainer(model.truth))
+        _, verdict = check_version(baseline, model.server(before), model.trainer(model.truth))
         assert verdict.fault, verdict
-        _, verdict = judge(baseline, model.server(model.truth), model.trainer(model.truth))
+        _, verdict = check_version(baseline, model.server(model.truth), model.trainer(model.truth))
         assert verdict.fault == ""
         assert verdict.followed is not None
         assert verdict.followed > 0.9
@@ -106,7 +106,7 @@ def test_a_missed_update_is_found_when_the_step_is_twice_the_noise(noise: float,
 def test_a_step_far_below_the_noise_decides_nothing() -> None:
     model = Model(0, 0.05)
     baseline = model.baseline()
-    _, verdict = judge(baseline, model.server(model.truth), model.trainer(model.step(8e-4)))
+    _, verdict = check_version(baseline, model.server(model.truth), model.trainer(model.step(8e-4)))
     assert verdict.fault == ""
     assert verdict.followed is None
 
@@ -114,7 +114,7 @@ def test_a_step_far_below_the_noise_decides_nothing() -> None:
 def test_a_fault_leaves_the_baseline_as_it_was_and_says_both_figures() -> None:
     model = Model(0, 0.02)
     baseline = model.baseline()
-    after, verdict = judge(baseline, model.server(model.step(1.0)), model.trainer(model.truth))
+    after, verdict = check_version(baseline, model.server(model.step(1.0)), model.trainer(model.truth))
     assert after is baseline
     assert "not those of the weights" in verdict.fault
     assert verdict.limit == pytest.approx(LIMIT * baseline.noise)
