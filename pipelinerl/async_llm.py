@@ -162,7 +162,18 @@ def backoff_s(repetition: int, base_s: float) -> float:
 async def post_generate(
     session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str
 ) -> list[CallTokens]:
-    """Sends one HTTP request for ``n`` completions of one prompt. ``token`` is the bearer token, or empty."""
+    """Sends one HTTP request for ``n`` completions of one prompt.
+
+    Args:
+        session: HTTP session.
+        base_url: URL of the server.
+        request: prompt and sampling parameters.
+        n: completions.
+        token: bearer token, or empty.
+    Raises:
+        TransportError: no answer came, or the connection broke.
+        ServerError: the server refused the request, or its answer is not valid.
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = base_url.rstrip("/") + ANSWER_PATH
     try:
@@ -197,7 +208,15 @@ def encode_request(request: GenerateRequest, n: int) -> bytes:
 
 
 def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTokens]:
-    """Decodes and checks the completions of a server's answer. Raises ``ServerError`` if anything does not fit."""
+    """Decodes and checks the completions of a server's answer.
+
+    Args:
+        payload: body of the answer (``records.answers.Answer``).
+        request: the request that it answers.
+        n: expected number of completions.
+    Raises:
+        ServerError: the body cannot be decoded, or a completion lacks something.
+    """
     try:
         answer = _answer_codec.decode(payload)
     except StreamError as error:

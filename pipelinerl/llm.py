@@ -221,7 +221,17 @@ class Transport(Protocol):
 
     async def generate(
         self, llm: "TrainableLLM", request: GenerateRequest, session: "aiohttp.ClientSession"
-    ) -> CallTokens: ...
+    ) -> CallTokens:
+        """Samples one completion.
+
+        Args:
+            llm: the model that asks, for its ``base_url`` and ``api_token``.
+            request: prompt and sampling parameters.
+            session: HTTP session of the rollout.
+        Raises:
+            TransportError: no server answered within ``request.retries``.
+        """
+        ...
 
 
 @dataclass

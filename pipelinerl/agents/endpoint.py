@@ -188,7 +188,13 @@ def completion(call: LLMCall, model: str) -> dict[str, Any]:
 
 
 def chunks(call: LLMCall, model: str, include_usage: bool) -> list[dict[str, Any]]:
-    """Builds the `chat.completion.chunk` objects of a streamed answer: role, content, tool calls, end, usage."""
+    """Builds the `chat.completion.chunk` objects of a streamed answer: role, content, tool calls, end, usage.
+
+    Args:
+        call: the finished call.
+        model: name of the model in the answer.
+        include_usage: whether a last object holds the token counts.
+    """
     envelope = _envelope("chat.completion.chunk", model)
     message = response_message(call)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]

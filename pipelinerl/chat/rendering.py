@@ -104,7 +104,14 @@ class ChatRenderer:
         return rendered
 
     def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
-        """Renders the text of a conversation. ``ask`` adds the opening of the assistant's next message."""
+        """Renders the text of a conversation.
+
+        Args:
+            messages: in OpenAI format.
+            tools: offered to the model, in OpenAI format. None: no tools.
+            kwargs: further variables of the chat template.
+            ask: whether to add the opening of the assistant's next message.
+        """
         return self._tokenizer.apply_chat_template(
             [plain_message(message) for message in messages],
             tools=tools,

@@ -130,6 +130,16 @@ def import_named(key: str, dotted: str) -> Callable[..., Any]:
 def check_call(
     key: str, dotted: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
+    """Checks that a user's function takes these arguments. Does not call it.
+
+    Args:
+        key: configuration key that names the function, for the message.
+        dotted: the function's dotted name, for the message.
+        function: the function. One whose signature cannot be read passes.
+        args, kwargs: what it will be called with.
+    Raises:
+        DomainError: the signature does not fit. The message shows it.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,5 +1,6 @@
 """The documentation: the site builds without a warning, the guides' code runs, the README stays short."""
 
+import ast
 import re
 import socket
 import subprocess
@@ -104,3 +105,34 @@ def test_guides_engine_steps(guides: Path) -> None:
     assert engine.pieces().keys() == {
         f"{n}.{key}" for n in engine.trained for key in ("param", "exp_avg", "exp_avg_sq")
     }
+
+
+def unexplained(tree: ast.Module) -> list[tuple[str, list[str]]]:
+    """(function, arguments) of public functions and methods with three or more arguments whose docstring omits some."""
+    found = []
+    for node in tree.body:
+        scope = [(node, "")] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            of_class = ast.get_docstring(node) or ""
+            scope = [(item, of_class) for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for function, of_class in scope:
+            arguments = [
+                a.arg for a in (*function.args.args, *function.args.kwonlyargs) if a.arg not in ("self", "cls")
+            ]
+            text = (ast.get_docstring(function) or "") + of_class
+            missing = [name for name in arguments if name not in text]
+            if len(arguments) >= 3 and missing and not function.name.startswith("_"):
+                found.append((function.name, missing))
+    return found
+
+
+def test_arguments_of_public_functions_are_explained() -> None:
+    """In the modules of the reference. An implementation of a documented method need not repeat it."""
+    modules = re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in (DOCS / "reference").glob("*.md")), re.M)
+    assert len(modules) > 10
+    wrong = []
+    for module in modules:
+        path = ROOT / (module.replace(".", "/") + ".py")
+        path = path if path.exists() else path.with_suffix("") / "__init__.py"
+        wrong += [(module, *one) for one in unexplained(ast.parse(path.read_text()))]
+    assert [one for one in wrong if one[1] != "generate"] == []
