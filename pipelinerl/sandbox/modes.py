@@ -1,13 +1,13 @@
-"""By which means programs are isolated, and which of them this machine allows.
+"""The two modes that isolate programs, and a check that a configured mode is one of them.
 
 | mode | needs | identity of the program |
 |---|---|---|
-| root | root with CAP_SYS_ADMIN | an own user for every program |
+| root | root with CAP_SYS_ADMIN | a separate user for every program |
 | user | user namespaces | the jail's user, without its capabilities |
 
 Both give every program a PID and mount namespace, a root file system of read-only system folders and an empty working
 folder in memory, no network, no /proc, resource limits, no new privileges and a filter of system calls. The supervisor
-lies outside the program's PID namespace, so the program cannot address it. A machine that allows neither runs no
+runs outside the program's PID namespace, so the program cannot address it. A machine that allows neither mode runs no
 programs.
 """
 
@@ -23,17 +23,17 @@ FIRST_UID, NUM_UIDS = 260_000, 60_000
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """Returns the path of the interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(sys.executable)
 
 
 def readable_paths() -> list[str]:
-    """Folders that programs may read besides the system: the interpreter's own and the installed packages."""
+    """Returns the folders that programs may read besides the system: the interpreter's and the installed packages."""
     return sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")})
 
 
 def check_mode(mode: str) -> str:
-    """Returns the mode; raises ``ValueError`` for one that does not hold what the sandbox promises."""
+    """Returns ``mode``. Raises ``ValueError`` if it is none of ``MODES``, because others do not isolate enough."""
     if mode not in MODES:
         raise ValueError(
             f"sandbox mode {mode!r} does not hold what the sandbox promises (landlock shares the user's processes and "

@@ -1,8 +1,8 @@
 """A byte-level BPE tokenizer with chat template, trained on the recipe's own text.
 
-Any string can be encoded (bytes are the alphabet). Numbers up to ``max_number`` are one token wherever they stand, so a
-number copied from the question is the token that was read. transformers loads any tokenizer of a Qwen2 model as
-``Qwen2Tokenizer`` with that class's own splitting, so this one is made as such: what is loaded is what was trained.
+Bytes are the alphabet, so any string can be encoded. A number up to ``max_number`` is always one token, so the model
+copies a number from the question by copying one token. transformers loads any tokenizer of a Qwen2 model as
+``Qwen2Tokenizer``, which splits text in its own way. The tokenizer is therefore trained and saved as that class.
 """
 
 import json

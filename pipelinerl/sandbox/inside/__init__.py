@@ -1,1 +1,1 @@
-"""Runs inside the sandbox, with the standard library only; started as scripts, never imported by the framework."""
+"""Scripts that run inside the sandbox with the standard library only. The framework never imports them."""

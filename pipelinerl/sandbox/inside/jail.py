@@ -1,8 +1,8 @@
 """The jail: a warm interpreter inside the namespaces that forks a supervisor per program. Standard library only.
 
-`python -E -s -B jail.py MODE UID DISK_MB READABLE…`, with a socket as standard input. Consumes descriptors: each is one
-end of a connection over which `supervisor.py` receives a program and sends what was seen of it. Ends when the socket
-closes. It never runs anything of a program itself.
+`python -E -s -B jail.py MODE UID DISK_MB READABLE…`, with a socket as standard input. Consumes descriptors. Each is one
+end of a connection, over which `supervisor.py` receives a program and reports its runs. The jail ends when the socket
+closes. It never runs a program's code itself.
 """
 
 import bisect  # noqa: F401  programs import these, and every input would load them again
@@ -114,7 +114,7 @@ def isolate(mode: str, uid: int, readable: list[str]) -> None:
 
 
 def enter_user_namespace() -> None:
-    """Takes all capabilities over new namespaces, as a user who has none outside of them."""
+    """Enters new namespaces with all capabilities inside them, as a user that has none outside."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER | NAMESPACES)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -123,7 +123,7 @@ def enter_user_namespace() -> None:
 
 
 def build_root(readable: list[str]) -> None:
-    """Makes a root of its own: system and interpreter read-only, and two empty folders for what a program writes."""
+    """Builds a separate root: system and interpreter read-only, and two empty folders in which a program may write."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in supervisor.WRITABLE:
@@ -134,7 +134,7 @@ def build_root(readable: list[str]) -> None:
 
 
 def place(path: str) -> None:
-    """Makes ``path`` of the outside visible at the same place inside, read-only."""
+    """Mounts ``path`` read-only at the same place inside the root."""
     target = ROOT + path
     if not os.path.lexists(path) or os.path.lexists(target):
         return

@@ -1,6 +1,6 @@
 """The kernel's isolation calls that Python does not offer: namespaces, mounts, capabilities.
 
-Everything here restricts the calling process (and what it starts) and cannot be undone by it.
+Every call restricts the calling process and its children, and they cannot undo it.
 Standard library only: the jail starts without the framework.
 """
 

@@ -1,6 +1,6 @@
-"""The program's own process: takes its descriptors, gives up everything else, runs the code as a script would.
+"""The program's own process: it takes its descriptors, gives up all other rights, and runs the code as a script.
 
-Nothing here is trusted after `execute` begins: the code may do with this process what it likes.
+Nothing in this process is trusted after `execute` begins, because the code may change everything in it.
 """
 
 import atexit
@@ -92,7 +92,7 @@ def stream(descriptor: int, mode: str, errors: str, *, line_buffering: bool = Fa
 
 
 def exit_status(leaving: SystemExit) -> int:
-    """The status that the interpreter would end with; it prints a code that is no number."""
+    """Returns the exit status that the interpreter would end with. Prints an exit code that is not a number."""
     if leaving.code is None or isinstance(leaving.code, int):
         return (leaving.code or 0) & 0xFF
     print(leaving.code, file=sys.stderr)
@@ -100,7 +100,7 @@ def exit_status(leaving: SystemExit) -> int:
 
 
 def finish(main: types.ModuleType, status: int) -> int:
-    """What the interpreter does at its end: waits for threads, calls exit handlers, closes files, flushes."""
+    """Does what the interpreter does at its end: waits for threads, calls exit handlers, closes files, flushes."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,10 +1,10 @@
 """Supervises one program: its namespaces, one run per input, its limits, its end.
 
-Three processes: the supervisor stays outside the program's PID namespace, so that no call of the program can name it;
-*init* is process 1 inside and ends everything there on request; the program is forked once per input, under a user of
-its own where the jail is root. When init ends, the kernel ends all that the program started.
+There are three processes. The supervisor stays outside the program's PID namespace, so the program cannot address it.
+*Init* is process 1 inside the namespace and ends everything there on request. The program is forked once per input,
+as a separate user if the jail is root. When init ends, the kernel ends everything that the program started.
 
-Consumes a program as JSON on the connection; emits one JSON line when a run starts and one with its outcome. Ends after
+Consumes a program as JSON on the connection. Emits one JSON line when a run starts and one with its outcome. Ends after
 the last run, after a run that did not end by itself, or when the other side closes the connection.
 """
 
