@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl.command import COMMANDS
 from pipelinerl.config.backends import STREAM_BACKENDS
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.model import Policy
@@ -136,3 +137,36 @@ def test_arguments_of_public_functions_are_explained() -> None:
         path = path if path.exists() else path.with_suffix("") / "__init__.py"
         wrong += [(module, *one) for one in unexplained(ast.parse(path.read_text()))]
     assert [one for one in wrong if one[1] != "generate"] == []
+
+
+NAMES = ("installing", "run-folder", "domains", "objectives", "testing", "migrating", "verification")
+PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in NAMES), *sorted((DOCS / "guides").glob("*.md"))]
+"""Pages whose commands are for one machine. Those of docs/cluster.md need several."""
+OWN_FILES = ("my_domain", "sums", "sums_cpu", "NAME")
+"""Configurations that a page has the reader write."""
+
+
+def commands(page: Path, start: str) -> list[list[str]]:
+    """The words of each command of a page's bash blocks that begins with ``start``."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [line.partition(" #")[0] for line in lines if start in line.partition(" #")[0]]
+    return [line[line.index(start) :].split() for line in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_exist(page: Path) -> None:
+    names = [words[1] for words in commands(page, "pipelinerl ") if words[0] == "pipelinerl"]
+    assert [name for name in names if name not in COMMANDS and not name.startswith("-")] == []
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [word for words in commands(page, "make ") for word in words[1:] if "=" not in word and word.isidentifier()]
+    assert [name for name in named if name not in targets] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_launches_of_the_pages_are_valid_configurations(page: Path) -> None:
+    for words in commands(page, "pipelinerl.launch "):
+        name = next((word.partition("=")[2] for word in words if word.startswith("--config-name=")), "NAME")
+        plain = [word for word in words[1:] if not word.startswith("--") and "=" in word and "…" not in word]
+        if name not in OWN_FILES and not any("/" in word.partition("=")[0] for word in plain):
+            parse(compose(name, ["output_dir=x", *plain]))
