@@ -1,7 +1,7 @@
-"""Writes what is said about keys elsewhere from their declarations: `python -m pipelinerl.config.docs [--check]`.
+"""Generates the descriptions of keys from their declarations: `python -m pipelinerl.config.docs [--check]`.
 
-Owned are the parts between the two marks in `conf/base.yaml`, `conf/finetune/base.yaml`, `conf/streams/files.yaml`,
-`docs/configuration.md` and `docs/migrating.md`. What stands around the marks is written by hand. `--check` writes
+It writes the parts between the two marks in `conf/base.yaml`, `conf/finetune/base.yaml`, `conf/streams/files.yaml`,
+`docs/configuration.md` and `docs/migrating.md`. The rest of these files is written by hand. `--check` writes
 nothing and exits with 1 where a file differs.
 """
 
@@ -55,7 +55,7 @@ def yaml_of(section: type[Section], skip: Iterable[str] = (), indent: int = 0) -
 
 
 def yaml_entry(key: Key, indent: int) -> str:
-    """`name: default   # comment`; a long comment stands above, a long mapping has a line per key."""
+    """`name: default   # comment`. A long comment is put above the line. A long mapping has one line per key."""
     width, column = WIDTH - indent, COMMENT_COLUMN - indent
     entry = f"{key.last}: {flow(key.default)}"
     if len(entry) > width:
@@ -69,7 +69,7 @@ def yaml_entry(key: Key, indent: int) -> str:
 
 
 def comment(key: Key, width: int) -> str:
-    """The choices and as many sentences of the meaning as fit; empty if not even the first one does."""
+    """Returns the choices and as many sentences of the meaning as fit. Empty if not even the first one fits."""
     parts = sentences(key.meaning)
     texts = [". ".join(parts[:n]) for n in range(len(parts), 0, -1)]
     if key.choices:
@@ -89,7 +89,7 @@ def flow(value: Any) -> str:
 
 
 def markdown() -> str:
-    """One table per section; optional sections follow as tables of their own."""
+    """Returns one table per section. Optional sections follow as separate tables."""
     parts = []
     for name, section in sections(Config):
         own = [key for key in declared(section, f"{name}.".lstrip(".")) if key.section is section]
@@ -147,7 +147,7 @@ def stale(pages: Mapping[str, str], root: Path = ROOT) -> Iterator[tuple[Path, s
 
 
 def write_pages(description: str, pages: Callable[[], Mapping[str, str]]) -> int:
-    """The command line of a generator; returns the exit code."""
+    """Runs the command line of a generator and returns the exit code."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
     check = parser.parse_args().check

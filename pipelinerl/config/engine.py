@@ -8,7 +8,7 @@ from pipelinerl.config.sections import Config
 
 
 def engine_of(config: Config, ranks: int) -> str:
-    """`ddp`, `deepspeed` or `fsdp2`; one rank needs neither of the last two."""
+    """Returns `ddp`, `deepspeed` or `fsdp2`. One rank needs neither of the last two."""
     if config.finetune.engine != "auto":
         return config.finetune.engine
     if ranks == 1:
@@ -17,12 +17,12 @@ def engine_of(config: Config, ranks: int) -> str:
 
 
 def deepspeed_file(config: Config) -> Path:
-    """The file that `deepspeed_config` names; an absolute path stays one."""
+    """Returns the file that `deepspeed_config` names. An absolute path stays absolute."""
     return CONF_DIR / "deepspeed" / f"{config.deepspeed_config}.json"
 
 
 def zero_stage(config: Config) -> int:
-    """Stage of the DeepSpeed file; 0 where it does not exist or names none."""
+    """Returns the ZeRO stage in the DeepSpeed file. 0 if the file does not exist or names no stage."""
     path = deepspeed_file(config)
     if not path.is_file():
         return 0

@@ -21,6 +21,6 @@ def derived_password(secret: str) -> str:
 
 
 def redis_password(env: Mapping[str, str]) -> str | None:
-    """The password in the environment, else the one that follows from the secret; None without either."""
+    """Returns the password in the environment, else the one derived from the secret. None if there is neither."""
     secret = env.get(SECRET_VARIABLE)
     return env.get(REDIS_PASSWORD_VARIABLE) or (derived_password(secret) if secret else None)

@@ -62,7 +62,7 @@ def key(default: Any, meaning: str, *, may_change: bool = False, **bounds: Any) 
     """Declare a key: `attempts: PositiveInt = key(8, "rollouts of one problem")`.
 
     Args:
-        default: the value in the YAML file; an interpolation is a text such as `"${seed}"`; `REQUIRED` for none.
+        default: the value in the YAML file. An interpolation is a text such as `"${seed}"`. `REQUIRED`: no default.
         meaning: sentences without a final full stop. The first one is the comment in the YAML file.
         may_change: whether a resumed run may change the value.
         bounds: pydantic's (`gt`, `ge`, `lt`, `le`, `pattern`), where the annotation does not have them.

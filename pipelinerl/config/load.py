@@ -1,6 +1,6 @@
 """From Hydra's composed `DictConfig` or a run folder to the frozen, typed `Config`.
 
-Every refusal is a `ConfigError` that names key, value, constraint and fix; nothing is repaired silently.
+Every refusal is a `ConfigError` that names key, value, constraint and fix. Nothing is repaired silently.
 """
 
 import difflib
@@ -36,7 +36,7 @@ def parse(cfg: DictConfig) -> Config:
 
 
 def to_container(cfg: DictConfig) -> dict[str, Any]:
-    """Plain nested dictionaries with every interpolation resolved; `hydra` is not part of a run."""
+    """Returns plain nested dictionaries with every interpolation resolved, without the key `hydra`."""
     try:
         missing = missing_keys(cfg)
         if missing:
@@ -151,7 +151,7 @@ def nearest_key(key: str, known: Iterable[str] | None = None) -> str | None:
 
 
 def suggestion(key: str) -> str:
-    """What the unknown key is called here: PipelineRL's keys by the table, any other by its spelling."""
+    """Returns the known key that an unknown one means: a key of PipelineRL by the table, any other by its spelling."""
     row = rename_of(key)
     if row:
         return f"; {hint(row)}"
@@ -201,7 +201,7 @@ def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
 def compose(
     config_name: str = "base", overrides: Sequence[str] = (), config_dir: Path | None = None, *, own: bool = False
 ) -> DictConfig:
-    """Compose as the command line does; for tools and tests.
+    """Composes a configuration as the command line does, for tools and tests.
 
     Args:
         config_dir: a folder that is searched before the packaged one.
@@ -218,7 +218,7 @@ def compose(
 
 
 def resolve_function(dotted: str) -> Callable[..., Any]:
-    """Import `package.module.function`; anything on the way may also be a class."""
+    """Imports `package.module.function`. Each part after the package may also be a class."""
     parts = dotted.split(".")
     for split in range(len(parts) - 1, 0, -1):
         module_name, attributes = ".".join(parts[:split]), parts[split:]

@@ -41,7 +41,7 @@ OWN_BASE: Mapping[str, Any] = {
     "test_llm.parameters.top_p": 0.95,
     "test_llm.parameters.top_k": 50,
 }
-"""What PipelineRL's base.yaml says beside its `finetune`, where it matters and differs."""
+"""Values of PipelineRL's base.yaml, without its `finetune`, that matter and differ."""
 BATCH = {"finetune.train_batch_size": 1, "finetune.gradient_accumulation_passes": 1024}
 MAX_TRAIN_STEPS = 100_000
 EPSILON = 0.02
@@ -97,7 +97,7 @@ def migrate(old: Mapping[str, Any]) -> Migration:
 
 
 def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key with its value; what the table or the user owns is not taken apart."""
+    """Yields every dotted key with its value. A mapping that the table or the user owns stays whole."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         row = rename_of(key)
@@ -114,7 +114,7 @@ def _declared() -> frozenset[str]:
 
 
 def _defaults(old: list[Any], result: Migration) -> str | None:
-    """The new list; returns PipelineRL's file of `finetune`, or None where the experiment derives from another one."""
+    """Converts the list. Returns PipelineRL's file of `finetune`, or None where the experiment derives from another one."""
     preset: str | None = None
     for entry in old:
         if entry == "_self_":
@@ -151,7 +151,7 @@ def _never_happens(samples: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _objective(given: dict[str, Any], complete: bool, result: Migration) -> None:
-    """PipelineRL's ε bounds the ratio of every loss; here `reinforce` has a clamp of its own, 1 + ε."""
+    """PipelineRL's ε bounds the ratio of every loss. Here `reinforce` has a separate clamp, 1 + ε."""
     loss = given.get("finetune.rl.policy_loss", "reinforce" if complete else None)
     if loss == "reinforce":
         low, high = (given.pop(f"finetune.rl.epsilon_{side}", None) for side in ("low", "high"))
@@ -198,7 +198,7 @@ def _judges(entry: Any) -> bool:
 
 
 def _intervals_and_lengths(given: dict[str, Any], result: Migration) -> None:
-    """What a whole experiment of PipelineRL says, and is refused here."""
+    """Yields the reasons for which a whole experiment of PipelineRL is refused here."""
     interval = given["eval_every_n_versions"]
     if _never_happens(interval, given):
         given["eval_every_n_versions"] = 0
@@ -251,7 +251,7 @@ def _move(key: str, value: Any, row: Rename, result: Migration) -> None:
 
 
 def _put(key: str, value: Any, result: Migration) -> bool:
-    """A value, with its references to other keys under their new names; False where one of them is not here."""
+    """Sets a value, with the new names of the keys that it refers to. False if one of these keys does not exist here."""
     lost: list[str] = []
 
     def renamed(match: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ def defaults() -> Mapping[str, Any]:
 
 
 def _changed(config: Config, *names: str) -> str:
-    """Those of the keys of `finetune.rl` that differ from their defaults, with their values; empty if none does."""
+    """Returns the given keys of `finetune.rl` that differ from their defaults, with their values."""
     values = {name: getattr(config.finetune.rl, name) for name in names}
     return " and ".join(f"`finetune.rl.{name}`={value}" for name, value in values.items() if value != defaults()[name])
 
@@ -37,7 +37,7 @@ def objective_is_known(config: Config) -> str | None:
 
 
 def loss_keys_are_used(config: Config) -> str | None:
-    """Of a built-in loss: what it takes is in the registry; a function of yours is asked when the domain is tried."""
+    """Refuses keys that a built-in loss does not take, by the registry. Other functions are checked by a trial."""
     loss = config.finetune.rl.policy_loss
     if loss not in POLICY_LOSSES:
         return None

@@ -1,5 +1,5 @@
-"""Where a configuration key of ServiceNow's PipelineRL went: the one table behind the hint of a refused key,
-`pipelinerl migrate`, and the page `docs/migrating.md`.
+"""The table that maps configuration keys of ServiceNow's PipelineRL to the keys of this project. The hint of a refused
+key, `pipelinerl migrate` and `docs/migrating.md` come from it.
 
 A row says what the key is called here, in which unit, or why there is none. The numbers of PipelineRL are those of its
 configuration in June 2026.
@@ -19,7 +19,7 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True, kw_only=True)
 class Rename:
-    """What became of one key, or with `.*` of everything below it."""
+    """One key of PipelineRL, or with `.*` all keys below it, and its equivalent here."""
 
     old: str
     new: str | None = None
@@ -304,7 +304,7 @@ def rename_of(key: str) -> Rename | None:
 
 
 def hint(row: Rename) -> str:
-    """What to say to who writes the old key."""
+    """Returns the hint for a user who writes the old key."""
     said = explained(row)
     if row.fate == "moved":
         return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
@@ -314,7 +314,7 @@ def hint(row: Rename) -> str:
 
 
 def explained(row: Rename) -> str:
-    """Reason, values and unit of a row; may be empty."""
+    """Returns reason, values and unit of a row. May be empty."""
     values = "; ".join(f"{_said(old)} → {_said(new)}" for old, new in row.values.items() if old != new)
     example = f"e.g. `1024 {row.unit}`" if row.unit else ""
     return ", ".join(part for part in (row.why, values, example) if part)

@@ -1,6 +1,6 @@
 """Constraints that cross sections, each a named function, and hints about settings that do nothing.
 
-A rule returns the text of its refusal or None; a hint returns the text of its warning or None. Texts name the keys, the
+A rule returns the text of its refusal or None. A hint returns the text of its warning or None. Texts name the keys, the
 values, the constraint and the fix.
 """
 
@@ -151,7 +151,7 @@ def lag_allows_updates(config: Config) -> str | None:
 
 
 def intervals_fit_the_run(config: Config) -> str | None:
-    """The defaults are for runs of any length; a longer interval is one that was meant in samples."""
+    """The defaults suit runs of any length. An interval longer than the run was probably meant in samples."""
     steps = config.finetune.max_train_steps
     for name, interval in (
         ("eval_every_n_versions", config.eval_every_n_versions),
