@@ -114,7 +114,7 @@ def _declared() -> frozenset[str]:
 
 
 def _defaults(old: list[Any], result: Migration) -> str | None:
-    """Converts the list. Returns PipelineRL's file of `finetune`, or None where the experiment derives from another one."""
+    """Converts the list. Returns PipelineRL's file of `finetune`, or None if the experiment derives from another."""
     preset: str | None = None
     for entry in old:
         if entry == "_self_":
@@ -251,7 +251,7 @@ def _move(key: str, value: Any, row: Rename, result: Migration) -> None:
 
 
 def _put(key: str, value: Any, result: Migration) -> bool:
-    """Sets a value, with the new names of the keys that it refers to. False if one of these keys does not exist here."""
+    """Sets a value, with the new names of the keys in it. False if one of these keys does not exist here."""
     lost: list[str] = []
 
     def renamed(match: re.Match[str]) -> str:
