@@ -53,7 +53,7 @@ class Outputs:
         spec = SingleStreamSpec(ctx.run_dir, EVALUATION)
         self._evaluations = open_reader(spec, EvaluationMessage, name=None, over_damage=True)
         self.lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
-        self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, "finetune")
+        self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, "finetune", once_per_step=True)
         self._warned = False
         self.sender = make_sender(ctx, self._topic.write)
 

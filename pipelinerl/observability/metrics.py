@@ -3,6 +3,9 @@
 The file is authoritative and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older
 points, so that a bounded file keeps the whole curve of a long run. wandb runs in its own thread behind a bounded queue.
 A slow, missing or failing wandb loses points of its curve but never delays a step.
+
+A resumed trainer repeats steps. The file then loses the points of their first time, which cannot be taken back from
+wandb. There the first time stays: a point that repeats a step is not sent.
 """
 
 import contextlib
@@ -32,13 +35,19 @@ Points = Sequence[dict[str, Any]]
 
 
 class MetricsLogger:
-    """Logs metrics of one job. `kind` names the file and the wandb run (e.g. `actor`, `finetune`).
+    """Logs metrics of one job.
+
+    Args:
+        cfg: configuration of the run.
+        run_dir: run folder.
+        kind: names the file and the wandb run (e.g. `actor`, `finetune`).
+        once_per_step: wandb gets one point of a step in the whole run, however often processes of this job repeat it.
 
     >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
     >>> metrics.log({"loss": 0.1}, step=3)
     """
 
-    def __init__(self, cfg: Config, run_dir: Path | str, kind: str):
+    def __init__(self, cfg: Config, run_dir: Path | str, kind: str, *, once_per_step: bool = False):
         self._path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kind = kind
@@ -46,7 +55,8 @@ class MetricsLogger:
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[str] = set()
         self._lock = threading.Lock()
-        self._wandb = _WandbThread(cfg, Path(run_dir), kind) if cfg.wandb.mode != "disabled" else None
+        sent = SentSteps(self._path.with_suffix(".wandb")) if once_per_step else None
+        self._wandb = _WandbThread(cfg, Path(run_dir), kind, sent) if cfg.wandb.mode != "disabled" else None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append one point. NaN and infinities are written as null. A name that is not declared gives a warning."""
@@ -118,10 +128,29 @@ def _number(value: Any) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
+class SentSteps:
+    """The newest step that wandb was given, in a file that outlives the process."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        text = path.read_text() if path.exists() else ""
+        self._newest = int(text) if text.strip().isdecimal() else -1
+
+    def is_new(self, step: int) -> bool:
+        """Whether ``step`` is newer than all steps so far. From then on it is not."""
+        if step <= self._newest:
+            return False
+        self._newest = step
+        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(f"{step:020d}\n")  # of constant length, so that no moment leaves the file empty
+        return True
+
+
 class _WandbThread:
     """The thread that owns the wandb run. It ends at `close` or at wandb's first error."""
 
-    def __init__(self, cfg: Config, run_dir: Path, kind: str):
+    def __init__(self, cfg: Config, run_dir: Path, kind: str, sent: SentSteps | None):
+        self._sent = sent
         self._points: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_POINTS)
         self._thread = threading.Thread(target=self._run, args=(cfg, run_dir, kind), name="wandb", daemon=True)
         self._thread.start()
@@ -145,6 +174,8 @@ class _WandbThread:
             run = wandb_run.start(cfg, run_dir, kind)
             while (item := self._points.get()) is not None:
                 point, step = item
+                if self._sent is not None and not self._sent.is_new(step):
+                    continue
                 run.log(
                     {f"{kind}/{name}": value for name, value in point.items() if value is not None}
                     | {f"{kind}/step": step}

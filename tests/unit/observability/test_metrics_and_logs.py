@@ -15,7 +15,7 @@ import pytest
 from pipelinerl.config.sections import WandbSection
 from pipelinerl.observability import metrics as metrics_module
 from pipelinerl.observability.logging import EventFormatter
-from pipelinerl.observability.metrics import MetricsLogger, read_metrics
+from pipelinerl.observability.metrics import MetricsLogger, drop_points_after, read_metrics
 from pipelinerl.observability.wandb import effective_mode, run_identity
 
 
@@ -80,6 +80,23 @@ def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, mo
     logger.close()
     assert read_metrics(tmp_path, "actor")[0]["reward"] == 1.0
     assert "event=wandb_failed" in caplog.text
+
+
+def test_metrics_steps_that_a_resumed_trainer_repeats_reach_wandb_once(tmp_path: Path, monkeypatch) -> None:
+    sent: list[tuple[int, float]] = []
+    run = SimpleNamespace(
+        log=lambda point: sent.append((point["finetune/step"], point["finetune/loss"])), finish=lambda: None
+    )
+    monkeypatch.setattr(metrics_module.wandb_run, "start", lambda *_: run)
+    for first, last, loss in ((1, 5, 0.1), (3, 4, 0.2), (3, 7, 0.3)):  # the second process dies while it repeats
+        drop_points_after(tmp_path, "finetune", first - 1)
+        logger = MetricsLogger(config("offline"), tmp_path, "finetune", once_per_step=True)  # type: ignore[arg-type]
+        for step in range(first, last + 1):
+            logger.log({"loss": loss}, step=step)
+        logger.close()
+    assert sent == [(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.1), (5, 0.1), (6, 0.3), (7, 0.3)]
+    in_file = [(point["step"], point["loss"]) for point in read_metrics(tmp_path, "finetune")]
+    assert in_file == [(1, 0.1), (2, 0.1), (3, 0.3), (4, 0.3), (5, 0.3), (6, 0.3), (7, 0.3)]
 
 
 def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch) -> None:
