@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +34,16 @@ MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def check_domain(container: Mapping[str, Any]) -> list[str]:
     """Import the domain's functions, load its problems and try its rollouts. Returns warnings.
 
+    A check that cannot end in time is a warning: a busy machine is no reason against a run.
     `container` is the configuration together with the world's `jobs`.
     """
     argv = [sys.executable, "-m", "pipelinerl.launcher.domain_check", "--timeout-s", str(DOMAIN_TIMEOUT_S)]
-    code, output, errors = run_helper(
-        argv, timeout_s=2 * DOMAIN_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
-    )
+    try:
+        code, output, errors = run_helper(
+            argv, timeout_s=2 * DOMAIN_TIMEOUT_S, stdin=json.dumps(container), env=inherited_environment(os.environ)
+        )
+    except subprocess.TimeoutExpired as slow:
+        return [f"the domain's functions were not checked: the check did not end within {slow.timeout:g} s"]
     verdict = json.loads(output.strip().splitlines()[-1]) if code == 0 and output.strip() else None
     if verdict is None:
         last = (errors.strip().splitlines() or ["no message"])[-1]

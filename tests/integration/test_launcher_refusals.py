@@ -291,6 +291,15 @@ def test_warning_of_a_service_that_is_not_up_is_no_refusal(place: Path) -> None:
     assert "could not be tried without its services" in warnings[0]
 
 
+def test_domain_check_that_cannot_end_in_time_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelinerl.config.load import compose, to_container
+    from pipelinerl.launcher import preflight
+
+    monkeypatch.setattr(preflight, "DOMAIN_TIMEOUT_S", 0.01)
+    (warning,) = preflight.check_domain(to_container(compose("quickstart")))
+    assert warning == "the domain's functions were not checked: the check did not end within 0.02 s"
+
+
 def test_dry_run_prints_commands_and_writes_nothing(place: Path) -> None:
     constant = ("finetune.lr_scheduler_type=constant", "finetune.num_warmup_steps=3")
     code, output, _ = launch(place, "+dry_run=true", *constant)
