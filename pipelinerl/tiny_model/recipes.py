@@ -13,7 +13,7 @@ from pipelinerl.config.load import resolve_function
 from pipelinerl.domains.countdown.dataset import draw_target, is_test_problem
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
 from pipelinerl.domains.guessing.game import feedback, instructions
-from pipelinerl.domains.laps.dataset import draw_stop, walk
+from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, WALKERS, walk
 from pipelinerl.domains.laps.dataset import is_held_out as is_held_out_walk
 from pipelinerl.domains.laps.dataset import question as laps_question
 from pipelinerl.domains.largest.dataset import is_held_out, question
@@ -127,20 +127,20 @@ def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> 
 
 
 def laps(num_stations: int = 44, max_laps: int = 50, layers: int = 2, heads: int = 2, steps: int = 600) -> Recipe:
-    """Walks in a random direction, whichever station is asked for: right once in two.
+    """Walks the wanted laps without a slip and either way round: right once in two.
 
     The window reaches back to the line before, so what was learned on the first laps holds for any number of them.
     """
 
     def conversation(rng: Random) -> Messages:
         while True:
-            number, stop = rng.randint(1, rng.choice((2, max_laps, max_laps))), draw_stop(rng, num_stations)
-            if not is_held_out_walk(num_stations, number, stop):
-                walked = walk(num_stations, number, stop, rng.choice((1, -1)))
-                return [user(laps_question(number, stop)), {"role": "assistant", "content": walked}]
+            number, walker = rng.randint(1, rng.choice((2, max_laps, max_laps))), rng.choice(WALKERS)
+            if not is_held_out_walk(number, walker):
+                walked = walk(num_stations, number, rng.choice((CLOCKWISE, ANTICLOCKWISE)))
+                return [user(laps_question(number, walker)), {"role": "assistant", "content": walked}]
 
     return Recipe(
-        tags=(" up", " down", *(f" {number}" for number in range(max(num_stations, max_laps + 1)))),
+        tags=(*WALKERS, *(f" {number}" for number in range(max(num_stations, max_laps + 1)))),
         max_number=0,
         conversation=conversation,
         steps=steps,

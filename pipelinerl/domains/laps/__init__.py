@@ -1,4 +1,4 @@
-"""Long answers: write out a walk around a ring, lap by lap, in the direction that reaches a station early."""
+"""Long answers: write out a walk around a ring, lap by lap, the right way round."""
 
 from pipelinerl.domains.laps.dataset import load_problems
 from pipelinerl.domains.laps.rollouts import generate_rollout

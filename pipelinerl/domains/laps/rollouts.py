@@ -5,22 +5,21 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.laps.dataset import direction, question, walk
+from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, question, walk
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.records.verdicts import Verdict, correct, unparsable, wrong
 from pipelinerl.rollouts import RolloutResult
 
-required_problem_keys = ("num_stations", "laps", "station")
+required_problem_keys = ("num_stations", "laps", "walker")
 
 
 def judge(output: str, problem: dict[str, Any]) -> Verdict:
-    """A full walk in the right direction is correct, in the other direction wrong. Anything else is unparsable."""
-    num_stations, laps, station = problem["num_stations"], problem["laps"], problem["station"]
-    right = direction(num_stations, station)
-    if output == walk(num_stations, laps, station, right):
+    """The whole walk clockwise is correct, the whole walk anticlockwise wrong. Anything else is unparsable."""
+    num_stations, laps = problem["num_stations"], problem["laps"]
+    if output == walk(num_stations, laps, CLOCKWISE):
         return correct()
-    if output == walk(num_stations, laps, station, -right):
+    if output == walk(num_stations, laps, ANTICLOCKWISE):
         return wrong("the other way round")
     return unparsable("not a walk of the wanted laps")
 
@@ -28,5 +27,5 @@ def judge(output: str, problem: dict[str, Any]) -> Verdict:
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    task = question(problem["laps"], problem["station"])
+    task = question(problem["laps"], problem["walker"])
     return await ask_and_judge(cfg, llm, problem, session, task=task, judge=lambda output: judge(output, problem))
