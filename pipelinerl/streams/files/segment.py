@@ -63,7 +63,11 @@ class Segment:
             self._check_shrunk(size)
             return []
         if self.start == 0:
-            if os.pread(self._fd, len(MAGIC), 0) != MAGIC:
+            head = os.pread(self._fd, _READ_BYTES, 0)
+            filled = head.rstrip(b"\0")
+            if len(filled) < len(MAGIC) and MAGIC.startswith(filled):
+                return []  # the rest is space that a file system has allotted and not filled
+            if head[: len(MAGIC)] != MAGIC:
                 raise CorruptStreamError(f"{self._path}: not a stream segment, it does not begin with {MAGIC!r}")
             self.start = self.last_start = len(MAGIC)
         buffer = os.pread(self._fd, min(_READ_BYTES, size - self.start), self.start)
