@@ -19,6 +19,7 @@ from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor, cursor
 from pipelinerl.streams.files.folder import segment_bases
+from pipelinerl.streams.files.segment import MAGIC
 
 PAYLOADS = [b"first", b"", b"third record", b"4"]
 MAX = 1 << 20
@@ -220,6 +221,27 @@ def test_random_damage_never_delivers_a_wrong_record(
         segment(spec).write_bytes(damaged)
         delivered, _ = read(spec)
         assert delivered == PAYLOADS[: len(delivered)]
+
+
+def test_last_is_none_when_the_newest_record_was_lost_behind_every_reader(spec: SingleStreamSpec):
+    write(spec, [bytes(60)] * 5, segment_bytes=100)  # segments 0, 2 and 4
+    commit(spec, "r", 5)
+    segment(spec, 2).unlink()  # a cut may keep this deletion and lose the one of segment 0, which came before it
+    segment(spec, 4).write_bytes(MAGIC)
+    appender = open_appender(spec)
+    assert (appender.last(), appender.next_offset) == (None, 5)
+    appender.append(b"after")
+    assert appender.last() == b"after"
+    appender.close()
+
+
+@pytest.mark.parametrize("torn", [b"", MAGIC[:1], MAGIC[:-1]])
+def test_segment_whose_beginning_is_torn_was_not_written_yet(spec: SingleStreamSpec, torn: bytes):
+    write(spec, [bytes(60)] * 2, segment_bytes=100)
+    segment(spec, 2).write_bytes(torn + bytes(4096))
+    assert read(spec) == ([bytes(60)] * 2, None)
+    write(spec, [b"after"])
+    assert read(spec) == ([bytes(60)] * 2 + [b"after"], None)
 
 
 def test_zeros_at_the_end_are_cut_off_like_a_torn_frame(spec: SingleStreamSpec, written: bytes):

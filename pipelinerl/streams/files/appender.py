@@ -104,6 +104,8 @@ class FilesAppender(Appender):
                 gap = f"{path} ends before record {before.next_offset}, but the next segment begins with {bases[-1]}"
                 check_needed(self._path, before.next_offset, bases[-1], gap)
         self.next_offset = agreed_end(self._path, end.next_offset)
+        if self._last is not None and self._last.offset + 1 != self.next_offset:
+            self._last = None  # the newest record was lost, and every reader has passed it
         if end.size is None or end.last is None or self.next_offset > end.next_offset:
             return  # the next append begins a segment
         self._base, self._size = bases[-1], end.size
