@@ -64,6 +64,25 @@ def test_bfloat16_weights_give_float32_logprobs() -> None:
     assert (logprobs - exact).abs().max() <= 1e-5
 
 
+def test_autocast_multiplies_the_rounded_weights_that_servers_get() -> None:
+    """The weights stay in float32: their gradient too."""
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 1000, bias=False)
+    head, hidden = OutputHead.wrap(linear), torch.randn(20, 64, requires_grad=True)
+    targets = torch.randint(0, 1000, (20,))
+    objective = PolicyObjective(make_inputs(20), LossSettings())
+    with torch.autocast("cpu", torch.bfloat16):
+        output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=8, fp32=True)
+    exact = (hidden.bfloat16().double() @ linear.weight.bfloat16().double().T).log_softmax(-1)
+    plain = (hidden.double() @ linear.weight.double().T).log_softmax(-1)
+    differences = [(output.logprobs_K - x.gather(1, targets[:, None])[:, 0]).abs().max() for x in (exact, plain)]
+    assert differences[0] <= 1e-5
+    assert differences[1] > 1e-3
+    output.loss.backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("entropy_bonus", [0.0, 0.1])
 @pytest.mark.parametrize("logit_map", [LogitMap(scale=0.3), LogitMap(softcap=2.0), LogitMap(scale=1.7, softcap=2.0)])
 def test_scaled_and_capped_logits_have_the_gradient_of_autograd(logit_map: LogitMap, entropy_bonus: float) -> None:

@@ -5,7 +5,9 @@ log-probabilities determine the gradient of its logits. The forward pass compute
 and the backward pass only scales it. Nothing is computed twice, with one exception: an objective that couples the
 tokens of a sequence (``sequence_level``) and does not fit one chunk needs a first pass for the log-probabilities.
 
-Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is.
+Logits and everything derived from them are float32 (float64 for float64 inputs), whatever the model's dtype is. A
+bfloat16 model multiplies states and weight that are rounded to bfloat16, also where its weights are kept in float32 and
+autocast narrows them: servers get the rounded weights. The products are summed in float32.
 
 Shapes: K trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -73,6 +75,8 @@ class _HeadOptions:
     chunk: int
     fp32: bool
     logit_map: LogitMap
+    narrow: torch.dtype | None
+    """Half-precision dtype to which states and weight are rounded. None: they are multiplied as they are."""
 
 
 class OutputHead(nn.Linear):
@@ -129,14 +133,27 @@ def head_loss(
         chunk: tokens whose logits are computed at a time.
         fp32: whether the products of a bfloat16 head keep float32 precision.
     """
-    return head(hidden_KH, targets_K, _HeadOptions(objective, temperature, chunk, fp32, head.logit_map))
+    return head(
+        hidden_KH,
+        targets_K,
+        _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight)),
+    )
 
 
 def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities [K], entropies [K]) without a graph. Arguments as in ``head_loss``."""
-    return head(hidden_KH, targets_K, _HeadOptions(None, temperature, chunk, fp32, head.logit_map))[1:]
+    options = _HeadOptions(None, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight))
+    return head(hidden_KH, targets_K, options)[1:]
+
+
+def _narrow_dtype(weight_VH: Tensor) -> torch.dtype | None:
+    """The half-precision dtype of the weight, or of autocast where that is on."""
+    if weight_VH.dtype in (torch.bfloat16, torch.float16):
+        return weight_VH.dtype
+    device = weight_VH.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -144,23 +161,23 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class _Operands:
-    """Hidden states and weight in the dtype of their product. With ``fp32``, a half-precision product gives float32."""
+    """Hidden states and weight as they are multiplied. With ``fp32``, a half-precision product gives float32.
+
+    Only CUDA sums half-precision products in float32. Elsewhere the rounded operands are widened, which gives the same.
+    """
 
     def __init__(self, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: _HeadOptions):
-        fp32 = options.fp32
+        fp32, narrow = options.fp32, options.narrow
         self.dtype = _compute_dtype(hidden_KH)
-        narrow = weight_VH.dtype in (torch.bfloat16, torch.float16)
-        self.direct = narrow and weight_VH.is_cuda
-        target = (
-            weight_VH.dtype
-            if (self.direct or (narrow and not fp32))
-            else torch.promote_types(weight_VH.dtype, self.dtype)
-        )
+        self.direct = narrow is not None and weight_VH.is_cuda
         self.fp32 = fp32
         self.logit_map = options.logit_map
-        self.hidden_KH = hidden_KH.to(target)
-        self.weight_VH = weight_VH.to(target)
-        self.bias_V = bias_V
+        if narrow is not None:
+            hidden_KH, weight_VH = hidden_KH.to(narrow), weight_VH.to(narrow)
+        if not self.direct and (fp32 or narrow is None):
+            target = torch.promote_types(weight_VH.dtype, self.dtype)
+            hidden_KH, weight_VH = hidden_KH.to(target), weight_VH.to(target)
+        self.hidden_KH, self.weight_VH, self.bias_V = hidden_KH, weight_VH, bias_V
 
     def logits(self, rows: slice) -> Tensor:
         hidden_CH = self.hidden_KH[rows]
@@ -327,5 +344,7 @@ def _accumulate(total_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> Non
     """total += gradientᵀ · hidden, accumulated in the total's dtype."""
     if gradient_CV.dtype == total_VH.dtype:
         total_VH.addmm_(gradient_CV.t(), hidden_CH)
+    elif gradient_CV.is_cuda and total_VH.dtype == torch.float32:
+        total_VH.add_(torch.mm(gradient_CV.t(), hidden_CH, out_dtype=torch.float32))
     else:
         total_VH.add_(torch.mm(gradient_CV.t(), hidden_CH))
