@@ -34,6 +34,8 @@ class CallTokens:
     finish_reason: str
     cached_tokens: int = 0
     """Prompt tokens that the server took from its prefix cache."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [P + C − 1, layers × experts per token]. None if the server does not report them."""
 
     @property
     def token_ids(self) -> np.ndarray:

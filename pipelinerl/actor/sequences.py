@@ -33,6 +33,8 @@ class _Piece:
     """int32 [K]"""
     finish_reason: str
     turn: int
+    routed_experts: np.ndarray | None
+    """[T − 1, layers × experts per token], or None."""
 
 
 def to_rollout(
@@ -114,7 +116,16 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
         versions=_versions(text, positions, fallback_version),
         finish_reason=_finish_reason(text),
         turn=turn,
+        routed_experts=_routed_experts(text, token_ids),
     )
+
+
+def _routed_experts(text: TrainingText, token_ids: np.ndarray) -> np.ndarray | None:
+    """Returns the server's choice of experts, if the text has still the tokens that the server saw."""
+    tokens = text.call_tokens
+    if tokens is None or tokens.routed_experts is None or not np.array_equal(tokens.token_ids, token_ids):
+        return None
+    return tokens.routed_experts
 
 
 def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -191,7 +202,13 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         versions=np.concatenate((earlier.versions, piece.versions)),
         finish_reason="length" if earlier.finish_reason == "length" else piece.finish_reason,
         turn=earlier.turn,
+        routed_experts=_joined_routing(earlier.routed_experts, piece.routed_experts),
     )
+
+
+def _joined_routing(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Keeps the choice under which each token was sampled. The later call has routed the earlier tokens again."""
+    return None if earlier is None or later is None else np.concatenate((earlier, later[len(earlier) :]))
 
 
 def _to_sequence(piece: _Piece) -> TrainingSequence:
@@ -201,6 +218,7 @@ def _to_sequence(piece: _Piece) -> TrainingSequence:
         spans=spans_of(piece.positions, piece.versions),
         finish_reason=piece.finish_reason,
         turn=piece.turn,
+        routed_experts=piece.routed_experts,
     )
 
 

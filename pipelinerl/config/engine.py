@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
@@ -21,9 +22,12 @@ def deepspeed_file(config: Config) -> Path:
     return CONF_DIR / "deepspeed" / f"{config.deepspeed_config}.json"
 
 
+def zero_settings(config: Config) -> dict[str, Any]:
+    """`zero_optimization` of the DeepSpeed file; empty where it does not exist."""
+    path = deepspeed_file(config)
+    return json.loads(path.read_text()).get("zero_optimization", {}) if path.is_file() else {}
+
+
 def zero_stage(config: Config) -> int:
     """Returns the ZeRO stage in the DeepSpeed file. 0 if the file does not exist or names no stage."""
-    path = deepspeed_file(config)
-    if not path.is_file():
-        return 0
-    return int(json.loads(path.read_text()).get("zero_optimization", {}).get("stage", 0))
+    return int(zero_settings(config).get("stage", 0))

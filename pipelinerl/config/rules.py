@@ -319,6 +319,14 @@ def engine_overrides_choice(config: Config) -> str | None:
     return None
 
 
+def gradient_shards_without_fsdp2(config: Config) -> str | None:
+    finetune = config.finetune
+    chosen = finetune.engine if finetune.engine != "auto" else "fsdp2" if config.use_fsdp else "another"
+    if not finetune.shard_gradients or chosen == "fsdp2":
+        return None
+    return "`finetune.shard_gradients` has no effect: only finetune.engine=fsdp2 reads it"
+
+
 HINTS: tuple[Rule, ...] = (
     *OBJECTIVE_HINTS,
     reference_without_kl,
@@ -327,4 +335,5 @@ HINTS: tuple[Rule, ...] = (
     interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,
+    gradient_shards_without_fsdp2,
 )

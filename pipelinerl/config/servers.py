@@ -5,6 +5,9 @@ from typing import Any
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 
+EXPERT_PARALLEL = "enable-expert-parallel"
+"""vLLM's option that gives each GPU of a server whole experts instead of a slice of every expert."""
+
 
 def server_options(config: Config) -> dict[str, Any]:
     """`vllm_config.vllm_kwargs` with one spelling per option: dashes, and `x: false` for `no-x`.

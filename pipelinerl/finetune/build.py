@@ -12,7 +12,8 @@ from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
 from pipelinerl.finetune.loading import load_model, stream_weights
-from pipelinerl.finetune.model import Policy, isolation_error
+from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
+from pipelinerl.finetune.routing import RouterReplay
 from pipelinerl.finetune.sequence import make_sequence_group
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
         sequence=make_sequence_group(finetune.seq_parallel),
         logit_map=found.logit_map,
+        routing=RouterReplay(decoder_layers(lm)) if finetune.router_replay else None,
     )
     engine = build_engine(name, policy, cfg, device)
     if files is not None:

@@ -8,6 +8,7 @@ Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.records import MicroBatch
+from pipelinerl.records.batches import NOT_ROUTED
 from pipelinerl.records.check import check_micro_batch
 from pipelinerl.rollouts import MASKED_TOKEN_ID as MASKED_TOKEN_ID  # domains written for PipelineRL import it from here
 
@@ -54,6 +56,8 @@ class Batch:
     """T"""
     documents: tuple[int, ...] | None = None
     """Lengths of the packed documents of all ranks that share this micro-batch. None: each row is one document."""
+    routed_experts_NR: Tensor | None = None
+    """int16 [B · L, layers · experts per token]: the server's choice for each token of the grid. −1 = not known."""
 
     @property
     def num_trained(self) -> int:
@@ -121,6 +125,19 @@ def _lay_out(lengths: np.ndarray, rows: bool) -> tuple[np.ndarray, tuple[int, in
     return flat, grid, np.broadcast_to(np.arange(grid[1]), grid)
 
 
+def _put(device: torch.device, array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy to the device. Only a copy from pinned memory does not wait for it, so it overlaps with computation."""
+    # Arrays from a stream are read-only, which torch does not support.
+    tensor = torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _on_grid(routed_TR: np.ndarray, flat: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    routed_NR = np.full((grid[0] * grid[1], routed_TR.shape[1]), NOT_ROUTED, dtype=np.int16)
+    routed_NR[flat] = routed_TR
+    return routed_NR
+
+
 def to_batch(
     record: MicroBatch,
     index: TokenIndex,
@@ -142,12 +159,9 @@ def to_batch(
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
-    def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        # Arrays from a stream are read-only, which torch does not support.
-        return torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype).to(device, non_blocking=True)
-
+    put = partial(_put, device)
     at = index.positions_K
-    ref = record.ref_logprobs
+    ref, routed = record.ref_logprobs, record.routed_experts
     last_version_S = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(last_version_S, index.segments_K, index.versions_K)
     return Batch(
@@ -170,4 +184,5 @@ def to_batch(
         segment_rewards_S=put(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
         documents=None if rows else tuple(lengths.tolist()),
+        routed_experts_NR=None if routed is None else put(_on_grid(routed, flat, grid), torch.int16),
     )

@@ -1,4 +1,4 @@
-"""Exports the policy as a Hugging Face model: its parameter names, the run's dtype, LoRA merged, no tied duplicates.
+"""Exports the policy as a Hugging Face model: the checkpoint's names, the run's dtype, LoRA merged, no tied duplicates.
 
 An exported model is the folder `exports/step_<n>/`. Every rank writes some of its files, then one rename publishes it.
 
@@ -7,7 +7,6 @@ Weight updates and the exported model leave the value head out. The folder holds
 
 import copy
 import json
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from pipelinerl.errors import CheckpointError
@@ -27,6 +25,7 @@ from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.host.disk import sync_path
+from pipelinerl.weights.layout import spec_bytes
 from pipelinerl.weights.protocol import ParamSpec
 
 LM_PREFIX = "lm."
@@ -68,21 +67,32 @@ def exported_parts(named: Iterable[tuple[str, T]], keep: Callable[[T], T]) -> It
 
 
 def exported_parameters(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor in ``dtype``) of each parameter that a server loads. Collective."""
-    scaling = engine.policy.lora_scaling
+    """(name in the checkpoint, full tensor in ``dtype``) of each parameter that a server loads. Collective.
+
+    Saved buffers follow in their own dtype. They are constants of the model, e.g. the bias of an expert's choice.
+    """
+    names, scaling = engine.policy.names, engine.policy.lora_scaling
     for name, parts in exported_parts(engine.named_full_parameters(), torch.clone):
         if len(parts) == 1:
-            yield name, parts[0].to(dtype)
+            merged = parts[0].to(dtype)
         else:
             base, a, b = (part.float() for part in parts)
-            yield name, torch.addmm(base, b, a, alpha=scaling).to(dtype)
+            merged = torch.addmm(base, b, a, alpha=scaling).to(dtype)
+        yield from names.split(name, merged)
+    for name, buffer in names.buffers():
+        yield from names.split(name, buffer)
 
 
 def exported_specs(engine: Engine, dtype: torch.dtype) -> list[ParamSpec]:
     """Name, dtype and full shape of each exported parameter, in the order of ``exported_parameters``."""
-    wire = str(dtype).removeprefix("torch.")
     parts = exported_parts(engine.full_shapes(), lambda shape: shape)
-    return [ParamSpec(name, wire, tuple(shapes[0])) for name, shapes in parts]
+    wholes = [(name, dtype, tuple(shapes[0])) for name, shapes in parts]
+    wholes += [(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in engine.policy.names.buffers()]
+    return [
+        ParamSpec(block.name, str(kind).removeprefix("torch."), block.shape)
+        for name, kind, shape in wholes
+        for block in engine.policy.names.blocks(name, shape)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,7 @@ class StagedExport:
 def stage_export(engine: Engine, dtype: torch.dtype) -> StagedExport:
     """Copy to host memory, in ``dtype``, the exported parameters of the files that this rank writes. Collective."""
     specs = exported_specs(engine, dtype)
-    numbers = file_numbers([(spec.name, math.prod(spec.shape) * dtype.itemsize) for spec in specs], FILE_BYTES)
+    numbers = file_numbers([(spec.name, spec_bytes(spec)) for spec in specs], FILE_BYTES)
     files: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in exported_parameters(engine, dtype):
         if numbers[name] % engine.world_size == engine.rank:
@@ -128,7 +138,7 @@ def write_export(
     Args:
         root: folder of the exports.
         staged: this rank's share of the model.
-        lm: the model, for its configuration and the names in its own files.
+        lm: the model, for its configuration.
     Returns:
         The published folder.
     Raises:
@@ -137,7 +147,7 @@ def write_export(
     folder, target = root / unpublished_name(step), root / f"step_{step}"
     try:
         begin(peers, root, step)
-        placed = peers.together(lambda: _write_weights(folder, staged, lm))
+        placed = peers.together(lambda: _write_weights(folder, staged))
 
         def finish() -> None:
             if staged.num_files > 1:
@@ -155,16 +165,15 @@ def write_export(
     return target
 
 
-def _write_weights(folder: Path, staged: StagedExport, lm: PreTrainedModel) -> list[tuple[str, str, int]]:
-    """Write and sync this rank's files. Returns (tensor, file, bytes), with the names of the model's own files."""
+def _write_weights(folder: Path, staged: StagedExport) -> list[tuple[str, str, int]]:
+    """Write and sync this rank's files. Returns (tensor, file, bytes)."""
     placed = []
     for number, tensors in sorted(staged.files.items()):
         file = f"model-{number + 1:05d}-of-{staged.num_files:05d}.safetensors"
         path = folder / (file if staged.num_files > 1 else "model.safetensors")
-        named = revert_weight_conversion(lm, tensors)
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, path, metadata={"format": "pt"})
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
         sync_path(path)
-        placed += [(name, path.name, tensor.nbytes) for name, tensor in named.items()]
+        placed += [(name, path.name, tensor.nbytes) for name, tensor in tensors.items()]
     return placed
 
 

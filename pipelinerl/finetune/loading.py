@@ -1,21 +1,23 @@
 """Loads a model's weights from safetensors files into an engine. Every rank reads only the ranges that it holds.
 
 ``model.empty_lm`` builds the model without memory for its weights, the engine allocates this rank's share, and
-``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. If the
-tensors in the files do not match the parameters one by one (fused experts, other names), or LoRA is enabled, every rank
-loads the whole model instead.
+``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. A
+parameter may be divided among several tensors of the files, as the experts of a layer are. If the files lack some part
+of a parameter, or LoRA is enabled, every rank loads the whole model instead.
 """
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipelinerl.config.sections import Config
+from pipelinerl.finetune.checkpoint_names import Block, CheckpointNames
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import LM_PREFIX
 from pipelinerl.finetune.model import empty_lm, load_lm
@@ -49,15 +51,27 @@ class WeightFiles:
         with safe_open(single, "pt") as file:
             return cls(dict.fromkeys(file.keys(), single))
 
-    def lacking(self, model: nn.Module) -> list[str]:
-        """Names of ``model``'s parameters that the files lack with this name and shape, and of its saved buffers."""
-        parameters = dict(model.named_parameters())
-        absent = [
-            name
-            for name, parameter in parameters.items()
-            if name not in self._files or tuple(self._slice(name).get_shape()) != tuple(parameter.shape)
-        ]
-        return absent + sorted(model.state_dict().keys() & dict(model.named_buffers()).keys())
+    def lacking(self, model: PreTrainedModel) -> list[str]:
+        """Names of ``model``'s parameters and saved buffers that the files lack with this name and shape."""
+        names = CheckpointNames(model)
+        wanted = [*model.named_parameters(), *names.buffers()]
+        return [name for name, whole in wanted if not self._have(names.blocks(name, tuple(whole.shape)))]
+
+    def _have(self, blocks: Sequence[Block]) -> bool:
+        return all(
+            block.name in self._files and block.is_range and tuple(self._slice(block.name).get_shape()) == block.shape
+            for block in blocks
+        )
+
+    def read_range(self, blocks: Sequence[Block], start: int, count: int) -> Tensor:
+        """[count] elements from ``start`` on of the flattened parameter that consists of ``blocks``."""
+        parts = []
+        for block in sorted(blocks, key=lambda block: block.view.offset):
+            first = max(start, block.view.offset)
+            end = min(start + count, block.view.offset + block.numel)
+            if first < end:
+                parts.append(self.read(block.name, first - block.view.offset, end - first))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(self, name: str, start: int, count: int) -> Tensor:
         """[count] elements of the flattened tensor ``name`` from ``start`` on. Reads the whole rows that hold them."""
@@ -93,14 +107,19 @@ def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | No
 
 def stream_weights(engine: Engine, files: WeightFiles) -> None:
     """Fill the engine's pieces of the language model from ``files``, and other pieces with 0. Collective."""
+    names, shapes = engine.policy.names, dict(engine.full_shapes())
     for name, piece in engine.pieces().items():
         parameter, _, key = name.rpartition(".")
         if key != "param":
             continue
         if parameter.startswith(LM_PREFIX):
-            piece.tensor.copy_(files.read(parameter.removeprefix(LM_PREFIX), piece.start, len(piece.tensor)))
+            blocks = names.blocks(parameter.removeprefix(LM_PREFIX), shapes[parameter])
+            piece.tensor.copy_(files.read_range(blocks, piece.start, len(piece.tensor)))
         else:
             piece.tensor.zero_()
+    for name, buffer in names.buffers():
+        values = files.read_range(names.blocks(name, tuple(buffer.shape)), 0, buffer.numel())
+        buffer.copy_(values.view(buffer.shape))
     engine.loaded(0)
 
 

@@ -1,7 +1,7 @@
 """The trained policy: a causal LM whose head returns the loss instead of logits, with an optional value head.
 
-Parameter names under ``lm.`` are those of the Hugging Face model, so that checkpoints, weight updates and servers use
-the same names.
+Parameter names under ``lm.`` are those of transformers. ``checkpoint_names`` says how weight updates and exported
+models name them.
 """
 
 import contextlib
@@ -18,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import announce, document_lengths
+from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
+from pipelinerl.finetune.routing import RouterReplay
 from pipelinerl.finetune.sequence import set_layout
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Policy(nn.Module):
         lora_scaling: float = 0.0,
         sequence: SequenceGroup | None = None,
         logit_map: LogitMap | None = None,
+        routing: RouterReplay | None = None,
     ):
         """Replace the head of ``lm``, and add a value head if needed.
 
@@ -76,14 +79,17 @@ class Policy(nn.Module):
             lora_scaling: factor of the adapters, α/r.
             sequence: ranks that share each micro-batch. The model must then attend with ``sequence.ATTENTION``.
             logit_map: how the model changes its head's products, as ``architecture`` measures it.
+            routing: replays the servers' choice of experts. None: the model chooses.
         """
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, OutputHead):
             lm.set_output_embeddings(OutputHead.wrap(head, logit_map))
         self.lm: PreTrainedModel = lm
+        self.names = CheckpointNames(lm)
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
+        self.routing = routing
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -130,8 +136,10 @@ class Policy(nn.Module):
         return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
 
     def _announce_layout(self, batch: Batch | Tokens) -> None:
-        """Give attention the lengths of the documents, which are known on the host."""
+        """Give attention the lengths of the documents, which are known on the host, and routers the experts."""
         documents = document_lengths(batch.position_ids) if isinstance(batch, Tokens) else batch.documents
+        if self.routing is not None:
+            self.routing.announce(None if isinstance(batch, Tokens) else batch.routed_experts_NR)
         if self.sequence is None:
             announce(documents, batch.input_ids.device)
             return

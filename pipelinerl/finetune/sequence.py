@@ -20,6 +20,7 @@ from pipelinerl.finetune.attention import prepared
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
 from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup, TokenInputs
+from pipelinerl.records.batches import NOT_ROUTED
 
 ATTENTION = "pipelinerl_sequence"
 
@@ -63,7 +64,12 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
         ),
         lags=LagInputs(lag_K=batch.lags.lag_K[mine], in_flight_K=batch.lags.in_flight_K[mine]),
         documents=(*(batch.documents or ()), *[1] * padding),
+        routed_experts_NR=_slice_routing(batch.routed_experts_NR, padding, slice(first, first + length)),
     )
+
+
+def _slice_routing(routed_NR: Tensor | None, padding: int, mine: slice) -> Tensor | None:
+    return None if routed_NR is None else F.pad(routed_NR, (0, 0, 0, padding), value=NOT_ROUTED)[mine]
 
 
 _ring: Ring | None = None

@@ -189,7 +189,8 @@ def _completion(output: CompletionOutput, *, with_logprobs: bool) -> Completion:
 
 
 def _flat(routed_experts: np.ndarray) -> np.ndarray:
-    return routed_experts.reshape(len(routed_experts), -1)
+    flat = routed_experts.reshape(len(routed_experts), -1)
+    return flat if flat.dtype == np.uint8 else flat.astype(np.int16)
 
 
 def version_spans(starts: Sequence[tuple[str, int]], count: int) -> np.ndarray | None:

@@ -76,6 +76,8 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
         "VLLM_HOST_IP": job.hostname,
         CHILD_VARIABLE: "1",
     }
+    if cfg.finetune.router_replay and job.kind == "actor_llm":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that reports the experts it chose
     if job.kind == "preprocessor_llm":
         env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no position beyond the model's own is ever computed
     if world.accelerator == "cpu":
@@ -111,6 +113,8 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     if job.kind == "actor_llm":
         settings["weight-transfer-config"] = {"backend": ENGINE}
         settings["worker-extension-cls"] = WEIGHT_EXTENSION
+        if cfg.finetune.router_replay:
+            settings["enable-return-routed-experts"] = True
     else:
         settings["worker-extension-cls"] = SCORE_EXTENSION
     if world.accelerator == "cpu":

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipelinerl.config import rules
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
@@ -21,8 +22,9 @@ from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.redis_server.server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
-from pipelinerl.world.memory import GIB, memory_plan, what_would_fit
+from pipelinerl.world.memory import memory_plan, what_would_fit
 from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.world.training_memory import GIB
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
@@ -90,6 +92,25 @@ def wandb_key(start: Start) -> list[str]:
 def server_arguments(start: Start) -> list[str]:
     for job in (*start.world.get("actor_llm"), *start.world.get("preprocessor_llm")):
         vllm_arguments(start.config, start.world, job)
+    return []
+
+
+def experts(start: Start) -> list[str]:
+    """Refuse what only a mixture of experts can do for a model without experts."""
+    config, options = start.config, server_options(start.config)
+    parallel = options.get(EXPERT_PARALLEL) in (True, "")
+    wanted = {"finetune.router_replay": config.finetune.router_replay}
+    wanted[f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL}"] = parallel
+    for key in (name for name, is_set in wanted.items() if is_set):
+        shape = find_model_shape(config.model_path)
+        if shape is not None and shape.experts == 1:
+            raise ConfigError(f"`{key}` is true, but {config.model_path} has no experts: remove it")
+    if config.finetune.router_replay and start.world.accelerator == "cpu":
+        raise ConfigError(
+            "`finetune.router_replay` is true, but vLLM reports the experts that it chose only on GPUs: set it to false"
+        )
+    if parallel and int(options.get("tensor-parallel-size") or 1) == 1:
+        return [f"vllm_config.vllm_kwargs.{EXPERT_PARALLEL} has no effect with tensor-parallel-size=1"]
     return []
 
 
@@ -169,5 +190,5 @@ def domain(start: Start) -> list[str]:
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments)
+OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, experts)
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, model, objective, domain)

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from pipelinerl.plan.throughput import Utilisation
-from pipelinerl.world.memory import RUNTIME_BYTES
 from pipelinerl.world.model_shape import ModelShape
+from pipelinerl.world.training_memory import RUNTIME_BYTES
 
 DECODE_BANDWIDTH_EFFICIENCY = 0.6
 DECODE_COMPUTE_EFFICIENCY = 0.4

@@ -15,6 +15,7 @@ from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
+from pipelinerl.records.batches import NOT_ROUTED
 
 SENTINEL_TOKENS = 2
 """Length of the shortest sequence in which a language model predicts a token."""
@@ -129,7 +130,20 @@ def _micro_batch(
         sequence_ids=tuple(segment.sequence_id for segment in segments),
         rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
         next_source=batch.next_source,
+        routed_experts=_routed_experts([segment.sequence for segment in segments], starts_S, total),
     )
+
+
+def _routed_experts(sequences: Sequence[TrainingSequence], starts_S: Sequence[int], total: int) -> np.ndarray | None:
+    """int16 [T, layers × experts per token], `NOT_ROUTED` where a sequence has none. None if no sequence has any."""
+    width = next((s.routed_experts.shape[1] for s in sequences if s.routed_experts is not None), None)
+    if width is None:
+        return None
+    routed_TR = np.full((total, width), NOT_ROUTED, dtype=np.int16)
+    for sequence, start in zip(sequences, starts_S, strict=True):
+        if sequence.routed_experts is not None:
+            routed_TR[start : start + len(sequence.routed_experts)] = sequence.routed_experts
+    return routed_TR
 
 
 def _scatter(

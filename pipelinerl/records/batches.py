@@ -8,6 +8,9 @@ import numpy as np
 
 from pipelinerl.records.order import DataOrder
 
+NOT_ROUTED = -1
+"""In place of an expert: the server has not said which one it chose."""
+
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that a micro-batch says
     """One forward-backward pass of one rank.
@@ -48,5 +51,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None
     """Only in the first micro-batch of a step: the problems that are settled once the step is trained."""
+    routed_experts: np.ndarray | None = None
+    """int16 [T, layers × experts per token]: the experts that the server chose (`finetune.router_replay`). `NOT_ROUTED`
+    where it did not say. None: no token has any."""
     sentinel: bool = False
     """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""

@@ -60,6 +60,7 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
             _check_shape(getattr(batch, name), name, "f", (length,), where)
     for name in ("segment_weights", "rewards"):
         _check_shape(getattr(batch, name), name, "f", (num_segments,), where)
+    _check_routing(batch.routed_experts, num_tokens, where)
     ends = np.cumsum(batch.segment_lengths)
     if (batch.segment_lengths < 1).any() or (ends[-1] if num_segments else 0) != num_tokens:
         raise RecordError(
@@ -109,6 +110,7 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> 
         bad = _first((sequence.token_ids < 0) | (sequence.token_ids >= vocab_size))
         raise RecordError(f"{where}: {_outside_vocabulary(sequence.token_ids, bad, vocab_size)}")
     num_trained = _count_trained(sequence.spans, num_tokens, where)
+    _check_routing(sequence.routed_experts, num_tokens - 1, where)
     if len(sequence.logprobs) != num_trained:
         raise RecordError(f"{where}: {len(sequence.logprobs)} log-probs for {num_trained} trained tokens")
     if not np.isfinite(sequence.logprobs).all():
@@ -178,6 +180,15 @@ def _check_shape(array: Any, name: str, kind: str, shape: tuple[int, ...], where
         wanted = {"i": "an integer", "f": "a float"}[kind]
         found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise RecordError(f"{where}: {name} is {found}; it must be {wanted} array of shape {shape}")
+
+
+def _check_routing(routed: np.ndarray | None, num_tokens: int, where: str) -> None:
+    """Checks that there is a row of experts for each of ``num_tokens`` tokens."""
+    if routed is not None and (routed.dtype.kind not in "iu" or routed.ndim != 2 or len(routed) != num_tokens):
+        raise RecordError(
+            f"{where}: routed_experts is {routed.dtype} {routed.shape}; it must be an integer array with {num_tokens} "
+            "rows"
+        )
 
 
 def _check_finite_number(value: Any, name: str, where: str) -> None:

@@ -34,6 +34,9 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     """The server's finish reason of the last completion: "stop", "length", "tool_calls", …"""
     turn: int = 0
     """Index of the rollout's first text in this sequence."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or int16 [T − 1, layers × experts per token]: the experts that the server chose (`finetune.router_replay`)
+    for every token but the last. None: it did not say."""
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,17 @@ models whose layers process their weights in unknown ways): vLLM's layerwise rel
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -28,6 +32,15 @@ PACKED = "cpu_linear"
 """Attribute of vLLM's CPU layers that holds the multiplication with their packed weight."""
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A weight that the live model keeps in another form than it was loaded in."""
+
+    name: str
+    is_used: Callable[[], bool]
+    """Whether the live model still multiplies with what the newest swap gave it."""
+
+
 class Twin:
     """A copy of the live model's module tree that holds weights only between `load` and `swap`."""
 
@@ -40,13 +53,13 @@ class Twin:
         self._expected = {name for name, _ in twin.named_parameters()}
         """Tied parameters appear once."""
         self._names = {id(param): name for name, param in twin.named_parameters()}
-        self._packed: dict[nn.Module, object] = {}
-        """Live modules and the multiplication that the newest swap assigned to them."""
+        self._packed: list[Packed] = []
+        """Of the newest swap."""
 
     @classmethod
     def of(cls, live: nn.Module, vllm_config: VllmConfig) -> "Twin | None":
         """Returns the twin of a live model, without memory for its weights. None if some layer is not known."""
-        if not all(_is_known(module) for module in live.modules()):
+        if not all(_is_known(module) or _is_packed_experts(module) for module in live.modules()):
             return None
         return cls(live, bare_model(vllm_config), vllm_config.model_config)
 
@@ -74,25 +87,23 @@ class Twin:
         wrong = next(differing(plan.copies, dict(self._twin.named_parameters()), staged), None)
         if wrong is not None:
             raise WeightUpdateError(f"{wrong} is not what was sent after it was loaded")
+        for module in self._twin.modules():
+            if _is_packed_experts(module):
+                module.quant_method.moe_kernel = None  # else vLLM takes them for packed already
         process_weights_after_loading(self._twin, self._model_config, torch.device("cpu"))
 
     @property
     def packed(self) -> frozenset[str]:
         """Weights that the live model keeps packed."""
-        return frozenset(
-            self._names[id(self._templates[twin]["weight"])] for live, twin in self._pairs() if live in self._packed
-        )
+        return frozenset(weight.name for weight in self._packed)
 
     def unused(self) -> list[str]:
         """Returns the packed weights of the newest swap that the live model does not use."""
-        return [
-            self._names[id(self._templates[twin]["weight"])]
-            for live, twin in self._pairs()
-            if live in self._packed and live.__dict__.get(PACKED) is not self._packed[live]
-        ]
+        return [weight.name for weight in self._packed if not weight.is_used()]
 
     def swap(self) -> None:
         """Moves the twin's tensors and packed weights to the live model."""
+        self._packed = []
         for live, twin in self._pairs():
             for name, param in twin._parameters.items():
                 if param is not None:
@@ -100,8 +111,18 @@ class Twin:
                     assert target is not None, f"{name} is new"
                     target.data = param.data
             if PACKED in twin.__dict__:
-                live.__dict__[PACKED] = self._packed[live] = twin.__dict__.pop(PACKED)
+                product = live.__dict__[PACKED] = twin.__dict__.pop(PACKED)
+                self._packed.append(Packed(self._name(twin, "weight"), partial(_multiplies_with, live, product)))
+            if _is_packed_experts(twin):
+                self._packed += [
+                    Packed(self._name(twin, name), partial(_holds, live, name, param.data_ptr()))
+                    for name, param in twin._parameters.items()
+                    if param is not None
+                ]
         self._release()
+
+    def _name(self, twin: nn.Module, key: str) -> str:
+        return self._names[id(self._templates[twin][key])]
 
     def _pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         return zip(self._live.modules(), self._twin.modules(), strict=True)
@@ -124,6 +145,7 @@ def bare_model(vllm_config: VllmConfig) -> Any:
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
     with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
         return initialize_model(config)
 
@@ -158,3 +180,18 @@ def _is_known(module: nn.Module) -> bool:
             UnquantizedEmbeddingMethod,
         )
     )
+
+
+def _is_packed_experts(module: nn.Module) -> bool:
+    """Whether a layer holds experts that vLLM packs on CPU, in place of the parameters that they were loaded into."""
+    method = getattr(module, "quant_method", None)
+    return type(method) is UnquantizedFusedMoEMethod and method.unquantized_backend == UnquantizedMoeBackend.CPU
+
+
+def _multiplies_with(layer: nn.Module, product: object) -> bool:
+    return layer.__dict__.get(PACKED) is product
+
+
+def _holds(layer: nn.Module, name: str, address: int) -> bool:
+    parameter = layer._parameters[name]
+    return parameter is not None and parameter.data_ptr() == address

@@ -1,14 +1,6 @@
 """Estimates the memory of the trainer's and the servers' devices from the configuration and the model's shape.
 
-The plan is made before the start. Its states and caches are exact sums, its activations a rule of thumb.
-Bytes per parameter P of one trainer rank (N ranks, float32 master weights everywhere):
-
-    ddp       16 P               weights, gradient, two Adam moments in float32
-    fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
-    deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
-              fp32  4 P + 4 P + 8 P   sharded in the same way
-
-With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters.
+The plan is made before the start. `training_memory` has the sums of a trainer rank.
 """
 
 from typing import Any
@@ -17,29 +9,32 @@ import msgspec
 
 from pipelinerl.config.engine import engine_of, zero_stage
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import server_options
+from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
 from pipelinerl.world.map import WorldMap
 from pipelinerl.world.model_shape import ModelShape
+from pipelinerl.world.training_memory import (
+    GIB,
+    RUNTIME_BYTES,
+    MemoryItem,
+    lora_parameters,
+    state_bytes,
+    step_items,
+)
 
-GIB = 2**30
 ASSUMED_GPU_BYTES = 80 * GIB
 DEFAULT_UTILIZATION = 0.9
-RUNTIME_BYTES = 2 * GIB
-"""CUDA context, communication buffers, fragmentation."""
 SMALLER_TRAINER = (
     ("finetune.gradient_checkpointing", True),
     ("finetune.engine", "fsdp2"),
+    ("finetune.shard_gradients", True),
     ("finetune.lora.enabled", True),
 )
 """Settings that make a trainer smaller, the least intrusive first."""
+ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
+"""Those of them that do nothing for one rank."""
 MAX_RANKS_POWER = 11
-LAYER_ACTIVATION_FACTOR = 34
-"""Bytes per token and hidden unit of one layer's activations in 16 bit (arXiv 2205.05198, eq. 1, attention fused)."""
-
-
-class MemoryItem(msgspec.Struct, frozen=True, kw_only=True):
-    label: str
-    num_bytes: int
+VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
+"""vLLM's options that bound its activations, with its defaults."""
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +70,7 @@ def memory_plan(
             num_devices=ranks,
             items=trainer,
             capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, ranks, gpu_bytes, total, share),
+            note=_trainer_note(cfg, ranks, gpu_bytes, total, share, host_bytes(cfg, shape, len(world.get("finetune")))),
         )
     ]
     for kind in ("actor_llm", "preprocessor_llm"):
@@ -85,71 +80,51 @@ def memory_plan(
     return tuple(plans)
 
 
-def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, total: int, share: float) -> str:
+def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, total: int, share: float, host: int) -> str:
     engine = engine_of(cfg, ranks)
     stage = f" stage {zero_stage(cfg)}" if engine == "deepspeed" else ""
-    note = f"{engine}{stage}, {ranks} rank(s)"
+    note = f"{engine}{stage}, {ranks} rank(s), {host / GIB:.0f} GiB of pinned host memory"
     if share:
         largest = max((gpu_bytes - total) / gpu_bytes, 0.0)
         note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
     return note
 
 
-def state_bytes(
-    parameters: int, *, engine: str, stage: int, ranks: int, half: bool, trained: int | None = None
-) -> tuple[int, int, int]:
-    """Bytes of weights, gradient, and optimizer states with master weights on one rank.
-
-    Args:
-        stage: DeepSpeed's ZeRO stage.
-        half: whether the trainer's weights are bfloat16.
-        trained: number of trained parameters. None = all.
-    """
-    if engine == "deepspeed":
-        weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 8)
-        sharded = (stage >= 3, stage >= 2, stage >= 1)
-    else:
-        weights, gradient, states = 4, 4, 8
-        sharded = (engine == "fsdp2", False, engine == "fsdp2")
-    learning = parameters if trained is None else trained
-    parts = [ranks if shard else 1 for shard in sharded]
-    return weights * parameters // parts[0], gradient * learning // parts[1], states * learning // parts[2]
-
-
-def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Number of adapter parameters on all linear layers of the decoder: rank × (inputs + outputs) for each layer."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
-    return shape.layers * rank * (attention + 3 * shape.experts * (shape.hidden + shape.intermediate))
-
-
-def trainer_items(cfg: Config, shape: ModelShape, ranks: int) -> tuple[MemoryItem, ...]:
-    """Return what one of `ranks` trainer ranks holds at its peak."""
-    finetune = cfg.finetune
-    half = finetune.dtype == "bfloat16"
+def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
+    """Return what one of `ranks` trainer ranks holds at its peak. `cuda`: on a GPU."""
+    finetune, engine = cfg.finetune, engine_of(cfg, ranks)
     weights, gradient, states = state_bytes(
         shape.parameters,
-        engine=engine_of(cfg, ranks),
+        engine=engine,
         stage=zero_stage(cfg),
         ranks=ranks,
-        half=half,
+        half=finetune.dtype == "bfloat16",
         trained=lora_parameters(shape, finetune.lora.r) if finetune.lora.enabled else None,
+        shard_gradients=finetune.shard_gradients,
     )
-    tokens = finetune.seq_length // finetune.seq_parallel
-    element = 2 if half else 4
-    layer = LAYER_ACTIVATION_FACTOR * tokens * shape.hidden * element // 2
-    kept = 2 * element * tokens * shape.hidden // 2
-    activations = layer + shape.layers * kept if finetune.gradient_checkpointing else shape.layers * layer
-    head_tokens = min(finetune.head_chunk_tokens, tokens)
-    return (
+    items = (
         MemoryItem(label="weights", num_bytes=weights),
         MemoryItem(label="gradient", num_bytes=gradient),
         MemoryItem(label="optimizer states", num_bytes=states),
-        MemoryItem(label=f"activations ({tokens} tokens)", num_bytes=activations),
-        MemoryItem(label=f"logits ({head_tokens} tokens)", num_bytes=2 * 4 * head_tokens * shape.vocab),
+        *step_items(cfg, shape, engine, cuda=cuda),
+    )
+    if not cuda:
+        return items
+    return (
+        *items,
         MemoryItem(label="transfer buckets", num_bytes=int(2 * cfg.weights.bucket_mb * 2**20)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
+
+
+def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
+    """Return the pinned host memory of the leading trainer node.
+
+    Rank 0 holds two versions for the servers, where one is still pulled or a delta needs it. While a checkpoint is
+    written, a node's ranks hold their share of weights and moments, and of the exported model.
+    """
+    version = shape.parameters * _element(cfg)
+    return 2 * version + (12 * shape.parameters + version) // nodes
 
 
 def with_value(section: Any, key: str, value: Any) -> Any:
@@ -165,7 +140,7 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
     ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
     changed, changes = cfg, list[str]()
     for key, value in SMALLER_TRAINER:
-        if key == "finetune.engine" and (ranks == 1 or engine_of(cfg, ranks) == value):
+        if key in ONLY_FOR_RANKS and (ranks == 1 or engine_of(changed, ranks) == value):
             continue
         following = with_value(changed, key, value)
         if following == changed:
@@ -173,10 +148,13 @@ def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: i
         changed, changes = following, [*changes, f"{key}={str(value).lower()}"]
         if trainer_bytes(changed, shape, ranks) <= capacity:
             return f"it fits with {' '.join(changes)}"
-    sharded = with_value(with_value(cfg, "finetune.gradient_checkpointing", True), "finetune.engine", "fsdp2")
+    sharded = cfg
+    for key, value in SMALLER_TRAINER[:3]:
+        sharded = with_value(sharded, key, value)
     for more in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > ranks):
         if trainer_bytes(sharded, shape, more) <= capacity:
-            return f"it fits on {more} trainer GPUs with finetune.engine=fsdp2 finetune.gradient_checkpointing=true"
+            keys = " ".join(f"{key}={str(value).lower()}" for key, value in SMALLER_TRAINER[:3])
+            return f"it fits on {more} trainer GPUs with {keys}"
     return "no number of GPUs makes it fit: shorten finetune.seq_length or take a smaller model"
 
 
@@ -209,12 +187,28 @@ def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple
     """
     whole = shape.parameters * _element(cfg)
     items: tuple[MemoryItem, ...] = (
-        MemoryItem(label="weights", num_bytes=whole // ranks),
+        MemoryItem(label="weights", num_bytes=_server_weights(cfg, shape, ranks) * _element(cfg)),
+        MemoryItem(label="activations", num_bytes=_server_activations(cfg, shape, ranks)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
     if cfg.world.share_devices and kind == "actor_llm":
         items += (MemoryItem(label="staged update", num_bytes=whole),)
     return items
+
+
+def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Parameters on one of a server's devices. With expert parallelism devices hold whole experts, some one more."""
+    experts = shape.expert_parameters
+    if experts and _vllm(cfg, EXPERT_PARALLEL, False) in (True, ""):
+        return (shape.parameters - experts) // ranks + experts // shape.experts * -(-shape.experts // ranks)
+    return shape.parameters // ranks
+
+
+def _server_activations(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Bytes of a step of vLLM's largest batch: a layer's inputs and products, and float32 logits of all sequences."""
+    tokens, sequences = (int(_vllm(cfg, key, None) or default) for key, default in VLLM_BATCH.items())
+    width = 2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // ranks
+    return _element(cfg) * tokens * width + 3 * 4 * sequences * shape.vocab
 
 
 def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:

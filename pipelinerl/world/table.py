@@ -6,8 +6,9 @@ from rich.table import Table
 from pipelinerl.config.sections import Config
 from pipelinerl.world.cluster import gpu_memory_bytes
 from pipelinerl.world.map import Job, WorldMap
-from pipelinerl.world.memory import ASSUMED_GPU_BYTES, GIB, DevicePlan, memory_plan
+from pipelinerl.world.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan
 from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.world.training_memory import GIB
 
 
 def world_table(world: WorldMap) -> Table:

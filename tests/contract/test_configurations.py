@@ -8,8 +8,9 @@ import pytest
 from pipelinerl.config import load
 from pipelinerl.launcher.program import launch
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
-from pipelinerl.world.memory import GIB, memory_plan
+from pipelinerl.world.memory import memory_plan
 from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.world.training_memory import GIB
 
 REQUIRED = (
     "actor.rollout_policy=pipelinerl.domains.largest.generate_rollout",

@@ -54,15 +54,8 @@ class RunningServer:
 def build_model(path: Path, *, hidden: int = 128, layers: int = 4, vocab: int = VOCAB, tied: bool = True) -> Path:
     """Random Qwen2 with a byte tokenizer; about 1M parameters by default."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocab,
@@ -79,8 +72,21 @@ def build_model(path: Path, *, hidden: int = 128, layers: int = 4, vocab: int = 
     )
     model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(path)
-    fast.save_pretrained(path)
+    save_byte_tokenizer(path)
     return path
+
+
+def save_byte_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
 
 
 def free_port() -> int:
@@ -191,6 +197,7 @@ def serving() -> SimpleNamespace:
         running=running_server,
         wait_until_up=wait_until_up,
         wait_for=wait_for,
+        save_byte_tokenizer=save_byte_tokenizer,
     )
 
 

@@ -120,8 +120,20 @@ class FinetuneSection(Section):  # structure: one field per key
         "log-probs",
         may_change=True,
     )
+    router_replay: bool = key(
+        False,
+        "mixture of experts: train each token with the experts that the server chose for it. Costs a byte or two per "
+        "token, layer and chosen expert in every record",
+        may_change=True,
+    )
     engine: Literal["auto", "ddp", "deepspeed", "fsdp2"] = key(
         "auto", "auto = by `use_deepspeed` and `use_fsdp`, and `ddp` for one rank", may_change=True
+    )
+    shard_gradients: bool = key(
+        False,
+        "fsdp2: keep only each rank's shard of the gradient. Large models fit, at the price of a reduction in every "
+        "micro-batch instead of one per step",
+        may_change=True,
     )
     lora: LoraSection
     rl: RLSection

@@ -1,7 +1,8 @@
 """FSDP2: torch's `fully_shard` shards parameters, gradients and optimizer states over the ranks.
 
 Parameters are kept in float32. bfloat16 is a mixed-precision policy with float32 reduction. Each decoder layer is one
-group, embedding and head are another. Gradients are reduce-scattered only in the last micro-batch of a step.
+group, embedding and head are another. Gradients are reduce-scattered in the last micro-batch of a step, or in every one
+with `finetune.shard_gradients`, which never holds the whole gradient.
 """
 
 from dataclasses import replace
@@ -30,6 +31,7 @@ class ShardedEngine(SteppingEngine):
         self.policy = policy if empty else policy.to(device)
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.shards_gradients = finetune.shard_gradients
         self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
         if empty:
             _make_shards(self.policy, device)
@@ -56,7 +58,7 @@ class ShardedEngine(SteppingEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """As in ``Engine``. Scales the loss by the world size, because FSDP averages over ranks and we need a sum."""
-        cast(FSDPModule, self.policy).set_requires_gradient_sync(last)
+        cast(FSDPModule, self.policy).set_requires_gradient_sync(last or self.shards_gradients)
         (loss * self.world_size).backward()
 
     def local_piece(self, tensor: DTensor) -> Piece | None:

@@ -1,5 +1,7 @@
 """From what a domain returns to what is trained: spans, masks, rewards, merging. Expected values by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -187,3 +189,27 @@ def test_empty_completion_leaves_no_sequence() -> None:
 def test_spans_are_maximal_runs() -> None:
     positions, versions = np.array([2, 3, 4, 8, 9, 12]), np.array([1, 1, 2, 2, 2, 2])
     assert spans_of(positions, versions).tolist() == [[2, 4, 1], [4, 5, 2], [8, 10, 2], [12, 13, 2]]
+
+
+def routed(made: TrainingText, rows: list[int]) -> TrainingText:
+    made.attach(replace(made.call_tokens, routed_experts=np.array(rows, np.uint8)[:, None]))
+    return made
+
+
+def test_tokens_keep_the_experts_under_which_they_were_sampled() -> None:
+    """The second call routes the tokens of the first again, under its own weights."""
+    first = routed(text([1], [2, 3]), [10, 11])
+    second = routed(text([1, 2, 3, 9], [4]), [20, 21, 22, 23])
+    (sequence,) = rollout(first, second).sequences
+    assert sequence.routed_experts is not None
+    assert sequence.routed_experts[:, 0].tolist() == [10, 11, 22, 23]
+
+
+def test_text_with_other_tokens_than_the_server_saw_has_no_experts() -> None:
+    changed = routed(text([1], [2, 3]), [10, 11])
+    changed.input_ids = [1, 7, 3]
+    changed.labels = [-100, -100, 3]
+    (sequence,) = rollout(changed).sequences
+    assert sequence.routed_experts is None
+    (sequence,) = rollout(routed(text([1], [2]), [5]), text([1, 2, 3], [4])).sequences
+    assert sequence.routed_experts is None

@@ -197,6 +197,7 @@ HINTED = {
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
+    "gradient_shards_without_fsdp2": {"finetune__shard_gradients": True},
 }
 
 

@@ -84,3 +84,11 @@ def test_without_a_dense_mask_rows_are_for_many_short_segments_only() -> None:
 def test_what_may_not_reach_a_gradient_is_refused_with_its_sample(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         check_record(make_record(**changes), vocab_size=50, max_lag_steps=4)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(False, [0, 1, 2, 3, 4, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6, -1])])
+def test_experts_lie_on_the_grid_and_padding_has_none(rows: bool, expected: list[int]) -> None:
+    record = make_record(routed_experts=np.arange(7, dtype=np.int16)[:, None])
+    batch = to_batch(record, index_tokens(record), torch.device("cpu"), rows=rows)
+    assert batch.routed_experts_NR is not None
+    assert batch.routed_experts_NR[:, 0].tolist() == expected

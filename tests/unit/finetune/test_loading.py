@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
+from pipelinerl.finetune.architecture import small_copy
+from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.loading import WeightFiles, load_model, stream_weights
 from pipelinerl.finetune.model import Policy, empty_lm, is_empty, load_lm
@@ -96,10 +99,33 @@ def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) ->
     assert not is_empty(lm)
 
 
-def test_saved_buffer_is_reason_to_load_whole(tmp_path: Path) -> None:
-    lm = make_qwen2(32)
-    lm.model.register_buffer("bias_of_experts", torch.ones(2))
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_experts_are_streamed_from_the_tensors_of_each_expert(tmp_path: Path, model_type: str) -> None:
+    """Any range of a layer's experts, which are one parameter here, and the bias of their choice, which is a buffer."""
+    lm = small_copy(AutoConfig.for_model(model_type))
+    for _, buffer in CheckpointNames(lm).buffers():
+        buffer.normal_()
+    lm.save_pretrained(tmp_path, max_shard_size="200KB")
+    cfg = make_config(tmp_path)
+    empty, files = load_model(cfg, "sdpa")
+    assert files is not None
+    engine = ReplicatedEngine(Policy(empty), cfg.finetune, CPU)
+    stream_weights(engine, files)
+    found = dict(engine.policy.lm.state_dict())
+    assert all(torch.equal(found[name], values) for name, values in lm.state_dict().items())
+
+    [(name, experts), *_] = [(n, p) for n, p in lm.named_parameters() if n.endswith("experts.gate_up_proj")]
+    blocks, one = engine.policy.names.blocks(name, tuple(experts.shape)), experts[0].numel()
+    for start, count in ((0, experts.numel()), (one // 2 - 3, 7), (one - 1, 2 * one), (experts.numel() - 1, 1)):
+        values = files.read_range(blocks, start, count)
+        assert torch.equal(values, experts.detach().flatten()[start : start + count])
+
+
+def test_files_without_one_expert_are_loaded_whole(tmp_path: Path) -> None:
+    lm = small_copy(AutoConfig.for_model("qwen3_moe"))
     lm.save_pretrained(tmp_path)
     files = WeightFiles.find(str(tmp_path))
     assert files is not None
-    assert files.lacking(lm) == ["model.bias_of_experts"]
+    assert files.lacking(lm) == []
+    del files._files["model.layers.1.mlp.experts.3.up_proj.weight"]
+    assert files.lacking(lm) == ["model.layers.1.mlp.experts.gate_up_proj"]

@@ -10,8 +10,10 @@ import torch
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.updates import WeightUpdates, is_push_due
 from pipelinerl.records import EvaluationDone, EvaluationStarted
+from tests.models import make_qwen2
 from tests.trainer_kit import FakeSender
 
 
@@ -19,7 +21,7 @@ class Engine:
     """One rank with one parameter."""
 
     rank, world_size, device = 0, 1, torch.device("cpu")
-    policy = SimpleNamespace(lora_scaling=1.0)
+    policy = Policy(make_qwen2(8, hidden=8, intermediate=8))
 
     def named_full_parameters(self) -> Any:
         yield "lm.w", torch.zeros(4)

@@ -1,14 +1,16 @@
 """What a start refuses before anything is started: here the memory plan, on a machine whose GPUs are told."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import checks
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.memory import GIB
+from pipelinerl.world.training_memory import GIB
 
 
 def start(*overrides: str, gpus: int = 8) -> checks.Start:
@@ -37,3 +39,26 @@ def test_memory_plan_that_fits_passes_and_unknown_sizes_too(monkeypatch: pytest.
 
 def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
     assert checks.memory in checks.OF_THIS_MACHINE
+
+
+@pytest.mark.parametrize(
+    "override", ["finetune.router_replay=true", "+vllm_config.vllm_kwargs.enable-expert-parallel=true"]
+)
+def test_settings_of_experts_are_refused_for_a_model_without_them(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"is true, but Qwen/Qwen2.5-7B has no experts: remove it"):
+        checks.experts(start(override))
+
+
+def test_expert_parallel_servers_are_accepted_and_need_several_gpus() -> None:
+    mixture = ("model_path=Qwen/Qwen3-30B-A3B", "+vllm_config.vllm_kwargs.enable-expert-parallel=true")
+    [warning] = checks.experts(start(*mixture))
+    assert "no effect with tensor-parallel-size=1" in warning
+    assert checks.experts(start(*mixture, "vllm_config.vllm_kwargs.tensor-parallel-size=4")) == []
+
+
+def test_router_replay_is_refused_on_cpu_where_servers_do_not_report_experts() -> None:
+    planned = start("model_path=Qwen/Qwen3-30B-A3B", "finetune.router_replay=true")
+    assert checks.experts(planned) == []
+    on_cpu = replace(planned, world=msgspec.structs.replace(planned.world, accelerator="cpu"))
+    with pytest.raises(ConfigError, match=r"reports the experts that it chose only on GPUs"):
+        checks.experts(on_cpu)

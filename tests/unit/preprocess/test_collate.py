@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from benchmarks.synthetic_groups import make_groups
+from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Sample, Shaping, prepare_group
@@ -154,3 +156,22 @@ def test_collate_any_packing_yields_the_same_trained_tokens_and_weights(aggregat
         Collation(num_ranks=2, seq_length=9000, sequences_per_micro_batch=2, **common),
     ):
         assert token_contributions(collate(batch, collation)) == reference
+
+
+def test_experts_lie_at_their_tokens_and_are_unknown_elsewhere() -> None:
+    """Sequence A of 5 tokens has them for its first 4; the other sequence of 3 tokens has none."""
+    (index, first), other = A.sequences
+    rows = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.uint8)
+    known = replace(A, sequences=((index, msgspec.structs.replace(first, routed_experts=rows)), other))
+    batch = OptimizerBatch(step=6, samples=(known,), next_source=(0, 1))
+    ((record,),) = collate(batch, Collation(num_ranks=1, seq_length=8))
+    assert record.routed_experts is not None
+    starts = dict(zip(record.sequence_ids, np.cumsum(record.segment_lengths) - record.segment_lengths, strict=True))
+    place = starts["0-0/0/0"]
+    assert record.routed_experts[place : place + 4].tolist() == rows.tolist()
+    assert (np.delete(record.routed_experts, np.s_[place : place + 4], 0) == -1).all()
+    check_micro_batch(record, vocab_size=100)
+    with pytest.raises(RecordError, match=r"routed_experts is int16 \(7, 2\); it must be an integer array with 8 rows"):
+        check_micro_batch(msgspec.structs.replace(record, routed_experts=record.routed_experts[1:]), vocab_size=100)
+    ((plain,),) = collate(replace(batch, samples=(A,)), Collation(num_ranks=1, seq_length=8))
+    assert plain.routed_experts is None

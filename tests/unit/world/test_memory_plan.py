@@ -8,17 +8,18 @@ from rich.console import Console
 
 from pipelinerl.config import load
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.memory import (
-    GIB,
-    lora_parameters,
-    memory_plan,
-    state_bytes,
-    trainer_bytes,
-    what_would_fit,
-    with_value,
-)
+from pipelinerl.world.memory import memory_plan, server_items, trainer_bytes, what_would_fit, with_value
 from pipelinerl.world.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
 from pipelinerl.world.table import compact_numbers, render_world, world_table
+from pipelinerl.world.training_memory import (
+    GIB,
+    Precision,
+    layer_bytes_per_token,
+    lora_parameters,
+    state_bytes,
+    step_items,
+    weight_copies,
+)
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
 TINY = {
@@ -54,6 +55,49 @@ def test_experts_are_counted_all_for_memory_and_few_for_work():
     # per layer: 192 + 3·8·4·experts + router 32 + 16
     assert shape.parameters == 2 * (192 + 384 + 32 + 16) + 808
     assert shape.active_parameters == 2 * (192 + 192 + 32 + 16) + 808
+
+
+PUBLISHED_MIXTURES = {
+    # 46.7B and 12.9B: https://mistral.ai/news/mixtral-of-experts
+    "mixtral": (
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000},
+        (46.7e9, 12.9e9),
+    ),
+    # 671B and 37B, without the layer that predicts several tokens: arXiv:2412.19437
+    "deepseek_v3": (
+        {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+        | {"n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_hidden_layers": 61}
+        | {"num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "q_lora_rank": 1536}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        (671e9, 37.5e9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MIXTURES)
+def test_sizes_of_mixtures_are_the_published_ones(name):
+    config, expected = PUBLISHED_MIXTURES[name]
+    shape = shape_from_config(config)
+    assert (shape.parameters, shape.active_parameters) == pytest.approx(expected, rel=5e-3)
+
+
+def test_latent_attention_caches_one_narrow_vector_per_layer():
+    shape = shape_from_config(PUBLISHED_MIXTURES["deepseek_v3"][0])
+    assert shape.kv_bytes_per_token() == 61 * (512 + 64) * 2
+
+
+def test_expert_parallel_devices_hold_whole_experts():
+    """128 experts on 3 devices: one device holds 43."""
+    shape = PUBLISHED_SHAPES["Qwen/Qwen3-30B-A3B"]
+    experts = 48 * 3 * 2048 * 768 * 128
+    assert shape.expert_parameters == experts
+    sizes = [
+        server_items(make_config("vllm_config.vllm_kwargs.tensor-parallel-size=3", *more), shape, "actor_llm", 3)
+        for more in ((), ("+vllm_config.vllm_kwargs.enable-expert-parallel=true",))
+    ]
+    assert sizes[0][0].num_bytes == 2 * (shape.parameters // 3)
+    assert sizes[1][0].num_bytes == 2 * ((shape.parameters - experts) // 3 + experts // 128 * 43)
 
 
 def test_shape_of_a_vision_language_model_is_its_text_part():
@@ -97,6 +141,49 @@ def test_states_of_a_hundred_parameters_on_four_ranks(engine, stage, half, expec
     assert state_bytes(100, engine=engine, stage=stage, ranks=4, half=half) == expected
 
 
+def test_gradient_in_shards_is_a_share_of_it():
+    sizes = state_bytes(100, engine="fsdp2", stage=0, ranks=4, half=True, shard_gradients=True)
+    assert sizes == (100, 100, 200)
+
+
+def test_large_model_fits_with_its_gradient_in_shards():
+    cfg = make_config("use_deepspeed=false", "use_fsdp=true", "model_path=Qwen/Qwen2.5-72B")
+    shape, world = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"], map_world(cfg, one_node(8), check=False)
+    advice = what_would_fit(cfg, world, shape, 80 * GIB, "finetune")
+    keys = "finetune.gradient_checkpointing=true finetune.engine=fsdp2 finetune.shard_gradients=true"
+    assert advice == f"it fits on 32 trainer GPUs with {keys}"
+
+
+def test_activations_of_a_7b_layer_by_hand():
+    """H 3584, heads 28, keys 512, feed-forward 18944, two bytes per element: it was measured as 226 kB per token."""
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    attention, feed_forward = 2 * (3 * 3584 + 2 * 512) + 4 * 28, 2 * 4 * 18944
+    plain = Precision.of(make_config(), "fsdp2")
+    assert layer_bytes_per_token(shape, plain) == 2 * 8 * 3584 + attention + feed_forward
+    # autocast: input and normalised input in float32, and one bfloat16 copy for each of q, k, v, gate and up
+    narrowed = Precision.of(make_config(), "ddp")
+    assert layer_bytes_per_token(shape, narrowed) == (2 * 8 + 5 * 2) * 3584 + attention + feed_forward
+    whole = Precision.of(make_config("finetune.dtype=float32"), "ddp")
+    assert layer_bytes_per_token(shape, whole) == 2 * 12 * 3584 + 2 * attention - 4 * 28 + 2 * feed_forward
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(1, 2 * 2 * 500_000_000), (2, 2 * 2 * 500_000_000), (3, 100_000_000)])
+def test_buckets_are_those_of_the_deepspeed_file(stage, expected):
+    """Stages 1 and 2 have DeepSpeed's default of 5e8 elements, twice; stage 3 names 5e7."""
+    cfg = make_config(f"deepspeed_config=deepspeed_stage{stage}_bf16")
+    items = {item.label: item.num_bytes for item in step_items(cfg, PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], "deepspeed")}
+    assert items["reduction buckets"] == expected
+
+
+def test_copies_of_weights_are_what_the_engine_makes_whole():
+    shape = shape_from_config({**TINY, "tie_word_embeddings": False})
+    embeddings, layer = 2 * 100 * 8, 592 + 4  # the last norm is shared out over both layers
+    assert weight_copies(make_config(), shape, "ddp") == 2 * 2 * layer
+    assert weight_copies(make_config(), shape, "fsdp2") == 2 * (embeddings + 2 * layer)
+    assert weight_copies(make_config("finetune.dtype=float32"), shape, "ddp") == 0
+    assert weight_copies(make_config(), shape, "deepspeed") == 2 * shape.parameters  # stage 3, fewer than 1e9
+
+
 def test_adapters_alone_have_gradients_and_states():
     shape = shape_from_config(TINY)
     # rank 2, per layer: q, o 2·(8 + 8), k, v 2·(8 + 4), feed-forward 3·(8 + 16)
@@ -112,7 +199,9 @@ def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
     plan = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB)[1]
     cache = plan.items[-1].num_bytes
     assert (plan.kind, plan.num_devices) == ("actor_llm", 4)
-    assert cache == int(0.9 * 80 * GIB) - shape.parameters - 2 * GIB
+    # 8,192 tokens × 2 bytes × (2 · 3584 + 3 · 18944 / 2), and float32 logits of 64 sequences three times
+    activations = 8192 * 2 * 35584 + 3 * 4 * 64 * 152064
+    assert cache == int(0.9 * 80 * GIB) - shape.parameters - activations - 2 * GIB
     # 28 layers × 2 × 4 heads × 128 × 2 bytes = 57,344 bytes per token over both devices
     assert f"{2 * cache // 57344:,} tokens" in plan.note
     assert plan.fits
@@ -142,7 +231,7 @@ def test_what_would_fit_is_the_smallest_change_and_does_fit():
 def test_what_would_fit_for_a_server_is_its_number_of_gpus():
     cfg = make_config()
     world, shape = map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    # 15.2 GB of weights and 2 GiB: one GPU of 16 GiB × 0.9 is too small, two hold 7.1 GiB + 2 GiB each
+    # 15.2 GB of weights and 2 GiB: one GPU of 16 GiB × 0.9 is too small, two hold 7.1 GiB + 2.7 GiB each
     assert what_would_fit(cfg, world, shape, 16 * GIB, "actor_llm").endswith("tensor-parallel-size=2")
     assert what_would_fit(cfg, world, shape, 2 * GIB, "actor_llm").startswith("no number of GPUs")
 

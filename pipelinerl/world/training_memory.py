@@ -1,0 +1,181 @@
+"""Estimates what one trainer rank holds at the peak of an optimizer step, from the configuration and the model.
+
+A step has two moments at which the memory may be largest: the output head at the end of a forward pass, and the
+backward pass through a layer. At both, the activations that are kept for the other layers are there. The plan is the
+larger one. `benchmarks/step_memory.py` compares it with measured allocations.
+
+Bytes per parameter P (N ranks, float32 master weights everywhere):
+
+    ddp       16 P               weights, gradient, two Adam moments in float32
+    fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
+              16 P / N           with `finetune.shard_gradients`
+    deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
+              fp32  4 P + 4 P + 8 P   sharded in the same way
+
+With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters.
+
+Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pipelinerl.config.engine import zero_settings, zero_stage
+from pipelinerl.config.sections import Config
+from pipelinerl.world.model_shape import ModelShape
+
+GIB = 2**30
+RUNTIME_BYTES = 2 * GIB
+"""CUDA context, communication buffers, fragmentation."""
+ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
+"""DeepSpeed's defaults, in parameters."""
+
+
+class MemoryItem(msgspec.Struct, frozen=True, kw_only=True):
+    label: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes per element."""
+
+    computed: int
+    """Of matrix products."""
+    stream: int
+    """Of the residual stream. Autocast keeps it in float32."""
+    autocast: bool
+    """Whether float32 weights are copied to bfloat16 for the products."""
+
+    @classmethod
+    def of(cls, cfg: Config, engine: str) -> "Precision":
+        half = cfg.finetune.dtype == "bfloat16"
+        autocast = half and engine == "ddp"
+        return cls(computed=2 if half else 4, stream=4 if autocast or not half else 2, autocast=autocast)
+
+
+def state_bytes(
+    parameters: int,
+    *,
+    engine: str,
+    stage: int,
+    ranks: int,
+    half: bool,
+    trained: int | None = None,
+    shard_gradients: bool = False,
+) -> tuple[int, int, int]:
+    """Bytes of weights, gradient, and optimizer states with master weights on one rank.
+
+    Args:
+        stage: DeepSpeed's ZeRO stage.
+        half: whether the trainer's weights are bfloat16.
+        trained: number of trained parameters. None = all.
+        shard_gradients: `finetune.shard_gradients`.
+    """
+    if engine == "deepspeed":
+        weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 8)
+        sharded = (stage >= 3, stage >= 2, stage >= 1)
+    else:
+        weights, gradient, states = 4, 4, 8
+        sharded = (engine == "fsdp2", engine == "fsdp2" and shard_gradients, engine == "fsdp2")
+    learning = parameters if trained is None else trained
+    parts = [ranks if shard else 1 for shard in sharded]
+    return weights * parameters // parts[0], gradient * learning // parts[1], states * learning // parts[2]
+
+
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Number of adapter parameters on all linear layers of the decoder: rank × (inputs + outputs) for each layer."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
+    return shape.layers * rank * (attention + 3 * shape.experts * (shape.hidden + shape.intermediate))
+
+
+def layer_bytes_per_token(shape: ModelShape, precision: Precision) -> int:
+    """What autograd keeps of one layer for the backward pass.
+
+    Norms compute in float32. Per norm they keep their input and the normalised input, and the linear layers behind it
+    keep their inputs. Autocast makes a copy for each of these layers. Attention keeps queries, keys, values and its
+    output twice, once for the product behind it, and the log-sum-exp. The feed-forward network keeps both products, the
+    activation and their product.
+    """
+    e, hidden = precision.computed, shape.hidden
+    norms = (2 * (4 + 4) + 5 * e) * hidden if precision.autocast else 2 * (4 + 2 * e) * hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = e * (3 * queries + 2 * keys) + 4 * shape.heads
+    if shape.experts > 1:
+        visited = shape.active_experts * (2 * hidden + 4 * shape.intermediate) + 4 * shape.shared_intermediate
+    else:
+        visited = 4 * shape.intermediate
+    return norms + attention + e * visited
+
+
+def embedding_parameters(shape: ModelShape) -> int:
+    return shape.vocab * shape.hidden * (1 if shape.tied else 2)
+
+
+def weight_copies(cfg: Config, shape: ModelShape, engine: str) -> int:
+    """Bytes of whole weights that exist besides the rank's own, in the precision of the products.
+
+    Autocast copies every linear layer. FSDP2 gathers embedding and head for the whole step, and two layers at a time.
+    ZeRO-3 gathers up to `stage3_max_live_parameters`.
+    """
+    precision, embeddings = Precision.of(cfg, engine), embedding_parameters(shape)
+    if precision.autocast:
+        return precision.computed * (shape.parameters - embeddings)
+    layer = (shape.parameters - embeddings) // shape.layers
+    if engine == "fsdp2":
+        return precision.computed * (embeddings + 2 * layer)
+    if engine == "deepspeed" and zero_stage(cfg) == 3:
+        live = int(zero_settings(cfg).get("stage3_max_live_parameters", ZERO_LIVE))
+        return precision.computed * min(live, shape.parameters)
+    return 0
+
+
+def zero_buckets(cfg: Config) -> int:
+    """Bytes of DeepSpeed's buffers in which gradients are reduced: two with `overlap_comm`, but one in stage 3."""
+    settings = zero_settings(cfg)
+    size = int(settings.get("reduce_bucket_size", ZERO_BUCKET))
+    count = 2 if settings.get("overlap_comm") and zero_stage(cfg) < 3 else 1
+    return count * (2 if cfg.finetune.dtype == "bfloat16" else 4) * size
+
+
+def head_bytes(cfg: Config, shape: ModelShape, engine: str, tokens: int, *, cuda: bool) -> int:
+    """Bytes of the output head: rounded operands, its float32 gradient, the logits of a chunk, and its states.
+
+    CUDA multiplies bfloat16 operands into float32. A CPU widens them to float32 instead.
+    """
+    precision = Precision.of(cfg, engine)
+    half, matrix, states = precision.computed == 2, shape.vocab * shape.hidden, tokens * shape.hidden
+    logits = min(cfg.finetune.head_chunk_tokens, tokens) * shape.vocab * (10 if half else 8)
+    rounded = 2 * matrix if precision.autocast else 0
+    operands = 0 if not half else rounded if cuda else 4 * (matrix + states)
+    return 4 * matrix + operands + logits + states * (4 + 2 * precision.computed + 2 * precision.stream)
+
+
+def step_items(cfg: Config, shape: ModelShape, engine: str, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
+    """What comes and goes in an optimizer step, at its peak.
+
+    Args:
+        engine: `ddp`, `fsdp2` or `deepspeed`.
+        cuda: whether the device is a GPU.
+    """
+    finetune, precision = cfg.finetune, Precision.of(cfg, engine)
+    tokens = finetune.seq_length // finetune.seq_parallel
+    layer = tokens * layer_bytes_per_token(shape, precision)
+    kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
+    width = shape.active_experts * shape.intermediate + shape.shared_intermediate
+    gradients = tokens * precision.computed * 3 * max(width, shape.hidden)
+    moments = (
+        ("output head", head_bytes(cfg, shape, engine, tokens, cuda=cuda)),
+        ("one layer's backward pass", gradients + (layer if finetune.gradient_checkpointing else 0)),
+    )
+    label, num_bytes = max(moments, key=lambda moment: moment[1])
+    items = [
+        MemoryItem(label=f"kept activations ({tokens} tokens)", num_bytes=shape.layers * kept),
+        MemoryItem(label=label, num_bytes=num_bytes),
+        MemoryItem(label="whole copies of weights", num_bytes=weight_copies(cfg, shape, engine)),
+    ]
+    if engine == "deepspeed":
+        items.append(MemoryItem(label="reduction buckets", num_bytes=zero_buckets(cfg)))
+    return tuple(items)
