@@ -39,6 +39,8 @@ NOT_INHERITED = (
 )
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "PET_")
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Settings of torch's allocator. On shared GPUs they stay as they are, because weights travel as CUDA IPC handles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
     }
     if world.accelerator == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(job.gpus, env)
+        if job.kind == "finetune" and not world.share_devices and ALLOCATOR not in env:
+            variables[ALLOCATOR] = "expandable_segments:True"  # lengths vary: fixed segments would fragment
     else:
         threads = max(1, len(job.cores) // max(1, job.num_ranks)) if job.kind == "finetune" else 1
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}

@@ -5,6 +5,7 @@ python -m pipelinerl.plan --config-name base --gpu H100 --mean-length 2500
 python -m pipelinerl.plan compare results/base
 python -m pipelinerl.plan scaling results/base
 python -m pipelinerl.plan weights --gbytes-per-s 50
+    python -m pipelinerl.plan memory --gpu-gib 141
 """
 
 import argparse
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.plan import fan_out, split
+from pipelinerl.plan import memory as memory_table
 from pipelinerl.plan.research.commands import print_simulation, run_compare, run_scaling
 
 
@@ -49,7 +51,7 @@ def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.plan", description=__doc__.partition("\n\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling,weights}")
+    commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling,weights,memory}")
     plan = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
     plan.set_defaults(run=run_split)
     split.add_arguments(plan)
@@ -64,7 +66,10 @@ def make_parser() -> argparse.ArgumentParser:
     weights = commands.add_parser("weights", help="predicted time of a weight update (docs/algorithms.md §11)")
     weights.set_defaults(run=fan_out.run_weights)
     fan_out.add_arguments(weights)
-    for command in (plan, compare, scaling, weights):
+    memory = commands.add_parser("memory", help="memory of published models in trainers and servers")
+    memory.set_defaults(run=memory_table.run_memory)
+    memory_table.add_arguments(memory)
+    for command in (plan, compare, scaling, weights, memory):
         command.add_argument("--json", metavar="FILE", help="write the result there, too")
     return parser
 

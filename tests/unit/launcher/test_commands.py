@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.launcher.commands import compiler_cache, inherited_environment, printable, role_command, start_script
@@ -73,6 +74,15 @@ def test_role_command_gpus_count_within_the_launchers_own(gpus: tuple[int, ...],
     trainer = Job(name="finetune_0", kind="finetune")
     command = role_command(job, world(job, trainer, accelerator="cuda"), RUN, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert command.env["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_trainer_on_its_own_gpus_takes_segments_that_grow_unless_the_user_says_otherwise() -> None:
+    job = Job(name="finetune_0", kind="finetune", gpus=(0,))
+    alone = world(job, accelerator="cuda")
+    assert role_command(job, alone, RUN, {}).env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in role_command(job, alone, RUN, {"PYTORCH_ALLOC_CONF": "x"}).env
+    shared = msgspec.structs.replace(alone, share_devices=True)
+    assert "PYTORCH_ALLOC_CONF" not in role_command(job, shared, RUN, {}).env
 
 
 def test_both_ends_of_a_weight_transfer_between_nodes_use_the_nodes_interface() -> None:

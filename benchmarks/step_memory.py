@@ -1,0 +1,146 @@
+"""Peak memory of an optimizer step on this machine's CPU beside what the memory plan says, by engine and model.
+
+    python -m benchmarks.step_memory --engines ddp fsdp2 --out benchmarks/step_memory.json
+
+Random Qwen2 models of the sizes below are trained for two steps of two micro-batches. The plan is that of a CPU: a GPU
+multiplies bfloat16 without widening it, and has a runtime's and the transfer's buffers besides. Sizes are bytes that
+torch's allocator held (`step_memory_rank.py`).
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.step_memory_rank import REQUIRED
+from pipelinerl.config.load import compose, parse
+from pipelinerl.world.memory import trainer_items
+from pipelinerl.world.model_shape import find_model_shape
+
+RANK_SCRIPT = Path(__file__).with_name("step_memory_rank.py")
+TIMEOUT_S = 500
+SIZES = {
+    "wide": {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 3, "vocab_size": 3072},
+    "deep": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 10, "vocab_size": 2048},
+    "words": {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "vocab_size": 12288},
+}
+"""None of these was used to write the plan's formulas."""
+PRECISIONS = {
+    "float32": ("finetune.dtype=float32", "finetune.gradient_checkpointing=false"),
+    "bfloat16": ("finetune.gradient_checkpointing=false",),
+    "bfloat16, recomputed": ("finetune.gradient_checkpointing=true",),
+}
+ENGINES = {
+    "ddp": ("finetune.engine=ddp",),
+    "fsdp2": ("finetune.engine=fsdp2",),
+    **{f"zero{stage}": ("finetune.engine=deepspeed",) for stage in (1, 2, 3)},
+}
+ZERO_PARAMETERS = 100_000
+"""Size of DeepSpeed's buckets here. Those of `conf/deepspeed` are larger than the models."""
+
+
+def save_model(folder: Path, size: str) -> Path:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    Qwen2ForCausalLM(Qwen2Config(**SIZES[size], **heads)).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def save_deepspeed(folder: Path, stage: int) -> Path:
+    """DeepSpeed's file of this stage with small buckets. Returns the path without its ending, as the key wants it."""
+    small = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    settings = {"stage": stage, "contiguous_gradients": True} | dict.fromkeys(small, ZERO_PARAMETERS)
+    settings["stage3_param_persistence_threshold"] = 0
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps({"zero_optimization": settings}))
+    return path.with_suffix("")
+
+
+def measure(cases: Sequence[Sequence[str]], ranks: int, folder: Path) -> list[dict[str, int]]:
+    """Peak bytes of rank 0 in each phase, per case."""
+    out = folder / "peaks"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shared |= {"PYTHONPATH": str(RANK_SCRIPT.parents[1])}
+    command = [sys.executable, str(RANK_SCRIPT), json.dumps({"cases": cases, "out": str(out)})]
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}")
+    return json.loads(Path(f"{out}.0").read_text())
+
+
+def planned(case: Sequence[str], model: Path, ranks: int, *, cuda: bool = False) -> dict[str, int]:
+    """The plan's items that are tensors, in bytes. ``cuda``: those of a GPU."""
+    shape = find_model_shape(str(model))
+    assert shape is not None
+    cfg = parse(compose("base", [*REQUIRED, *case]))
+    items = trainer_items(cfg, shape, ranks, cuda=cuda)
+    return {item.label: item.num_bytes for item in items if item.label not in ("runtime", "transfer buckets")}
+
+
+def compare(
+    engine: str, ranks: int, folder: Path, sizes: Sequence[str], precisions: Sequence[str], tokens: int = 1024
+) -> list[dict[str, Any]]:
+    """One line per size and precision: the measured and the planned peak of a step, and their ratio."""
+    stage = int(engine.removeprefix("zero")) if engine.startswith("zero") else 0
+    overrides = list(ENGINES[engine])
+    if stage:
+        overrides.append(f"deepspeed_config={save_deepspeed(folder, stage)}")
+    models = {size: save_model(folder / size, size) for size in sizes}
+    keys = [(size, precision) for size in sizes for precision in precisions]
+    cases = [[f"model_path={models[s]}", f"finetune.seq_length={tokens}", *overrides, *PRECISIONS[p]] for s, p in keys]
+    batches = [[case] for case in cases] if stage else [cases]  # a process can hold one of DeepSpeed's engines
+    peaks = [peak for batch in batches for peak in measure(batch, ranks, folder)]
+    lines = []
+    for (size, precision), case, peak in zip(keys, cases, peaks, strict=True):
+        plan = planned(case, models[size], ranks)
+        lines.append(
+            {"engine": engine, "ranks": ranks, "size": size, "precision": precision, "plan": plan}
+            | {"measured": peak["step"], "ratio": round(sum(plan.values()) / peak["step"], 3)}
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=sorted(ENGINES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
+    parser.add_argument("--precisions", nargs="+", choices=sorted(PRECISIONS), default=sorted(PRECISIONS))
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        for engine in args.engines:
+            for ranks in args.ranks:
+                results += compare(engine, ranks, Path(name), args.sizes, args.precisions)
+                for line in results[-len(args.sizes) * len(args.precisions) :]:
+                    print(json.dumps({key: line[key] for key in line if key != "plan"}), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

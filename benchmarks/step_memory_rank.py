@@ -1,0 +1,125 @@
+"""One rank that trains a step and measures the memory of its tensors, run as a process by `step_memory.py` and tests.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python step_memory_rank.py '{"cases": [[…]], "out": …}'
+
+torch's profiler reports every allocation and release of its CPU allocator, so the figures are bytes of tensors and
+contain neither Python's objects nor the allocator's slack. A case is a list of overrides of `conf/base.yaml`. Writes to
+`out` on every rank: per case the peak bytes of each phase.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.synthetic_batches import make_samples, pack
+from pipelinerl.config.engine import engine_of
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.accumulate import train_step
+from pipelinerl.finetune.build import load_engine, make_rules
+from pipelinerl.finetune.engines import join_ranks, read_ranks
+from pipelinerl.finetune.export import exported_parameters
+from pipelinerl.finetune.model import DTYPES
+from pipelinerl.finetune.rl.objective import LossSettings
+from pipelinerl.observability.role import leave
+
+MICRO_BATCHES = 2
+REQUIRED = ("output_dir=unused", "dataset_loader=a.b", "actor.rollout_policy=a.b")
+PHASE = "phase: "
+
+
+class Allocations:
+    """Bytes that torch's CPU allocator holds, phase by phase."""
+
+    def __enter__(self) -> "Allocations":
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+
+    def peaks(self) -> dict[str, int]:
+        """Largest number of bytes held during each phase, which is a `record_function` of this module."""
+        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        ends = {e.name().removeprefix(PHASE): e.start_ns() + e.duration_ns() for e in events if PHASE in e.name()}
+        found, held, running = dict.fromkeys(ends, 0), 0, dict[str, int]()
+        for event in events:
+            if PHASE in event.name():
+                running[event.name().removeprefix(PHASE)] = ends[event.name().removeprefix(PHASE)]
+            elif event.name() == "[memory]":
+                held += event.nbytes()
+                running = {name: end for name, end in running.items() if event.start_ns() <= end}
+                found |= {name: max(found[name], held) for name in running}
+        return found
+
+    def phase(self, name: str) -> Any:
+        return record_function(PHASE + name)
+
+
+class DeviceAllocations:
+    """The same of the current GPU."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+
+    def __enter__(self) -> "DeviceAllocations":
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def peaks(self) -> dict[str, int]:
+        return self._peaks
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        self._peaks[name] = torch.cuda.max_memory_allocated()
+
+
+def measure(cfg: Any, world_size: int, rank: int, device: torch.device) -> dict[str, int]:
+    """Peak bytes of one rank while it loads the model, in two optimizer steps, and in a weight update."""
+    with DeviceAllocations() if device.type == "cuda" else Allocations() as allocations:
+        with allocations.phase("loading"):
+            engine = load_engine(cfg, device, world_size)
+        rules = make_rules(engine.policy, cfg)
+        vocab, length = engine.policy.lm.config.vocab_size, cfg.finetune.seq_length
+        samples = make_samples(rank, 4 * MICRO_BATCHES, vocab_size=vocab, lengths=(length // 4, length // 4))
+        records = pack(samples, [range(4 * i, 4 * i + 4) for i in range(MICRO_BATCHES)])
+        for name in ("first step", "step"):
+            with allocations.phase(name):
+                train_step(engine, records, LossSettings(), rules, 1e-4)
+        with allocations.phase("update"):
+            for _ in exported_parameters(engine, DTYPES[cfg.finetune.dtype]):
+                pass
+    return allocations.peaks()
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, world_size, device = read_ranks(job.get("accelerator", "cpu"))
+    found = []
+    for case in job["cases"]:
+        cfg = parse(compose("base", [*REQUIRED, *case]))
+        join_ranks(engine_of(cfg, world_size), world_size, device, 300)
+        found.append(measure(cfg, world_size, rank, device))
+        gc.collect()  # the engine's memory counts as its own case's
+    Path(f"{job['out']}.{rank}").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    os.environ.pop("RANK", None)
+    leave(0)
