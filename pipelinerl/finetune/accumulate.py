@@ -19,6 +19,7 @@ from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import slice_batch
+from pipelinerl.finetune.speed import speed_metrics
 from pipelinerl.records import MicroBatch
 
 Observer = Callable[[MicroBatch, PolicyOutput, torch.Tensor], None]
@@ -98,17 +99,16 @@ def train_step(
         grad_norm = engine.step(learning_rate)
     except NonFiniteGradientError as error:
         raise RecordError(f"step {records[0].step} is refused: {error}; {_suspects(records, losses)}") from error
+    set_by = {"lr": learning_rate, "kl_coef": settings.kl_coef, "entropy_bonus": settings.entropy_bonus}
+    set_by |= {"grad_norm": grad_norm, "micro_batches": float(len(records))}
     totals = diagnostics.reduce(engine.world_size > 1)
-    elapsed = time.perf_counter() - started
-    return step_metrics(totals) | {
-        "grad_norm": grad_norm,
-        "lr": learning_rate,
-        "kl_coef": settings.kl_coef,
-        "entropy_bonus": settings.entropy_bonus,
-        "step_s": elapsed,
-        "tokens_per_s": totals["tokens"] / elapsed,
-        "micro_batches": float(len(records)),
-    }
+    return step_metrics(totals) | set_by | _speed(engine, totals, time.perf_counter() - started)
+
+
+def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[str, float]:
+    tokens, config = totals["total_tokens"], engine.policy.lm.config
+    per_device = speed_metrics(config, engine.device, tokens, elapsed, engine.world_size)
+    return {"step_s": elapsed, "tokens_per_s": totals["tokens"] / elapsed} | per_device
 
 
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:

@@ -151,6 +151,10 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("lr", "", "learning rate of the step"),
         Metric("step_s", "s", "computation of the step"),
         Metric("tokens_per_s", "tokens/s", "trained tokens per second of computation"),
+        Metric(
+            "input_tokens_per_s_per_device", "tokens/s", "tokens, prompts included, per second of computation and rank"
+        ),
+        Metric("mfu", "share", "of the GPU's peak that 6 operations per active parameter and token used"),
         Metric("wait_s", "s", "wait of the trainer for data before the step"),
         Metric("push_wait_s", "s", "training stood still for the weight update after the step: its snapshot"),
         Metric("pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"),

@@ -1,0 +1,43 @@
+"""How fast a step was: tokens per second and device, and the share of the device's peak that the model used (MFU)."""
+
+from typing import Any
+
+import torch
+
+from pipelinerl.plan.rates import GPUS
+from pipelinerl.world.model_shape import shape_from_config
+
+FLOPS_PER_PARAMETER = 6
+"""2 of the forward pass and 4 of the backward pass. Attention and recomputed activations do not count."""
+
+
+def speed_metrics(config: Any, device: torch.device, tokens: float, seconds: float, ranks: int) -> dict[str, float]:
+    """The metrics of a step, `mfu` only on a GPU whose peak is known.
+
+    Args:
+        config: of the model, as in transformers.
+        tokens: of the optimizer batch, prompts included, over all ranks.
+        seconds: of computation.
+        ranks: devices of the trainer.
+    """
+    found = {"input_tokens_per_s_per_device": tokens / seconds / ranks}
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    used = None if peak is None else mfu(config.to_dict(), found["input_tokens_per_s_per_device"], peak)
+    return found if used is None else found | {"mfu": used}
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense 16-bit operations per second of the GPU that CUDA calls ``name``. None: not known."""
+    return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
+
+
+def mfu(config: dict[str, Any], tokens_per_s: float, peak: float) -> float | None:
+    """Model FLOPs utilisation (arXiv:2204.02311, appendix B) without attention. None: the model's sizes are unknown.
+
+    Args:
+        config: the model's ``config.json``.
+        tokens_per_s: of one device.
+        peak: operations per second of the device.
+    """
+    shape = shape_from_config(config)
+    return None if shape is None else FLOPS_PER_PARAMETER * shape.active_parameters * tokens_per_s / peak
