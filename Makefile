@@ -11,7 +11,7 @@ VERSION := import sys; print(sys.version_info[:2])
 LOCK := $(if $(findstring cpu,$(EXTRAS)),-c requirements.lock)
 PACKAGES := pipelinerl conf tests benchmarks assets
 
-.PHONY: install quickstart test test-fast test-slow check format docs redis browser clean version lock
+.PHONY: install quickstart test test-fast test-slow gpu-check check format docs redis browser clean version lock
 .DELETE_ON_ERROR:
 
 install: version
@@ -50,6 +50,10 @@ test-fast: install
 
 test-slow: install redis
 	$(PYTEST) -m slow
+
+# For a machine with a GPU and EXTRAS=gpu,test. Neither CI nor any run of this project's authors has had one yet.
+gpu-check: install
+	$(PY) -m benchmarks.gpu_check --out results/gpu_check.json
 
 check: install
 	$(PY) -m ruff check $(PACKAGES)

@@ -4,8 +4,8 @@
 
 Each rank first loads a tiny model, so that imports and communication buffers do not count. `extra` is the largest of
 the ranks' peaks above what is left when the engine stands (its shards): the figure that grows with the model. Mapped
-files do not count, for the kernel takes their pages back when it needs them. DeepSpeed is not measured: one process
-cannot hold two of its engines, and without a first one its own memory would count.
+files do not count, for the kernel takes their pages back when it needs them. A process holds one of DeepSpeed's engines
+at most, so its ranks first load the tiny model into another engine.
 """
 
 import argparse
@@ -30,6 +30,8 @@ SIZES = {
 ENGINES = {
     "ddp": ("ddp", []),
     "fsdp2": ("fsdp2", []),
+    "zero2": ("deepspeed", ["deepspeed_config=deepspeed_stage2_bf16"]),
+    "zero3": ("deepspeed", ["deepspeed_config=deepspeed_stage3_bf16"]),
 }
 TIMEOUT_S = 500
 

@@ -1,6 +1,6 @@
 """One rank that loads a model into an engine and measures its memory, run as a process by `memory.py` and tests.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python load_rank.py '{"engine": "fsdp2", "model": …}'
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=… python memory_rank.py '{"engine": "fsdp2", "model": …}'
 
 Writes to `out` on every rank: anonymous memory before, at its peak, and after, in bytes.
 """
@@ -73,7 +73,7 @@ def main(job: dict[str, Any]) -> None:
         )
     )
     join_ranks(job["engine"], world_size, device, 300)
-    make_engine(parse_tiny(cfg, job["warm_up"]), device, world_size)
+    make_engine(warm_up(cfg, job["warm_up"]), device, world_size)
     before = settle()
     peak = Peak()
     peak.start()
@@ -86,9 +86,16 @@ def main(job: dict[str, Any]) -> None:
         dist.barrier()
 
 
-def parse_tiny(cfg: Any, model: str) -> Any:
+def warm_up(cfg: Any, model: str) -> Any:
     """The same configuration for a model so small that loading it costs imports and nothing else."""
-    return cfg.model_copy(update={"model_path": model})
+    engine = cfg.finetune.engine
+    if engine == "deepspeed":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        engine = "ddp"
+    finetune = cfg.finetune.model_copy(update={"engine": engine})
+    return cfg.model_copy(update={"model_path": model, "finetune": finetune})
 
 
 if __name__ == "__main__":

@@ -1,75 +1,21 @@
 """Engines and rank counts: same steps, same losses; saved by one, resumed by another. Gloo on this machine."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.engine_runs import ENGINES, run_ranks
 from tests.models import save_qwen2
-from tests.zero3 import shard_everything
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "ranks" / "trainer_rank.py"  # imports `benchmarks`, which is not installed
-TIMEOUT_S = 240
-ENGINES = {
-    "zero1": ("deepspeed", ["deepspeed_config=deepspeed_stage1_bf16"]),
-    "zero2": ("deepspeed", ["deepspeed_config=deepspeed_stage2_bf16"]),
-    "zero3": ("deepspeed", []),  # the file comes from shard_everything()
-    "fsdp2": ("fsdp2", []),
-    "ddp": ("ddp", []),
-}
 STEPS, HALF = 20, 10
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen2(tmp_path_factory.mktemp("model"), vocab_size=64)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_ranks(out: Path, world_size: int, engine: str, model: Path, **job: Any) -> list[dict[str, float]]:
-    """Train with ``world_size`` processes; the metrics of each step."""
-    name, overrides = ENGINES[engine]
-    overrides = [shard_everything(out.parent)] if engine == "zero3" else overrides
-    job |= {"engine": name, "overrides": overrides + job.pop("overrides", []), "model": str(model), "out": str(out)}
-    port = free_port()
-    logs = [out.with_suffix(f".rank{rank}.log") for rank in range(world_size)]
-    processes = []
-    for rank, path in enumerate(logs):
-        env = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT),
-        }
-        log = path.open("w")
-        arguments = [sys.executable, str(SCRIPT), json.dumps(job)]
-        processes.append((subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT), log))
-    try:
-        codes = [process.wait(TIMEOUT_S) for process, _ in processes]
-    finally:
-        for process, log in processes:
-            process.kill()
-            process.wait()
-            log.close()
-    assert codes == [0] * world_size, "\n".join(path.read_text()[-4000:] for path in logs)
-    return json.loads(out.read_text())
 
 
 class Runs:
@@ -112,7 +58,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("engine", "ranks"),
     [
-        *[("zero3", 2), ("fsdp2", 2), ("ddp", 2), slow("zero1", 2), slow("zero2", 2)],
+        *[("zero3", 2), ("fsdp2", 2), ("fsdp2_shards", 2), ("ddp", 2), slow("zero1", 2), slow("zero2", 2)],
         *[slow(engine, 4) for engine in ENGINES],
         *[slow("zero2", 1), slow("zero3", 1), slow("fsdp2", 1)],
     ],

@@ -45,7 +45,7 @@ def make_saver(engine: Engine, run_dir: Path, model: str) -> Saver:
 
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    rank, world_size, device = read_ranks("cpu")
+    rank, world_size, device = read_ranks(job["accelerator"])
     overrides = [
         "output_dir=unused",
         f"model_path={job['model']}",

@@ -1,0 +1,35 @@
+"""Packed attention on the device: torch's varlen kernel beside one call per document. Written without a GPU."""
+
+import pytest
+import torch
+
+from pipelinerl.finetune import attention
+from pipelinerl.finetune.attention import announce, packed_attention
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+DOCUMENTS = (100, 1, 700, 223)
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("value_size", [64, 48])
+def test_varlen_kernel_is_near_one_call_per_document(
+    window: int | None, value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    length = sum(DOCUMENTS)
+    shapes = ((1, 8, length, 64), (1, 2, length, 64), (1, 2, length, value_size))
+    inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    found = []
+    for has_kernel in (True, False):
+        if not has_kernel:
+            monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
+        announce(DOCUMENTS, CUDA)
+        output, _ = packed_attention(Layer(), *inputs, None, sliding_window=window)
+        found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
+    for kernel, reference in zip(*found, strict=True):
+        assert (kernel.float() - reference.float()).norm() <= 0.02 * reference.float().norm()

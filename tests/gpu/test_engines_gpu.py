@@ -1,0 +1,65 @@
+"""Every engine on one GPU: the losses of the CPU, resume, export, and memory as planned. Written without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.step_memory import planned, save_model
+from tests.engine_runs import ENGINES, ROOT, free_port, run_ranks
+from tests.models import save_qwen2
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+STEPS, HALF = 6, 3
+MEMORY_TOLERANCE = 0.15
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen2(tmp_path_factory.mktemp("model"), vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return run_ranks(tmp_path_factory.mktemp("cpu") / "out.json", 1, "ddp", model, steps=[0, STEPS])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_has_the_losses_of_the_cpu_and_resumes_and_exports(
+    engine: str, model: Path, expected: list[dict[str, float]], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    out = first / "out.json"
+    steps = {"steps": [0, HALF], "save_at": HALF, "save": str(first)}
+    ours = run_ranks(out, 1, engine, model, accelerator="cuda", **steps)
+    ours += run_ranks(second / "out.json", 1, engine, model, accelerator="cuda", steps=[HALF, STEPS], load=str(first))
+    for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), f"step {step} {name}"
+    exported = AutoModelForCausalLM.from_pretrained(first / "exports" / f"step_{HALF}").state_dict()
+    weights = load_file(out.with_suffix(".safetensors"))
+    assert max((exported[n.removeprefix("lm.")].float() - w.float()).abs().max() for n, w in weights.items()) <= 1e-6
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("recomputed", ["true", "false"])
+def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp_path: Path) -> None:
+    """``max_memory_allocated`` of a step in bfloat16, beside the items of the plan that are tensors."""
+    model = save_model(tmp_path / "model", "wide")
+    case = [f"model_path={model}", f"finetune.engine={engine}", "finetune.seq_length=8192"]
+    case.append(f"finetune.gradient_checkpointing={recomputed}")
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    job = {"cases": [case], "out": str(tmp_path / "peaks"), "accelerator": "cuda"}
+    script = ROOT / "benchmarks" / "step_memory_rank.py"
+    env = os.environ | ranks | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(script), json.dumps(job)], env=env, check=True, timeout=300)
+    [peaks] = json.loads((tmp_path / "peaks.0").read_text())
+    plan = planned(case, model, 1, cuda=True)
+    assert sum(plan.values()) == pytest.approx(peaks["step"], rel=MEMORY_TOLERANCE), plan

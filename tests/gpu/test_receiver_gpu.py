@@ -1,0 +1,35 @@
+"""A server's side on the device: checksum, delta and layout of a staged update. Written without a GPU."""
+
+import pytest
+import torch
+
+from pipelinerl.weights.delta import apply_delta, encode_delta
+from pipelinerl.weights.digest import checksum
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.protocol import ParamSpec
+
+pytestmark = pytest.mark.gpu
+LAYOUT = Layout((ParamSpec("a", "bfloat16", (1000, 33)), ParamSpec("b", "bfloat16", (7,))))
+
+
+def staged(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
+    for _, view in LAYOUT.views(buffer):
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return buffer
+
+
+def test_checksum_on_the_device_is_that_of_the_host() -> None:
+    assert checksum(staged(0).cuda()) == checksum(staged(0))
+
+
+def test_delta_applied_on_the_device_gives_the_same_bytes() -> None:
+    before, after = staged(0), staged(0)
+    for _, view in LAYOUT.views(after):
+        view.view(-1)[::5] += 1
+    delta = encode_delta(before, after)
+    assert delta is not None
+    on_device = before.cuda()
+    apply_delta(on_device, delta)
+    assert torch.equal(on_device.cpu(), after)
