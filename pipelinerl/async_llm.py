@@ -244,6 +244,9 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
         or (count and logprobs.min() <= MISSING_LOGPROB)
     ):
         raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
+    routed = completion.routed_experts
+    if routed is not None and (routed.ndim != 2 or len(routed) != len(prompt_ids) + count - 1):
+        raise ServerError(f"the server's routed experts {routed.shape} are not those of all its tokens", 502)
     return CallTokens(
         prompt_ids=prompt_ids,
         completion_ids=token_ids,
@@ -251,15 +254,8 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
         version_spans=_version_spans(completion.version_spans, count),
         finish_reason=completion.finish_reason,
         cached_tokens=completion.cached_tokens,
-        routed_experts=_routed_experts(completion.routed_experts, len(prompt_ids) + count - 1),
+        routed_experts=routed,
     )
-
-
-def _routed_experts(routed: np.ndarray | None, count: int) -> np.ndarray | None:
-    """Checks that there is a row for each of ``count`` tokens."""
-    if routed is not None and (routed.ndim != 2 or len(routed) != count):
-        raise ServerError(f"the server's routed experts {routed.shape} are not those of {count} tokens", 502)
-    return routed
 
 
 def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
