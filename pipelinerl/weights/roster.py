@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Time between two questions to a server about its state."""
+COMING_S = 0.1
+"""The same for a server that is not up, times the number of servers: a start must not wait for the next question."""
 
 
 class Roster:
@@ -70,14 +72,14 @@ class Roster:
         await asyncio.gather(*(member.close() for member in self))
 
     async def _watch(self, member: Member) -> None:
-        """Asks the server for its state every ``WATCH_S``. Ends when the server is no longer a member."""
+        """Asks the server for its state every ``WATCH_S``, more often until it is up. Ends with its membership."""
         while True:
             ended = member.ended
             if member.update is None:
                 info = await member.info()
                 if member.update is None and member.ended == ended:
                     self.see(member, info)
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(WATCH_S if member.is_up else min(WATCH_S, COMING_S * len(self._members)))
 
     def see(self, member: Member, info: WeightInfo | str | None) -> None:
         """Updates the member from the server's answer."""
