@@ -19,6 +19,10 @@ _LENGTH = struct.Struct("<Q")
 MAX_MESSAGE_BYTES = 2**32 - 1
 READ_BUDGET_BYTES = 32 * 2**20
 """The actor reads at most this much from one worker before it turns to the others."""
+READ_BYTES = 2**18
+"""Messages that fit in this are read many at a time."""
+WRITE_BYTES = 2**16
+"""Shorter messages are written together with what comes before or after them."""
 
 
 class ActorConnection:
@@ -35,9 +39,11 @@ class ActorConnection:
         sock.setblocking(False)
         self._socket = sock
         self._outgoing: deque[memoryview] = deque()
-        self._incoming = memoryview(bytearray(_LENGTH.size))
+        self._read = memoryview(bytearray(READ_BYTES))
+        self._large: memoryview | None = None
+        """The payload that is being read, if it is too large for ``_read``."""
         self._filled = 0
-        self._in_payload = False
+        """Bytes that have arrived in ``_large``, or in ``_read`` without one."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -49,8 +55,11 @@ class ActorConnection:
 
     def send(self, payload: bytes) -> None:
         """Sends as much of the message as the socket accepts. ``flush`` sends the rest."""
-        self._outgoing.append(memoryview(_LENGTH.pack(len(payload))))
-        self._outgoing.append(memoryview(payload))
+        length = _LENGTH.pack(len(payload))
+        if len(payload) < WRITE_BYTES:
+            self._outgoing.append(memoryview(length + payload))
+        else:
+            self._outgoing += (memoryview(length), memoryview(payload))
         self.flush()
 
     def flush(self) -> None:
@@ -73,8 +82,9 @@ class ActorConnection:
         messages: list[memoryview] = []
         budget = READ_BUDGET_BYTES
         while budget > 0:
+            target = (self._read if self._large is None else self._large)[self._filled :]
             try:
-                count = self._socket.recv_into(self._incoming[self._filled :])
+                count = self._socket.recv_into(target)
             except BlockingIOError:
                 break
             except OSError:
@@ -87,26 +97,45 @@ class ActorConnection:
                 raise EOFError
             self._filled += count
             budget -= count
-            if self._filled == len(self._incoming):
-                messages += self._complete()
+            messages += self._complete()
+            if count < len(target):
+                break
         return messages
 
     def close(self) -> None:
         self._socket.close()
 
     def _complete(self) -> list[memoryview]:
-        """Handles a full buffer. It is either a length, after which the payload is read, or a payload."""
-        whole, self._filled = self._incoming, 0
-        if self._in_payload:
-            self._in_payload = False
-            self._incoming = memoryview(bytearray(_LENGTH.size))
+        """Takes the messages that have arrived completely out of the buffer."""
+        if self._large is not None:
+            if self._filled < len(self._large):
+                return []
+            whole, self._large, self._filled = self._large, None, 0
             return [whole]
-        (length,) = _LENGTH.unpack(whole)
-        if not 0 < length <= MAX_MESSAGE_BYTES:
-            raise OSError(f"a message of {length} bytes: the worker's process is damaged")
-        self._in_payload = True
-        self._incoming = memoryview(bytearray(length))
-        return []
+        messages: list[memoryview] = []
+        start = 0
+        while self._filled - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._read, start)
+            if not 0 < length <= MAX_MESSAGE_BYTES:
+                raise OSError(f"a message of {length} bytes: the worker's process is damaged")
+            first, end = start + _LENGTH.size, start + _LENGTH.size + length
+            if end > self._filled:
+                if end - start > len(self._read):
+                    self._begin_large(first, length)
+                    return messages
+                break
+            messages.append(memoryview(bytes(self._read[first:end])))
+            start = end
+        self._filled -= start
+        self._read[: self._filled] = self._read[start : start + self._filled]
+        return messages
+
+    def _begin_large(self, first: int, length: int) -> None:
+        """Reads the payload of ``length`` bytes that begins at ``first`` into a buffer of its own."""
+        self._large = memoryview(bytearray(length))
+        arrived = self._filled - first
+        self._large[:arrived] = self._read[first : self._filled]
+        self._filled = arrived
 
 
 class WorkerConnection:
@@ -115,6 +144,8 @@ class WorkerConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "WorkerConnection":
@@ -124,13 +155,27 @@ class WorkerConnection:
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=2**20))
 
     async def send(self, payload: bytes) -> None:
-        """Sends one message, after waiting for its turn and for the actor. Cancelling it never sends half a message."""
+        """Sends one message, after waiting for its turn and for the actor. Cancelling it never sends half a message.
+
+        The messages of one turn of the loop are written together, because each write wakes the actor.
+        """
         if len(payload) > MAX_MESSAGE_BYTES:
             raise StreamError(f"a message of {len(payload)} bytes: at most {MAX_MESSAGE_BYTES} can be sent")
         async with self._turn:
-            self._writer.write(_LENGTH.pack(len(payload)))
-            self._writer.write(payload)
             await self._writer.drain()
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._write)
+            self._unsent += (_LENGTH.pack(len(payload)), payload)
+            self._unsent_bytes += len(payload)
+            if self._unsent_bytes >= WRITE_BYTES:
+                self._write()
+                await self._writer.drain()
+
+    def _write(self) -> None:
+        """Hands all waiting messages to the socket."""
+        if self._unsent:
+            self._writer.writelines(self._unsent)
+            self._unsent, self._unsent_bytes = [], 0
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yields the actor's messages until it closes the connection."""
@@ -143,6 +188,7 @@ class WorkerConnection:
 
     async def close(self) -> None:
         """Sends the remaining bytes, then closes."""
+        self._write()
         self._writer.close()
         try:
             await self._writer.wait_closed()
