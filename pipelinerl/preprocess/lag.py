@@ -5,8 +5,8 @@ that are young enough. Long rollouts are the oldest, so both introduce a selecti
 second among positions in a rollout. `LengthDeciles` measures it.
 """
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -68,12 +68,14 @@ def _masked(sequence: TrainingSequence, oldest_allowed: int) -> TrainingSequence
     )
 
 
-@dataclass
 class LengthDeciles:
     """Mean share of its tokens that a rollout loses to the lag bound, by decile of length."""
 
-    _seen: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _warned: bool = False
+    def __init__(self) -> None:
+        self._seen = np.zeros((WINDOW, 3))
+        """Trained tokens before the bound, lag, lost share of the newest rollouts, as a ring."""
+        self._count = 0
+        self._warned = False
 
     def add(self, num_trained: int, lag: int, lost: float) -> None:
         """Add a rollout.
@@ -83,23 +85,26 @@ class LengthDeciles:
             lag: of its oldest token, in steps.
             lost: share of its tokens that the bound removed.
         """
-        self._seen.append((num_trained, lag, lost))
+        self._seen[self._count % WINDOW] = num_trained, lag, lost
+        self._count += 1
 
     def values(self) -> dict[str, float]:
         """`dropped_by_length/1` (the shortest tenth) … `/10` (the longest). Empty until there are enough rollouts."""
-        if len(self._seen) < FEWEST:
+        if self._count < FEWEST:
             return {}
-        parts = np.array_split(np.array(sorted(self._seen, key=lambda seen: seen[0])), DECILES)
-        return {f"dropped_by_length/{i}": float(part[:, 2].mean()) for i, part in enumerate(parts, start=1)}
+        return {f"dropped_by_length/{i}": float(part[:, 2].mean()) for i, part in enumerate(self._parts(), start=1)}
 
-    def warning(self, max_lag_steps: int | None) -> str | None:
-        """A warning when the longest decile first loses too much, with the bound that would keep it. Else None."""
-        values = self.values()
+    def warning(self, values: Mapping[str, float], max_lag_steps: int | None) -> str | None:
+        """A warning when the longest decile first loses too much, with the bound that would keep it. Else None.
+
+        Args:
+            values: what ``values()`` returned.
+            max_lag_steps: the bound.
+        """
         if self._warned or not values or values[f"dropped_by_length/{DECILES}"] <= LARGEST_LOSS:
             return None
         self._warned = True
-        longest = np.array_split(np.array(sorted(self._seen, key=lambda seen: seen[0])), DECILES)[-1]
-        needed = int(np.ceil(np.quantile(longest[:, 1], 0.99)))
+        needed = int(np.ceil(np.quantile(self._parts()[-1][:, 1], 0.99)))
         lost = values[f"dropped_by_length/{DECILES}"]
         return (
             f"max_lag_steps={max_lag_steps} takes {lost:.0%} of the longest tenth of the rollouts and "
@@ -107,3 +112,9 @@ class LengthDeciles:
             f"Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
             "preprocess.lag_drop=token keeps what is young enough of them"
         )
+
+    def _parts(self) -> list[np.ndarray]:
+        """The rollouts by length, in equal parts. Of equal lengths the older comes first."""
+        newest = self._count % WINDOW
+        seen = np.roll(self._seen, -newest, axis=0) if self._count > WINDOW else self._seen[: self._count]
+        return np.array_split(seen[np.argsort(seen[:, 0], kind="stable")], DECILES)

@@ -36,8 +36,9 @@ class BatchReport:
         """Report a published optimizer batch. ``values``: its metrics. ``totals``: the replica's."""
         now = time.monotonic()
         seconds, self._last_publish = now - self._last_publish, now
-        fates = self._survivorship.take() | self._deciles.values()
-        warning = self._deciles.warning(self._max_lag_steps)
+        deciles = self._deciles.values()
+        fates = self._survivorship.take() | deciles
+        warning = self._deciles.warning(deciles, self._max_lag_steps)
         if warning:
             log.warning(warning)
         dropped = {f"dropped/{reason}": count for reason, count in totals.dropped.items()}

@@ -82,15 +82,15 @@ def test_deciles_count_by_length_and_warn_once_with_the_bound_that_would_do() ->
         deciles.add(length, 11 if length > 185 else 3, float(length > 185))
     values = deciles.values()
     assert [values[f"dropped_by_length/{i}"] for i in range(1, 11)] == [0.0] * 9 + [0.75]
-    text = deciles.warning(8)
+    text = deciles.warning(deciles.values(), 8)
     assert text is not None
     assert "max_lag_steps=8 takes 75% of the longest tenth" in text
     assert "Raise max_lag_steps to 11" in text
-    assert deciles.warning(8) is None
+    assert deciles.warning(deciles.values(), 8) is None
 
 
 def test_deciles_say_nothing_before_there_are_enough_rollouts() -> None:
     deciles = LengthDeciles()
     for length in range(99):
         deciles.add(length, 20, 1.0)
-    assert (deciles.values(), deciles.warning(8)) == ({}, None)
+    assert (deciles.values(), deciles.warning(deciles.values(), 8)) == ({}, None)
