@@ -29,6 +29,8 @@ from pipelinerl.streams.codec import Codec
 
 SAMPLING_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
 MEDIA_TYPE = "application/msgpack"
+LONG_TOKENS = 4000
+"""Answers of at least this many tokens are encoded in a thread: they would block the event loop."""
 
 
 class AnswerEngine(Protocol):
@@ -113,7 +115,8 @@ class Answers:
             raise BadRequest(503, str(error)) from error
         except (VLLMClientError, ValueError, TypeError) as error:
             raise BadRequest(400, str(error)) from error
-        # Off the loop: a long answer is copied and encoded at once.
+        if sum(len(each.prompt_token_ids or ()) + _num_sampled(each) for each in outputs) < LONG_TOKENS:
+            return self._encode(request, outputs)
         return await asyncio.to_thread(self._encode, request, outputs)
 
     async def _sample(self, request: AnswerRequest) -> list[RequestOutput]:
@@ -186,6 +189,10 @@ def _completion(output: CompletionOutput, *, with_logprobs: bool) -> Completion:
         cached_tokens=sampled.cached_tokens,
         routed_experts=None if output.routed_experts is None else _flat(output.routed_experts),
     )
+
+
+def _num_sampled(result: RequestOutput) -> int:
+    return sum(len(output.token_ids) for output in result.outputs)
 
 
 def _flat(routed_experts: np.ndarray) -> np.ndarray:
