@@ -1,17 +1,21 @@
 """Where the seconds of a short run go: `python -m benchmarks.startup [--runs 2] [--json startup.json]`.
 
 Runs the quickstart from an empty folder, again and again, and reports per run: `phases` of its `summary.json`, wall
-seconds of the command from its start to its exit, CPU seconds of every role, and the machine's load before. The first
-run may find cold caches, the others do not. A busy machine shows in wall seconds; compare CPU seconds there.
+seconds of the command from its start to its exit, CPU seconds of every process in every phase, milliseconds of an
+optimizer step by cause, and the machine's load before. The first run may find cold caches, the others do not. A busy
+machine shows in wall seconds; compare CPU seconds there.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,13 @@ import psutil
 
 from pipelinerl.config.environment import ROLE_VARIABLE
 
-POLL_S = 0.5
+POLL_S = 0.25
+MIN_CPU_S = 0.2
+"""Processes that take less in a phase are left out of its table."""
+STEP_PARTS = ("wait_s", "step_s", "push_wait_s")
+
+Sample = tuple[float, Mapping[str, float]]
+"""Seconds since the start of the command, and CPU seconds until then by process."""
 
 
 def one_run(folder: Path, arguments: list[str]) -> dict[str, Any]:
@@ -29,37 +39,95 @@ def one_run(folder: Path, arguments: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     cpu: dict[int, tuple[str, float]] = {}
+    samples: list[Sample] = [(0.0, {})]
     while process.poll() is None:
         cpu |= cpu_seconds(process.pid)
+        samples.append((time.monotonic() - started, by_name(cpu)))
         time.sleep(POLL_S)
     wall_s = time.monotonic() - started
     assert process.returncode == 0, f"the run in {folder} failed"
     summary = json.loads((folder / "summary.json").read_text())
-    roles: dict[str, float] = {}
-    for role, seconds in cpu.values():
-        roles[role] = round(roles.get(role, 0.0) + seconds, 1)
+    points = [json.loads(line) for line in (folder / "metrics" / "finetune.jsonl").read_text().splitlines()]
     kept = ("success_before", "success_after", "training_s", "wall_s")
     return {
         "load_before": round(load, 2),
         "command_s": round(wall_s, 1),
-        "cpu_s": round(sum(roles.values()), 1),
-        "cpu_s_of": dict(sorted(roles.items())),
+        "cpu_s": round(sum(samples[-1][1].values()), 1),
+        "cpu_s_of": cpu_of_phases(summary["phases"], samples),
         "phases": summary["phases"],
+        "step_ms": step_ms(points),
         **{name: summary[name] for name in kept},
     }
 
 
 def cpu_seconds(launcher: int) -> dict[int, tuple[str, float]]:
-    """(role, CPU seconds until now) of every process of the run, by pid."""
+    """(name, CPU seconds until now) of every process of the run, by pid."""
     found = {}
     for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
         try:
             role = process.environ().get(ROLE_VARIABLE, "/launcher").rpartition("/")[2]
             times = process.cpu_times()
-            found[process.pid] = (role, times.user + times.system)
+            found[process.pid] = (role + part_of_role(process.cmdline()), times.user + times.system)
         except psutil.Error:
             continue
     return found
+
+
+def part_of_role(arguments: Sequence[str]) -> str:
+    """The suffix that tells a role's own process from those that it starts."""
+    line = " ".join(arguments)
+    if "EngineCore" in line:
+        return ".engine"
+    return ".worker" if "spawn_main" in line else ""
+
+
+def by_name(cpu: Mapping[int, tuple[str, float]]) -> dict[str, float]:
+    """CPU seconds of all processes of one name together."""
+    sums: dict[str, float] = {}
+    for name, seconds in cpu.values():
+        sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+def cpu_of_phases(phases: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """CPU seconds of every process in every phase.
+
+    Args:
+        phases: seconds of each phase, in order from the start of the command; `ready` is ignored.
+        samples: of the whole run.
+    """
+    ends, names = [0.0], [name for name in phases if name != "ready"]
+    for name in names:
+        ends.append(ends[-1] + phases[name])
+    table = {}
+    for name, (begin, end) in zip(names, pairwise(ends), strict=True):
+        before, after = cpu_until(begin, samples), cpu_until(end, samples)
+        spent = {process: round(after[process] - before.get(process, 0.0), 1) for process in sorted(after)}
+        table[name] = {process: seconds for process, seconds in spent.items() if seconds >= MIN_CPU_S}
+    return table
+
+
+def cpu_until(seconds: float, samples: Sequence[Sample]) -> Mapping[str, float]:
+    """CPU seconds by process in the last sample that was taken before."""
+    return max((sample for sample in samples if sample[0] <= seconds), key=lambda sample: sample[0])[1]
+
+
+def step_ms(points: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Mean and median milliseconds of an optimizer step by cause; `other` is what no cause explains.
+
+    Args:
+        points: the trainer's metrics, one of each step, with the Unix `time` at its end.
+    """
+    parts: dict[str, list[float]] = {name.removesuffix("_s"): [] for name in (*STEP_PARTS, "other", "whole")}
+    for earlier, point in pairwise(points):
+        whole = point["time"] - earlier["time"]
+        known = {name: point[name] for name in STEP_PARTS}
+        for name, value in {**known, "other": whole - sum(known.values()), "whole": whole}.items():
+            parts[name.removesuffix("_s")].append(1e3 * value)
+    return {
+        name: {"mean": round(statistics.fmean(values), 1), "median": round(statistics.median(values), 1)}
+        for name, values in parts.items()
+    }
 
 
 def main() -> None:
