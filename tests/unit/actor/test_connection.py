@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from pipelinerl.actor.connection import ActorConnection, WorkerConnection
+from pipelinerl.actor.connection import READ_BYTES, WRITE_BYTES, ActorConnection, WorkerConnection
 
 MB = 2**20
 
@@ -98,6 +98,29 @@ async def test_cancelled_send_leaves_no_half_message(ends: tuple[ActorConnection
     sending[1].cancel()  # it waits for its turn
     messages = await asyncio.to_thread(receive, ours, 2)
     assert [message[0] for message in messages] == [0, 2]
+
+
+async def test_messages_of_every_size_arrive_whole_and_in_order(ends: tuple[ActorConnection, WorkerConnection]) -> None:
+    """Sizes around the limits of both ends' buffers, each between many small messages."""
+    ours, theirs = ends
+    limits = [READ_BYTES - 8, READ_BYTES, WRITE_BYTES, WRITE_BYTES - 8, 2 * MB]
+    sizes = [size for limit in limits for size in (*([100] * 30), limit - 1, limit, limit + 1)]
+    sent = [bytes([i % 251]) * size for i, size in enumerate(sizes)]
+    receiving = asyncio.create_task(asyncio.to_thread(receive, ours, len(sent)))
+    await asyncio.gather(*(theirs.send(message) for message in sent))
+    assert [bytes(message) for message in await receiving] == sent
+
+
+async def test_short_messages_of_one_turn_are_one_write(
+    ends: tuple[ActorConnection, WorkerConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    writes: list[list[bytes]] = []
+    write = theirs._writer.writelines
+    monkeypatch.setattr(theirs._writer, "writelines", lambda parts: (writes.append(list(parts)), write(parts)))
+    await asyncio.gather(*(theirs.send(bytes([i])) for i in range(8)))
+    assert [bytes(message) for message in await asyncio.to_thread(receive, ours, 8)] == [bytes([i]) for i in range(8)]
+    assert len(writes) == 1
 
 
 def test_messages_before_the_end_of_a_worker_are_received_then_its_end() -> None:

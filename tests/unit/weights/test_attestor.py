@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
-from pipelinerl.weights.probe import ProbeText
+from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.world import Job
 
 TEXT = ProbeText(token_ids=np.arange(200, dtype=np.int32).reshape(4, 50))
@@ -113,6 +113,20 @@ def test_text_is_sampled_by_the_first_server_that_answers(harness: Harness) -> N
     assert text is not None
     assert text.token_ids.shape == (4, 50)
     assert text.token_ids[0, 1:].tolist() == list(range(49))
+
+
+def test_sequences_of_the_text_are_sampled_at_once(harness: Harness) -> None:
+    harness.attestor.admits("s0", "default")
+    all_here, answer = threading.Barrier(4, timeout=20), harness.server.score
+
+    def together(body: dict[str, Any]) -> dict[str, Any]:
+        all_here.wait()
+        return answer(body)
+
+    harness.server.score = together  # type: ignore[method-assign]
+    text = harness.attestor.sample((4, 50), 1000, 0)
+    assert text is not None
+    assert text.token_ids[:, 0].tolist() == first_tokens(1000, 4, 0)
 
 
 def test_server_is_admitted_when_it_is_calibrated_and_keeps_its_place_when_it_is_right(harness: Harness) -> None:
