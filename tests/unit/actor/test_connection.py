@@ -117,7 +117,12 @@ async def test_short_messages_of_one_turn_are_one_write(
     ours, theirs = ends
     writes: list[list[bytes]] = []
     write = theirs._writer.writelines
-    monkeypatch.setattr(theirs._writer, "writelines", lambda parts: (writes.append(list(parts)), write(parts)))
+
+    def counted(parts: list[bytes]) -> None:
+        writes.append(parts)
+        write(parts)
+
+    monkeypatch.setattr(theirs._writer, "writelines", counted)
     await asyncio.gather(*(theirs.send(bytes([i])) for i in range(8)))
     assert [bytes(message) for message in await asyncio.to_thread(receive, ours, 8)] == [bytes([i]) for i in range(8)]
     assert len(writes) == 1

@@ -1,10 +1,15 @@
 """The table of the start-up benchmark, from samples and metrics written by hand."""
 
-from benchmarks.startup import cpu_of_phases, part_of_role, step_ms
+from benchmarks.startup import Sample, cpu_of_phases, part_of_role, step_ms
 
 
 def test_cpu_of_phases_is_the_growth_between_their_ends() -> None:
-    samples = [(0.0, {}), (0.9, {"launcher": 0.5}), (2.9, {"launcher": 0.6, "server": 2.0}), (4.0, {"server": 3.5})]
+    samples: list[Sample] = [
+        (0.0, {}),
+        (0.9, {"launcher": 0.5}),
+        (2.9, {"launcher": 0.6, "server": 2.0}),
+        (4.0, {"server": 3.5}),
+    ]
     table = cpu_of_phases({"checks": 1.0, "start": 2.0, "training": 1.0, "ready": {"server": 2.5}}, samples)
     assert table == {"checks": {"launcher": 0.5}, "start": {"server": 2.0}, "training": {"server": 1.5}}
 
