@@ -29,6 +29,7 @@ SHORT = (
     "dataset_loader_params.max_laps=6",
     "llm.parameters.max_tokens=320",
     "actor.llm_max_rollouts=64",
+    "preprocess.overlong_filtering=false",
     "eval.at_start=false",
     "eval.at_end=false",
 )
