@@ -3,7 +3,7 @@
     python benchmarks/delta.py --json benchmarks/delta.json
 
 Trains real float32 master weights on random gradients, casts to bf16, encodes against the previous version, applies on
-a second copy, and compares SHA-256 after every update. Times are one core's and leave out the wire: on one slower than
+a second copy, and compares SHA-256 after every update. Times leave out the wire: on one slower than
 the break-even rate, delta mode is the faster.
 """
 
@@ -27,7 +27,7 @@ def digest(buffer: torch.Tensor) -> str:
     return hashlib.sha256(buffer.numpy()).hexdigest()
 
 
-def measure(num_params: int, learning_rate: float, updates: int) -> dict[str, Any]:
+def measure(num_params: int, learning_rate: float, updates: int, threads: int) -> dict[str, Any]:
     """Median bytes and times of one learning rate."""
     torch.manual_seed(0)
     master = (torch.randn(num_params) * 0.02).requires_grad_()
@@ -40,7 +40,7 @@ def measure(num_params: int, learning_rate: float, updates: int) -> dict[str, An
         optimizer.step()
         new = master.detach().bfloat16().view(torch.uint8)
         started = time.perf_counter()
-        payload = encode_delta(trainer, new)
+        payload = encode_delta(trainer, new, threads)
         encoded = time.perf_counter()
         server.copy_(new) if payload is None else apply_delta(server, payload)
         applied = time.perf_counter()
@@ -60,7 +60,9 @@ def measure(num_params: int, learning_rate: float, updates: int) -> dict[str, An
         "dense_mb": dense / 1e6,
         "sent_mb": sent / 1e6,
         "ratio": dense / sent,
+        "threads": threads,
         "encode_ms": statistics.median(encode_ms),
+        "encode_gb_per_s": dense / 1e6 / statistics.median(encode_ms),
         "apply_ms": statistics.median(apply_ms),
         "dense_copy_ms": statistics.median(copy_ms),
         "break_even_mb_per_s": (dense - sent) / 1e3 / extra_ms,
@@ -73,9 +75,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--params", type=int, default=20_000_000)
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2, help="threads of the encoder")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(args.params, learning_rate, args.updates) for learning_rate in LEARNING_RATES]
+    rows = [measure(args.params, learning_rate, args.updates, args.threads) for learning_rate in LEARNING_RATES]
     columns = ("lr", "dense MB", "sent MB", "ratio", "encode ms", "apply ms", "copy ms", "even at MB/s")
     print("".join(f"{column:>13}" for column in columns))
     for row in rows:

@@ -5,6 +5,7 @@
 *Chain* is the project's sender. *Star* is the same sender whose servers all pull from the trainer. Receivers are
 processes without a model. For the times every process's uplink is limited by a token bucket to a rate at which the CPU
 is no bottleneck. The prediction is `pipelinerl.weights.cost`; its latency per hop comes from the first two rows.
+*Stripes* are several trainer ranks that each send a share over an uplink of their own, to servers with as many links.
 """
 
 import argparse
@@ -26,48 +27,58 @@ from pipelinerl.weights.cost import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.dispatch import Dispatch, joining
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.member import Member
+from pipelinerl.weights.offer import Offer
+from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.sender import SenderSettings, WeightSender
-from pipelinerl.weights.snapshot import Snapshot
+from pipelinerl.weights.sender import WeightSender
 
 MIB = 1 << 20
 TIMEOUT_S = 600.0
 
 
-def star(snapshot: Snapshot, ready: Sequence[Member], origin: Address, bucket: int) -> list[Dispatch]:
+def star(offer: Offer, ready: Sequence[Member], ranks: Sequence[Address], bucket: int) -> list[Dispatch]:
     """Every server pulls from the trainer."""
-    return joining(snapshot, ready, [], origin, bucket)
+    return joining(offer, ready, [], ranks, bucket)
 
 
 def push(
-    running: list[ReceiverProcess], num_bytes: int, rate: float, *, is_star: bool, versions: int
+    running: list[ReceiverProcess], num_bytes: int, rate: float, *, is_star: bool = False, versions: int, ranks: int = 1
 ) -> dict[str, Any]:
     """Bytes on each link and seconds of the last of some updates."""
     weights = {"w": torch.zeros(num_bytes, dtype=torch.uint8)}
+    specs = [spec_of(*item) for item in weights.items()]
     settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=TIMEOUT_S, stall_s=60.0)
+    origins = [Origin(settings, sender="fan-out", rank=rank, ranks=ranks) for rank in range(ranks)]
+    for origin in origins:
+        origin.giver._pace = Uplink(rate)
+    others = [origin.address for origin in origins[1:]]
     chained = star if is_star else sender_module.chained
     with mock.patch.object(sender_module, "chained", chained):
-        sender = WeightSender(lambda: [one.job for one in running], settings, lambda message: None)
-        sender.giver._pace = Uplink(rate)
+        sender = WeightSender(lambda: [one.job for one in running], settings, lambda message: None, origins[0], others)
         try:
             assert sender.wait_for_servers(len(running), 60) == len(running)
             for version in range(versions):
-                before, given = sender.giver.num_bytes, [one.ask()[0] for one in running]
+                before, given = sum(o.giver.num_bytes for o in origins), [one.ask()[0] for one in running]
                 weights["w"].fill_(version)
                 started = time.monotonic()
-                sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()])
+                plan = sender.plan()
+                sender.send(version, weights.items(), specs, plan=plan)
+                for origin in origins[1:]:
+                    origin.take(version, weights.items(), specs, plan)
                 assert sender.wait_live(version, TIMEOUT_S, count=len(running)), sender.outcomes
                 seconds = time.monotonic() - started
-            out = sender.giver.num_bytes - before
+            out = sum(origin.giver.num_bytes for origin in origins) - before
             forwarded = [one.ask()[0] - base for one, base in zip(running, given, strict=True)]
         finally:
             sender.close()
+            for origin in origins:
+                origin.close()
     return {"seconds": round(seconds, 3), "bytes_out": out, "forwarded_max": max(forwarded)}
 
 
 def bytes_row(count: int, num_bytes: int) -> dict[str, Any]:
     with receivers(count) as running:
-        chain = push(running, num_bytes, 0, is_star=False, versions=2)
+        chain = push(running, num_bytes, 0, versions=2)
         beside = push(running, num_bytes, 0, is_star=True, versions=2)
     return {
         "servers": count,
@@ -81,14 +92,34 @@ def bytes_row(count: int, num_bytes: int) -> dict[str, Any]:
 
 def time_row(count: int, num_bytes: int, rate: float, *, with_star: bool) -> dict[str, Any]:
     with receivers(count, rate=rate) as running:
-        row = {"servers": count, "chain_s": push(running, num_bytes, rate, is_star=False, versions=2)["seconds"]}
+        row = {"servers": count, "chain_s": push(running, num_bytes, rate, versions=2)["seconds"]}
         if with_star:
             row["star_s"] = push(running, num_bytes, rate, is_star=True, versions=1)["seconds"]
     return row
 
 
-def predict(rows: list[dict[str, Any]], num_bytes: int, rate: float) -> None:
-    """Add the model's times; the latency per hop comes from the difference of the first two rows."""
+def striped_row(count: int, num_bytes: int, rate: float, ranks: int, hop_s: float) -> dict[str, Any]:
+    """One rank and several. A server's uplink has ``rate``, which is that of all ranks together."""
+    with receivers(count, rate=rate) as running:
+        one = push(running, num_bytes, rate / ranks, versions=1)["seconds"]
+        striped = push(running, num_bytes, rate / ranks, versions=1, ranks=ranks)
+    wire = LinkSpeed(bytes_per_s=rate / ranks, hop_s=hop_s, links_per_server=ranks)
+    bucket = bucket_bytes(MIB, num_bytes // ranks, count)
+    predicted = chain_s(num_bytes, count, wire, bucket=bucket, stripes=ranks)
+    return {
+        "servers": count,
+        "ranks": ranks,
+        "one_rank_s": one,
+        "ranks_s": striped["seconds"],
+        "times_faster": round(one / striped["seconds"], 2),
+        "predicted_s": round(predicted, 3),
+        "measured_over_predicted": round(striped["seconds"] / predicted, 3),
+        "out_per_model": striped["bytes_out"] / num_bytes,
+    }
+
+
+def predict(rows: list[dict[str, Any]], num_bytes: int, rate: float) -> float:
+    """Add the model's times. Returns the latency per hop, which comes from the difference of the first two rows."""
     first, second = rows[0], rows[1]
     bucket = bucket_bytes(MIB, num_bytes, second["servers"])
     hops = second["servers"] - first["servers"]
@@ -100,6 +131,7 @@ def predict(rows: list[dict[str, Any]], num_bytes: int, rate: float) -> None:
         row["measured_over_predicted"] = round(row["chain_s"] / row["predicted_s"], 3)
         if "star_s" in row:
             row["star_predicted_s"] = round(star_s(num_bytes, row["servers"], wire), 3)
+    return hop_s
 
 
 def main() -> None:
@@ -107,6 +139,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--timed", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--ranks", type=int, default=4, help="trainer ranks that send a stripe each")
+    parser.add_argument("--striped", type=int, default=8, help="servers that get them")
     parser.add_argument("--mb", type=int, default=64, help="size of the model where times are measured")
     parser.add_argument("--rate-mb", type=float, default=8, help="MB/s of every link where times are measured")
     args = parser.parse_args()
@@ -122,15 +156,18 @@ def measure(args: argparse.Namespace) -> None:
         print(rows[-1], flush=True)
     num_bytes, rate = args.mb * MIB, args.rate_mb * MIB
     timed = [time_row(count, num_bytes, rate, with_star=count == max(args.timed)) for count in args.timed]
-    predict(timed, num_bytes, rate)
+    hop_s = predict(timed, num_bytes, rate)
     for row in timed:
         row["over_one"] = round(row["chain_s"] / timed[0]["chain_s"], 3)
         if "star_s" in row:
             row["star_over_one"] = round(row["star_s"] / timed[0]["chain_s"], 3)
         print(row, flush=True)
+    striped = striped_row(args.striped, num_bytes, rate, args.ranks, hop_s)
+    print(striped, flush=True)
     if args.json:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         document = machine | {"model_mb": args.mb, "rate_mb_per_s": args.rate_mb, "bytes": rows, "times": timed}
+        document |= {"stripes": striped}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

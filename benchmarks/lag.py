@@ -40,14 +40,14 @@ async def generate_rollout(
 
 def train_delayed(ctx: Any) -> None:
     """The trainer's role, which dawdles."""
-    from pipelinerl.finetune.loop import Trainer, make_weight_sender
+    from pipelinerl.finetune.loop import Trainer, connect_weights
 
     class Delayed(Trainer):
         def advance(self) -> bool:
             time.sleep(random.uniform(0.0, TRAINER_DELAY_S))
             return super().advance()
 
-    Delayed(ctx, make_weight_sender).run()
+    Delayed(ctx, connect_weights).run()
 
 
 def measure(folder: Path, bound: int) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class Forgetful(FakeSender):
         super().__init__(keeps_weights=False)
         self.curve: list[dict[str, float]] = []
 
-    def send_async(self, version: int, *rest: Any) -> None:
-        super().send_async(version, *rest)
+    def send(self, version: int, *rest: Any) -> None:
+        super().send(version, *rest)
         self.received.clear()
         self.scores.clear()
         self.curve.append({"update": version, "trainer": round(psutil.Process().memory_info().rss / 2**20, 2)})

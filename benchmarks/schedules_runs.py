@@ -178,7 +178,7 @@ def train_recorded(ctx: Any) -> None:
     import torch
 
     from pipelinerl.finetune.export import exported_parameters
-    from pipelinerl.finetune.loop import Trainer, make_weight_sender
+    from pipelinerl.finetune.loop import Trainer, connect_weights
     from pipelinerl.finetune.model import DTYPES
 
     class Recorded(Trainer):
@@ -198,7 +198,7 @@ def train_recorded(ctx: Any) -> None:
                 self.snapshots[self.counters.step] = {name: tensor.detach().clone() for name, tensor in exported}
             return True
 
-    trainer = Recorded(ctx, make_weight_sender)
+    trainer = Recorded(ctx, connect_weights)
     trainer.run()
     torch.save(trainer.snapshots, ctx.run_dir / "snapshots.pt")
     recorded = {"times": trainer.times, "busy": trainer.busy}

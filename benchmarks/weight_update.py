@@ -33,7 +33,8 @@ from omegaconf import OmegaConf
 from pipelinerl.config.load import compose
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import spec_of, view_as_bytes
-from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.shelf import Shelf
 from pipelinerl.world import Job, WorldMap
 

@@ -8,7 +8,8 @@ import torch
 
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.member import UpdateOutcome
-from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.sender import WeightSender
 
 
 class Senders:

@@ -15,6 +15,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import WeightUpdateSuccess
 from pipelinerl.weights.news import PushStats
+from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.world import Job
 
@@ -36,9 +37,20 @@ class FakeSender:
         """The test sets it; updates are announced when it is not."""
         self._announce: Callable[[Any], object] = lambda message: None
 
-    def __call__(self, ctx: Any, announce: Callable[[Any], object]) -> "FakeSender":
+    def __call__(self, ctx: Any, engine: Any, announce: Callable[[Any], object] | None) -> tuple[Any, Any]:
+        """As `finetune.loop.connect_weights`: this rank's end and, on rank 0, the sender."""
+        if announce is None:
+            return self, None
         self._announce = announce
-        return self
+        return self, self
+
+    def take(self, version: int, params: Iterable[tuple[str, Tensor]], specs: Sequence[Any], plan: TakePlan) -> None:
+        """Reads the parameters, as a rank above 0 does."""
+        for _ in params:
+            pass
+
+    def plan(self) -> TakePlan:
+        return TakePlan()
 
     def check(self) -> None:
         if self.error is not None:
@@ -60,6 +72,7 @@ class FakeSender:
         params: Iterable[tuple[str, Tensor]],
         specs: Sequence[Any],
         scores: "Future[np.ndarray] | None" = None,
+        plan: TakePlan | None = None,
     ) -> None:
         assert not self.is_busy
         told, taken = iter(specs), {}

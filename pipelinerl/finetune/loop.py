@@ -13,7 +13,9 @@ loads the newest complete checkpoint, pushes its weights and replays the stream 
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import transformers
@@ -33,11 +35,12 @@ from pipelinerl.finetune.resume import in_present_streams
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
-from pipelinerl.finetune.updates import Announce, Sender, WeightUpdates, last_needed
+from pipelinerl.finetune.updates import Announce, Sender, StripeHolder, WeightUpdates, last_needed
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +52,8 @@ STOP, WAIT, TRAIN = 0, 1, 2
 class Trainer:
     """One rank of the trainer. Connects the feed, the engine, the weight updates, the saves and the outputs."""
 
-    def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender]):
-        """``make_sender`` makes the sender of weights, which announces versions by its second argument. Rank 0 only."""
+    def __init__(self, ctx: RoleContext, connect: "Connect"):
+        """``connect`` as `connect_weights`."""
         self.ctx, self.cfg = ctx, ctx.cfg
         if ctx.world.accelerator == "cpu":
             torch.set_num_threads(max(len(ctx.job.cores) // ctx.job.num_ranks, 1))
@@ -64,9 +67,13 @@ class Trainer:
         self.rules = make_rules(self.engine.policy, self.cfg)
         self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
         self.scores = open_scores(ctx, rank, world_size)
-        self.outputs = Outputs(ctx, make_sender, self.counters) if rank == 0 else None
+        connect_rank = partial(connect, ctx, self.engine)
+        self.outputs = Outputs(ctx, connect_rank, self.counters) if rank == 0 else None
+        self.origin = self.outputs.origin if self.outputs else connect_rank(None)[0]
         sender, lease = (self.outputs.sender, self.outputs.lease) if self.outputs else (None, None)
-        self.updates = WeightUpdates(self.engine, self.cfg, sender, lease, ctx.status, ctx.stop.is_set, ctx.run_dir)
+        self.updates = WeightUpdates(
+            self.engine, self.cfg, self.origin, sender, lease, ctx.status, ctx.stop.is_set, ctx.run_dir
+        )
 
     def run(self, *, stay: bool = False) -> None:
         """Train until done or stopped.
@@ -123,6 +130,7 @@ class Trainer:
         self.feed.close()
         if self.outputs is not None:
             self.outputs.close()
+        self.origin.close()
         self.engine.close()
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
@@ -167,9 +175,17 @@ def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchRe
     return BatchReader(readers)
 
 
-def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
-    """Make the sender of weights to the policy's servers. ``announce`` writes its messages to topic `trainer`."""
-    from pipelinerl.weights.sender import SenderSettings, WeightSender
+Connect = Callable[[RoleContext, Engine, Announce | None], tuple[StripeHolder, Sender | None]]
+
+
+def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None) -> tuple[StripeHolder, Sender | None]:
+    """This rank's end of weight updates, and on rank 0 the sender to the policy's servers. Collective.
+
+    Args:
+        announce: writes the sender's messages to topic `trainer`. None on all ranks but 0.
+    """
+    from pipelinerl.weights.origin import Origin, SenderSettings
+    from pipelinerl.weights.sender import WeightSender
 
     weights = ctx.cfg.weights
     settings = SenderSettings(
@@ -178,17 +194,25 @@ def make_weight_sender(ctx: RoleContext, announce: Announce) -> Sender:
         bucket_bytes=int(weights.bucket_mb * 2**20),
         timeout_s=weights.timeout_s,
         stall_s=weights.stall_s,
-        host=ctx.world.master_addr,
-        port=ctx.world.weight_port,
+        host=ctx.job.hostname,
+        port=ctx.world.weight_port if engine.rank == 0 else 0,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
         probe_tolerance=weights.probe_tolerance if weights.probe else None,
     )
-    view = ctx.server_view
-    return WeightSender(lambda: [server.job for server in view.servers("actor_llm").values()], settings, announce)
+    name = engine.broadcast_object(uuid.uuid4().hex)
+    origin = Origin(settings, sender=name, rank=engine.rank, ranks=engine.world_size)
+    addresses, view = engine.gather_objects(origin.address), ctx.server_view
+    if announce is None:
+        return origin, None
+
+    def servers() -> list[Job]:
+        return [server.job for server in view.servers("actor_llm").values()]
+
+    return origin, WeightSender(servers, settings, announce, origin, addresses[1:])
 
 
 def run(ctx: RoleContext) -> None:
     """Run the trainer role on this rank until it is asked to stop."""
     transformers.utils.logging.disable_progress_bar()
-    Trainer(ctx, make_weight_sender).run(stay=True)
+    Trainer(ctx, connect_weights).run(stay=True)

@@ -11,7 +11,7 @@ from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.resume import resumed_message
 from pipelinerl.finetune.rl.diagnostics import clip_warning
-from pipelinerl.finetune.updates import Announce, Sender
+from pipelinerl.finetune.updates import Announce, Sender, StripeHolder
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone
@@ -46,7 +46,10 @@ class TrainerTopic:
 class Outputs:
     """The outputs of a run that starts or resumes at ``counters``."""
 
-    def __init__(self, ctx: RoleContext, make_sender: Callable[[RoleContext, Announce], Sender], counters: Counters):
+    def __init__(
+        self, ctx: RoleContext, connect: Callable[[Announce], tuple[StripeHolder, Sender | None]], counters: Counters
+    ):
+        """``connect`` makes rank 0's end of weight updates and the sender, which announces versions by its argument."""
         self._topic = TrainerTopic(ctx.run_dir)
         if (message := resumed_message(ctx.run_dir, counters)) is not None:
             self._topic.write(message)
@@ -55,7 +58,9 @@ class Outputs:
         self.lease = EvaluationLease(lambda: [message for _, message in self._evaluations.read_all()])
         self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, "finetune", once_per_step=True)
         self._warned = False
-        self.sender = make_sender(ctx, self._topic.write)
+        self.origin, sender = connect(self._topic.write)
+        assert sender is not None, "rank 0 has the sender"
+        self.sender = sender
 
     def report(self, counters: Counters, metrics: dict[str, float]) -> None:
         """Publish a finished step: a message, metrics and a log line. Adds the sender's statistics to ``metrics``."""

@@ -1,8 +1,9 @@
 """Decides when weights are sent to the servers: at the start, after every due step, at the end, never in an evaluation.
 
-Gathering sharded parameters is collective, so every rank calls every method. Rank 0 decides, because only it has a
-sender. A version is deferred while an evaluation runs or servers still pull the previous version. Training continues
-meanwhile, and the newest version is sent at the first opportunity. The versions in between are skipped.
+Gathering sharded parameters is collective, so every rank calls every method, and each keeps its stripe. Rank 0 decides,
+because only it has a sender. A version is deferred while an evaluation runs or servers still pull the previous version.
+Training continues meanwhile, and the newest version is sent at the first opportunity. The versions in between are
+skipped.
 """
 
 import logging
@@ -24,6 +25,7 @@ from pipelinerl.finetune.export import exported_parameters, exported_specs
 from pipelinerl.finetune.model import DTYPES, Tokens
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.weights.news import Announcement, PushStats
+from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.probe import MAX_LENGTH, ProbeText, text_shape
 from pipelinerl.weights.protocol import ParamSpec
 
@@ -37,6 +39,19 @@ Announce = Callable[[Announcement], object]
 """Writes a message to topic `trainer`."""
 
 
+class StripeHolder(Protocol):
+    """The methods of `pipelinerl.weights.origin.Origin` used here."""
+
+    def take(
+        self,
+        version: int,
+        params: Iterable[tuple[str, Tensor]],
+        specs: Sequence[ParamSpec],
+        plan: TakePlan,
+    ) -> object: ...
+    def close(self) -> None: ...
+
+
 class Sender(Protocol):
     """The methods of `pipelinerl.weights.sender.WeightSender` used here. Each may raise the sender's error."""
 
@@ -47,6 +62,7 @@ class Sender(Protocol):
     @property
     def wants_scores(self) -> bool: ...
     def check(self) -> None: ...
+    def plan(self) -> TakePlan: ...
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
     def attest_with(self, text: ProbeText) -> None: ...
     def wait_for_servers(self, count: int, timeout_s: float) -> int: ...
@@ -56,6 +72,7 @@ class Sender(Protocol):
         params: Iterable[tuple[str, Tensor]],
         specs: Sequence[ParamSpec],
         scores: "Future[np.ndarray] | None" = None,
+        plan: TakePlan | None = None,
     ) -> None: ...
     def wait_live(self, version: int, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
@@ -100,15 +117,20 @@ class WeightUpdates:
         self,
         engine: Engine,
         cfg: Config,
+        origin: StripeHolder,
         sender: Sender | None,
         lease: EvaluationLease | None,
         status: RoleStatus,
         stop: Callable[[], bool],
         run_dir: Path,
     ):
-        """``sender`` and ``lease`` are None on all ranks but 0. ``stop`` tells whether the role was asked to stop."""
+        """``origin`` is this rank's end. On rank 0 ``sender`` uses it, on the others ``sender`` and ``lease`` are None.
+
+        ``stop`` tells whether the role was asked to stop.
+        """
         self._engine, self._cfg, self._dtype = engine, cfg, DTYPES[cfg.finetune.dtype]
-        self._sender, self._lease, self._status, self._stop = sender, lease, status, stop
+        self._origin, self._sender, self._lease = origin, sender, lease
+        self._status, self._stop = status, stop
         self._run_dir, self._text = run_dir, None
         self.deferred = False
         """Whether a due update could not be sent yet. Equal on all ranks."""
@@ -189,24 +211,24 @@ class WeightUpdates:
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
     def _send_or_defer(self, version: int) -> None:
-        held = scored = False
+        plan, scored = None, False
         if self._sender is not None and self._lease is not None:
-            held = self._sender.is_busy or self._lease.held(version)
+            plan = None if self._sender.is_busy or self._lease.held(version) else self._sender.plan()
             scored = self._text is not None and self._sender.wants_scores
-        self.deferred, scored = self._engine.broadcast_object((held, scored))
-        if not self.deferred:
-            self._send(version, scored)
+        plan, scored = self._engine.broadcast_object((plan, scored))
+        self.deferred = plan is None
+        if plan is not None:
+            self._send(version, scored, plan)
 
-    def _send(self, version: int, scored: bool) -> None:
+    def _send(self, version: int, scored: bool, plan: TakePlan) -> None:
         """Send first, then score the probe: servers are asked for their scores only once they hold the version."""
         parameters = exported_parameters(self._engine, self._dtype)
+        specs = exported_specs(self._engine, self._dtype)
         scores: Future[np.ndarray] = Future()
         if self._sender is not None:
-            specs = exported_specs(self._engine, self._dtype)
-            self._sender.send(version, parameters, specs, scores if scored else None)
+            self._sender.send(version, parameters, specs, scores if scored else None, plan)
         else:
-            for _ in parameters:
-                pass
+            self._origin.take(version, parameters, specs, plan)
         if scored:
             assert self._text is not None
             scores.set_result(score_text(self._engine, self._text))

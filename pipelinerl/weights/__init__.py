@@ -1,7 +1,7 @@
 """Both ends of a weight update. Only `worker` and `twin` import vLLM.
 
-Servers pull the bytes. The trainer's bytes pass along a chain of all workers. A worker that loses its source continues
-with another one.
+Servers pull the bytes. Each trainer rank has a stripe of them, which passes along a chain of all workers. A worker that
+loses its source continues with another one.
 
 | end     | module     | owns                                                                            |
 |---------|------------|---------------------------------------------------------------------------------|
@@ -14,9 +14,13 @@ with another one.
 | both    | `delta`    | lossless encoding of the changes since the previous version                     |
 | both    | `digest`   | checks that the live tensors are the sent bytes: checksum, and copies that loaders make |
 | both    | `scores`   | request and answer of exact scoring                                             |
-| trainer | `sender`   | `WeightSender`: takes a snapshot and has all servers pull it, in one supervising loop |
+| trainer | `origin`   | `Origin`: on every rank, takes the rank's stripe of a version and serves it        |
+| trainer | `sender`   | `WeightSender`: on rank 0, has all servers pull a version, in one supervising loop |
 | trainer | `supervision` | that loop in its thread                                                      |
-| trainer | `snapshot` | the bytes of a version while servers pull them                                  |
+| trainer | `plan`     | how the next version is taken: what is kept, whether it is encoded as a difference |
+| trainer | `ranks`    | on rank 0, what the other ranks say about their stripes                         |
+| trainer | `snapshot` | a rank's stripe of a version while servers pull it                              |
+| trainer | `offer`    | a version, where its stripes are, and which servers pull it                     |
 | trainer | `chain`    | the sources of each worker. Pure                                                |
 | trainer | `roster`   | the current servers, and a watch on each                                        |
 | trainer | `member`   | one server: the version it holds and the version it serves                      |

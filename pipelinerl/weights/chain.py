@@ -20,7 +20,7 @@ MIN_BUCKET_BYTES = 128 << 10
 
 Server = Sequence[Address]
 """Addresses of one server's workers."""
-Origin = tuple[tuple[int, int], Address]
+Stripe = tuple[tuple[int, int], Address]
 """A stripe's (start, end) and the trainer's rank that has it."""
 Route = tuple[tuple[Part, ...], ...]
 """The parts that each worker of a server pulls."""
@@ -34,23 +34,30 @@ def stripes(num_bytes: int, count: int, unit: int) -> list[tuple[int, int]]:
 
 
 def bucket_bytes(largest: int, num_bytes: int, num_workers: int) -> int:
-    """Returns the bytes that a worker collects before it forwards them: at most ``largest``, less in a long chain."""
+    """Returns the bytes that a worker collects before it forwards them: at most ``largest``, less in a long chain.
+
+    Args:
+        num_bytes: of one stripe.
+        num_workers: workers in its chain.
+    """
     fine = num_bytes // (PIPELINE_SHARE * max(num_workers, 1)) // 64 * 64
     return max(min(largest, max(fine, MIN_BUCKET_BYTES)), 64)
 
 
-def chain(servers: Sequence[Server], origins: Sequence[Origin]) -> list[Route]:
+def chain(servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable: int | None = None) -> list[Route]:
     """Returns the routes of servers that all lack the same bytes.
 
     Args:
         servers: the most reliable first.
         origins: every stripe and its source. The chain of each stripe begins at another server, so that no link carries
             the beginning of all chains.
+        num_reliable: the servers after so many are the last of every chain. None = all are reliable.
     """
     parts: list[list[list[Part]]] = [[[] for _ in server] for server in servers]
+    reliable = len(servers) if num_reliable is None else num_reliable
     for stripe, ((start, end), origin) in enumerate(origins):
-        first = stripe * len(servers) // len(origins)
-        order = [*range(first, len(servers)), *range(first)]
+        first = stripe * reliable // len(origins)
+        order = [*range(first, reliable), *range(first), *range(reliable, len(servers))]
         before: list[Address] = []
         for index in order:
             for worker, address in enumerate(servers[index]):
@@ -60,7 +67,7 @@ def chain(servers: Sequence[Server], origins: Sequence[Origin]) -> list[Route]:
     return [tuple(tuple(worker) for worker in server) for server in parts]
 
 
-def join(server: Server, holders: Sequence[Server], origins: Sequence[Origin]) -> Route:
+def join(server: Server, holders: Sequence[Server], origins: Sequence[Stripe]) -> Route:
     """Returns the route of a late server: from ``holders``, which have the bytes already, then from the trainer."""
     parts: list[tuple[Part, ...]] = []
     for worker in range(len(server)):

@@ -36,5 +36,5 @@ def star_s(num_bytes: float, servers: int, wire: LinkSpeed) -> float:
 
 def planned_s(num_bytes: int, servers: int, wire: LinkSpeed, *, largest_bucket: int, stripes: int = 1) -> float:
     """Returns ``chain_s`` for the bucket size that the sender would choose."""
-    bucket = bucket_bytes(largest_bucket, num_bytes, servers)
+    bucket = bucket_bytes(largest_bucket, num_bytes // stripes, servers)
     return chain_s(num_bytes, servers, wire, bucket=bucket, stripes=stripes)

@@ -7,26 +7,46 @@ chunk and its new value. Applying the delta to the base gives exactly the new bu
     payload = counts int32 [chunks] | places uint16 [changed] | values uint16 [changed]
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import torch
 
 CHUNK_BITS = 16
 CHUNK_WORDS = 1 << CHUNK_BITS
+SEGMENT_WORDS = 16 * CHUNK_WORDS
+"""Words that a thread compares at a time, so that what lies between its steps stays in the cache."""
 
 
-def encode_delta(base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """Returns the payload that turns ``base`` into ``new`` (uint8, same even length), None if dense is not larger."""
-    base_words, new_words = base.view(torch.int16), new.view(torch.int16)
-    places = (base_words != new_words).nonzero().flatten()
-    counts = torch.bincount(places >> CHUNK_BITS, minlength=_num_chunks(new_words.numel())).to(torch.int32)
-    if counts.numel() * 4 + places.numel() * 4 >= new.numel():
+def encode_delta(base: torch.Tensor, new: torch.Tensor, threads: int = 1) -> torch.Tensor | None:
+    """Returns the payload that turns ``base`` into ``new``, None if dense is not larger.
+
+    Args:
+        base, new: uint8 in host memory, of the same even length.
+    """
+    old, words = (buffer.numpy().view(np.uint16) for buffer in (base, new))
+    left = new.numel() - 4 * _num_chunks(len(words))
+    parts = []
+    with ThreadPoolExecutor(threads) as pool:
+        for part in pool.map(lambda start: _encode_segment(old, words, start), range(0, len(words), SEGMENT_WORDS)):
+            left -= 4 * len(part[1])
+            if left <= 0:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return None
+            parts.append(part)
+    if not parts:
         return None
-    return torch.cat(
-        (
-            counts.view(torch.uint8),
-            (places & (CHUNK_WORDS - 1)).to(torch.int16).view(torch.uint8),
-            new_words[places].view(torch.uint8),
-        )
+    return torch.from_numpy(
+        np.concatenate([array.view(np.uint8) for kind in zip(*parts, strict=True) for array in kind])
     )
+
+
+def _encode_segment(old: np.ndarray, new: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (changed words of each chunk, their places in it, their values) from word ``start`` on."""
+    old, new = old[start : start + SEGMENT_WORDS], new[start : start + SEGMENT_WORDS]
+    changed = np.flatnonzero(old != new)
+    edges = np.searchsorted(changed, np.arange(_num_chunks(len(new)) + 1) << CHUNK_BITS)
+    return np.diff(edges).astype(np.int32), changed.astype(np.uint16), new[changed]
 
 
 def apply_delta(buffer: torch.Tensor, payload: torch.Tensor) -> None:

@@ -19,15 +19,20 @@ from pipelinerl.weights.protocol import ParamSpec
 
 WIDTH = 1024
 """Words in a row of the checksum's matrix."""
+ROW_BYTES = 8 * WIDTH
 CPU_ROWS, GPU_ROWS = 64, 1 << 14
 """Rows per step. Those of the CPU fit into its cache."""
 
 
-def checksum(buffer: torch.Tensor) -> str:
+def checksum(buffer: torch.Tensor, first: int = 0) -> str:
     """Returns the hexadecimal digest of a flat uint8 tensor whose length is a multiple of 8.
 
     The 64-bit words are the rows of a matrix of width 1024, the last one filled with zeros. The digest is the sum of
-    the words times their row (from 1) and of the words times their column (from 1), modulo 2⁶⁴.
+    the words times their row (from 1) and of the words times their column (from 1), modulo 2⁶⁴. So the digest of a
+    whole is the sum of its stripes' digests (``added``).
+
+    Args:
+        first: place of the first byte in the whole, a multiple of ``ROW_BYTES``.
     """
     words = buffer.view(torch.int64)
     whole = len(words) // WIDTH * WIDTH
@@ -40,11 +45,19 @@ def checksum(buffer: torch.Tensor) -> str:
         row_sums.append(part.sum(1))
         columns += part.sum(0)
     rows = torch.cat(row_sums)
-    return "".join(f"{int((sums * _places(sums)).sum()) % 2**64:016x}" for sums in (rows, columns))
+    by_row = int((rows * _places(rows, 1 + first // ROW_BYTES)).sum())
+    by_column = int((columns * _places(columns, 1)).sum())
+    return "".join(f"{total % 2**64:016x}" for total in (by_row, by_column))
 
 
-def _places(sums: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, len(sums) + 1, device=sums.device)
+def added(digests: Iterable[str]) -> str:
+    """Returns the checksum of a whole from the checksums of its stripes."""
+    halves = [(int(digest[:16], 16), int(digest[16:], 16)) for digest in digests]
+    return "".join(f"{sum(column) % 2**64:016x}" for column in zip(*halves, strict=True))
+
+
+def _places(sums: torch.Tensor, first: int) -> torch.Tensor:
+    return torch.arange(first, first + len(sums), device=sums.device)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Serves a process's shelf to takers. Each trainer rank and each server worker has one giver.
 
-Consumes: connections with questions (`Get`, `Have`, and at a worker `Take` from its own server).
+Consumes: connections with questions (`Get`, `Have`, at a worker `Take` from its own server, at a trainer rank
+`Describe` from rank 0).
 Produces: available bytes, and signs of life while it waits for the others.
 Waits for: bytes on the shelf, takers. Each taker has its own thread, so a frozen taker does not delay others.
 Ends: at ``close``.
@@ -17,9 +18,20 @@ from typing import Protocol
 import torch
 
 from pipelinerl.config.backends import Carriage
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
-from pipelinerl.weights.protocol import Address, Failed, Get, Had, Have, Question, Staged, Take
-from pipelinerl.weights.protocol import WeightUpdateRequest as Request
+from pipelinerl.weights.protocol import (
+    Address,
+    Describe,
+    Description,
+    Failed,
+    Get,
+    Had,
+    Have,
+    Question,
+    Staged,
+    Take,
+)
 from pipelinerl.weights.shelf import Item, Shelf, WithdrawnError
 from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connection, WireError, listen
 
@@ -49,7 +61,7 @@ class Giver:
         host: the name under which others reach this process.
         port: 0 = any free port.
         device: where NCCL and IPC buckets lie.
-        on_take: starts an update (workers only).
+        on_order: follows an order: a worker starts an update, a trainer rank describes its stripe.
         pace: called with the number of bytes before they are sent (benchmarks limit links with it).
     """
 
@@ -61,11 +73,11 @@ class Giver:
         host: str,
         port: int = 0,
         device: torch.device = CPU,
-        on_take: Callable[[Request], Pull] | None = None,
+        on_order: Callable[[Take | Describe], "Pull | Description"] | None = None,
         pace: Callable[[int], None] | None = None,
     ):
         self._shelf, self._secret, self._device = shelf, secret, device
-        self._on_take, self._pace = on_take, pace or (lambda num_bytes: None)
+        self._on_order, self._pace = on_order, pace or (lambda num_bytes: None)
         self._listener = listen(host, port)
         self.address = Address(host, self._listener.getsockname()[1])
         self.num_bytes = 0
@@ -124,7 +136,7 @@ class Giver:
             kind, length = connection.receive()
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a question")
-            question: Get | Have | Take = connection.read_message(length, Question)  # type: ignore[arg-type]
+            question: Get | Have | Describe | Take = connection.read_message(length, Question)  # type: ignore[arg-type]
             connection.set_patience(TAKER_PATIENCE_S)
             match question:
                 case Get():
@@ -135,8 +147,8 @@ class Giver:
                 case Have():
                     item = self._shelf.find(question.key)
                     connection.send_message(Had(end=item.filled(question.start) if item else question.start))
-                case Take():
-                    self._take(connection, question.request)
+                case Take() | Describe():
+                    self._obey(connection, question)
 
     def _give(self, connection: Connection, get: Get, carrier: Carrier) -> None:
         """Sends the requested bytes as they become available."""
@@ -161,15 +173,17 @@ class Giver:
         carrier.give(connection, item.slice(start, end))
         self.num_bytes += end - start
 
-    def _take(self, connection: Connection, request: Request) -> None:
-        """Runs an update of this worker. The caller abandons it by hanging up."""
-        if self._on_take is None:
-            connection.send_message(Failed(error="weights go to servers only"))
-            return
+    def _obey(self, connection: Connection, order: Take | Describe) -> None:
+        """Has the process follow an order. The caller abandons an update by hanging up."""
         try:
-            pull = self._on_take(request)
+            if self._on_order is None:
+                raise WeightUpdateError("this process only gives")
+            pull = self._on_order(order)
         except Exception as error:  # the error is the answer
             connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
+            return
+        if isinstance(pull, Description):
+            connection.send_message(pull)
             return
         while (reply := pull.reply(BEAT_S)) is None:
             if connection.is_hung_up:

@@ -50,26 +50,34 @@ class Layout:
             flat = buffer[offset : offset + spec_bytes(spec)]
             yield spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
-    def fill(self, buffer: torch.Tensor, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies parameters, given in the layout's order, into the flat buffer.
+    def fill(self, stripe: torch.Tensor, params: Iterable[tuple[str, torch.Tensor]], *, first: int = 0) -> None:
+        """Copies one stripe of the flat buffer out of all parameters, given in the layout's order.
 
+        Args:
+            stripe: flat uint8, bytes ``first`` … of the flat buffer. ``first`` is a multiple of ``ALIGNMENT``.
+            params: read one by one, and only the part that lies in the stripe is copied.
         Raises:
             WeightUpdateError: a parameter is missing, extra, or differs in name, shape or dtype.
         """
-        targets = self.views(buffer)
+        places = iter(zip(self.specs, self.offsets, strict=True))
         for name, tensor in params:
-            expected, target = next(targets, (None, None))
-            if target is None or name != expected:
-                raise WeightUpdateError(f"parameter {name!r} came where the layout has {expected!r}")
-            if tensor.shape != target.shape or tensor.dtype != target.dtype:
+            spec, offset = next(places, (None, 0))
+            if spec is None or name != spec.name:
+                raise WeightUpdateError(f"parameter {name!r} came where the layout has {spec and spec.name!r}")
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
                 raise WeightUpdateError(
                     f"parameter {name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"the layout says {target.dtype} {tuple(target.shape)}"
+                    f"the layout says {torch_dtype(spec.dtype)} {spec.shape}"
                 )
-            target.copy_(tensor.detach(), non_blocking=True)
-        missing = next(targets, None)
+            low, high = max(offset, first), min(offset + spec_bytes(spec), first + stripe.numel())
+            if low < high:
+                target = stripe[low - first : high - first].view(tensor.dtype)
+                start = (low - offset) // tensor.itemsize
+                flat = tensor.detach().reshape(-1)
+                target.copy_(flat[start : start + target.numel()], non_blocking=True)
+        missing, _ = next(places, (None, 0))
         if missing is not None:
-            raise WeightUpdateError(f"parameter {missing[0]!r} did not come")
+            raise WeightUpdateError(f"parameter {missing.name!r} did not come")
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParamSpec:

@@ -162,6 +162,23 @@ class Had(msgspec.Struct, frozen=True, kw_only=True, tag="had"):
     end: Size
 
 
+class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
+    """From the trainer's rank 0 to another rank: describe your stripe of this version."""
+
+    version: Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
+    """Answer to `Describe`."""
+
+    checksum: str
+    """`pipelinerl.weights.digest.checksum` of the stripe, at its place."""
+    delta_bytes: Size | None
+    """Length of the stripe's difference from the previous version. None = there is none, or it is not smaller."""
+    encode_s: float
+    """Seconds that its encoding took."""
+
+
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag="take"):
     """From a server to its own worker: pull this update and answer when it is staged."""
 
@@ -176,10 +193,9 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Answer to `Take`: the update failed."""
+    """Answer to `Take` or `Describe`: it failed."""
 
     error: str
 
 
-Question = Get | Have | Take
-Reply = Had | Staged | Failed
+Question = Get | Have | Describe | Take

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from pipelinerl.weights.carriage import CPU
 from pipelinerl.weights.delta import apply_delta
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import STALE, Address, Failed, Part, Staged, WeightUpdateRequest
+from pipelinerl.weights.protocol import STALE, Address, Describe, Failed, Part, Staged, Take, WeightUpdateRequest
 from pipelinerl.weights.shelf import Shelf
 from pipelinerl.weights.taker import Taker
 
@@ -141,7 +141,7 @@ class Receiver:
         self._index, self._device = index, device
         self._prepare = prepare
         self._shelf = Shelf()
-        self.giver = Giver(self._shelf, secret=secret, host=host, device=device, on_take=self.begin, pace=pace)
+        self.giver = Giver(self._shelf, secret=secret, host=host, device=device, on_order=self._obey, pace=pace)
         self._make_taker = partial(Taker, self._shelf, secret=secret, device=device)
         self._takers: list[Taker] = []
         self.staging = Staging(allocate)
@@ -175,6 +175,7 @@ class Receiver:
         if self._index >= len(request.workers):
             raise WeightUpdateError(f"the update has parts for {len(request.workers)} workers, this is {self._index}")
         parts = request.workers[self._index]
+        _check_cover(parts, layout.num_bytes, is_delta=request.base_version is not None)
         with self._lock:
             if self._transfer is not None and self._transfer.end is None:
                 self._transfer.stop("superseded by a newer update")
@@ -187,6 +188,11 @@ class Receiver:
             self._transfer = transfer
             transfer.thread.start()
         return transfer
+
+    def _obey(self, order: Take | Describe) -> Transfer:
+        if isinstance(order, Describe):
+            raise WeightUpdateError("only trainer ranks describe versions")
+        return self.begin(order.request)
 
     def close(self) -> None:
         """Ends the current transfer and all connections."""
@@ -246,7 +252,9 @@ class Receiver:
             self._pull(transfer, payload)
             self._shelf.keep_only(request.payload_key)
             buffer = self.staging.replace(layout.num_bytes)
-            apply_delta(buffer, payload)
+            starts = sorted((part.start, part.end) for part in transfer.parts)
+            for (start, end), stripe_end in zip(starts, [*(s for s, _ in starts[1:]), len(buffer)], strict=True):
+                apply_delta(buffer[start:stripe_end], payload[start:end])
             self._shelf.put(request.whole_key, buffer)
         self.staging.keep(layout, request.whole_key)
         return buffer
@@ -271,5 +279,14 @@ class Receiver:
         if transfer.stopped:
             self._shelf.withdraw(item.key)
             raise WeightUpdateError(transfer.stopped)
-        if item.filled(0) != buffer.numel():
-            raise WeightUpdateError(f"the parts cover {item.filled(0)} of {buffer.numel()} bytes")
+
+
+def _check_cover(parts: Sequence[Part], num_bytes: int, *, is_delta: bool) -> None:
+    """Raises ``WeightUpdateError`` unless the parts cover the model. A delta is shorter than the stripe it changes."""
+    upto = 0
+    for start, end in sorted((part.start, part.end) for part in parts):
+        if not (upto <= start <= end if is_delta and upto else start == upto <= end):
+            raise WeightUpdateError(f"after byte {upto} of the payload comes a part of bytes {start} to {end}")
+        upto = end
+    if upto > num_bytes or (upto < num_bytes and not is_delta):
+        raise WeightUpdateError(f"the parts cover {upto} of {num_bytes} bytes")

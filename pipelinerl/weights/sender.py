@@ -16,57 +16,30 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
-from pipelinerl.config.backends import Carriage
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
-from pipelinerl.weights.delta import encode_delta
-from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.dispatch import Dispatch, chained, expected_s, joining
-from pipelinerl.weights.giver import Giver
-from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.member import Member, UpdateOutcome
 from pipelinerl.weights.news import Announcement, News, PushStats
+from pipelinerl.weights.offer import Offer
+from pipelinerl.weights.origin import Origin, SenderSettings
+from pipelinerl.weights.plan import DeltaChoice, TakePlan
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.protocol import ParamSpec, WeightUpdateRequest
+from pipelinerl.weights.protocol import Address, ParamSpec, WeightUpdateRequest
+from pipelinerl.weights.ranks import Ranks
 from pipelinerl.weights.roster import Roster
-from pipelinerl.weights.shelf import Shelf
-from pipelinerl.weights.snapshot import Snapshot, Snapshots
+from pipelinerl.weights.snapshot import model_stripes
 from pipelinerl.weights.supervision import Supervision
 from pipelinerl.world import Job
 
 RECEIVE_SHARE = 0.9
 """Share of the timeout in which all bytes must arrive, so that the server's own error comes before ours."""
 SAMPLE_POLL_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class SenderSettings:
-    """Settings of weight updates."""
-
-    secret: str
-    """The run's secret."""
-    carriage: Carriage = "tcp"
-    bucket_bytes: int = 8 << 20
-    timeout_s: float = 120.0
-    """A server that has not taken an update within this time leaves service."""
-    stall_s: float = 5.0
-    """A worker leaves a source that has sent no byte for so long."""
-    host: str = "127.0.0.1"
-    """The name under which servers reach this process."""
-    port: int = 0
-    """0 = any free port."""
-    device: torch.device | str = "cpu"
-    """Where buckets must lie for NCCL and IPC. Snapshots lie in host memory."""
-    delta: bool = False
-    """Send only the changes to servers that hold the previous version, if that is smaller."""
-    probe_tolerance: float | None = None
-    """`weights.probe_tolerance` for checking that servers use their weights (`attestor`). None = no checks."""
 
 
 class WeightSender:
@@ -76,6 +49,8 @@ class WeightSender:
         servers: returns the policy's current servers. Called often.
         settings: settings of weight updates.
         announce: writes a message to topic `trainer`. Called from one thread.
+        origin: rank 0's own end. None = this process is the only rank.
+        others: addresses of the origins of ranks 1, 2, ….
 
     >>> sender = WeightSender(lambda: world.get("actor_llm"), settings, announce)
     >>> if not sender.is_busy:
@@ -88,12 +63,16 @@ class WeightSender:
         servers: Callable[[], Sequence[Job]],
         settings: SenderSettings,
         announce: Callable[[Announcement], object],
+        origin: Origin | None = None,
+        others: Sequence[Address] = (),
     ):
         self._settings = settings
-        device = _indexed(torch.device(settings.device))
-        shelf = Shelf()
-        self.giver = Giver(shelf, secret=settings.secret, host=settings.host, port=settings.port, device=device)
-        self._snapshots = Snapshots(uuid.uuid4().hex, shelf, device, delta=settings.delta)
+        self.origin = origin or Origin(settings, sender=uuid.uuid4().hex)
+        self._ranks = Ranks(self.origin, others, settings)
+        self._delta = DeltaChoice(settings.delta)
+        self._offer: Offer | None = None
+        self._older: Offer | None = None
+        """The offer before it."""
         self._taking = threading.Lock()
         """Held while a snapshot is taken or offered to servers."""
         self._news = News(announce)
@@ -109,7 +88,6 @@ class WeightSender:
         self._roster = Roster(
             servers, secret=settings.secret, attestor=self._attestor, changed=lambda: self._loop.wake()
         )
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
         self._loop = Supervision(self._bring_up_to_date, self._roster.close)
         self._loop.start()
 
@@ -131,8 +109,12 @@ class WeightSender:
     @property
     def is_busy(self) -> bool:
         """Whether servers that keep up are still pulling the newest version, which ``send`` would interrupt."""
-        newest = self._snapshots.newest
-        return newest is not None and newest.offer.is_open(self._settings.stall_s)
+        return self._offer is not None and self._offer.is_open(self._settings.stall_s)
+
+    def plan(self) -> TakePlan:
+        """Decides for all ranks how they take the next version."""
+        pulled = (offer.version for offer in (self._offer, self._older) if offer is not None and offer.users)
+        return TakePlan(kept=next(pulled, None), is_delta=self._delta.next())
 
     @property
     def outcomes(self) -> dict[str, UpdateOutcome]:
@@ -167,23 +149,31 @@ class WeightSender:
         params: Iterable[tuple[str, torch.Tensor]],
         specs: Sequence[ParamSpec],
         scores: "Future[np.ndarray] | None" = None,
+        plan: TakePlan | None = None,
     ) -> None:
-        """Takes a snapshot, which servers pull in the background. Servers still pulling the oldest one are interrupted.
+        """Takes rank 0's stripe and has servers pull the version in the background. The other ranks take theirs.
+
+        Servers that still pull another version than ``plan.kept`` are interrupted.
 
         Args:
-            version: number of optimizer steps that made these weights.
-            params: full tensors under the checkpoint's names, in the order of ``specs``. They are consumed one by one,
-                so a sharded trainer may gather each on demand.
-            specs: every parameter's name, dtype and full shape.
+            version, params, specs: see ``Origin.take``.
             scores: the trainer's future log-probabilities of the probe's text with these weights. None = they are not
                 compared for this version.
+            plan: what ``plan`` returned for this version. None = this is the only rank.
         """
         self.check()
+        plan = plan or self.plan()
         with self._taking:
-            snapshot = self._snapshots.take(version, params, Layout(tuple(specs)))
-            if self._attestor is not None:
-                snapshot.checksum = self._pool.submit(checksum, snapshot.buffer)
-                self._attestor.expect(version, Expected(snapshot.checksum, scores))
+            snapshot = self.origin.take(version, params, specs, plan)
+            stripes = tuple(model_stripes(snapshot.layout, self.origin.ranks))
+            before = (offer for offer in (self._offer, self._older) if offer is not None and offer.version == plan.kept)
+            self._older = next(before, None)
+            offer = Offer(version, snapshot.layout, stripes, snapshot.base_version)
+            if plan.is_delta or self._attestor is not None:
+                offer.descriptions = self._ranks.describe(version, len(stripes))
+                if self._attestor is not None:
+                    self._attestor.expect(version, Expected(self._ranks.checksum(offer.descriptions), scores))
+            self._offer = offer
         self._loop.wake()
 
     def wait_live(self, version: int, timeout_s: float, count: int = 1) -> bool:
@@ -195,8 +185,8 @@ class WeightSender:
         self._loop.close()
         if self._attestor is not None:
             self._attestor.close()
-        self.giver.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.origin.close()
+        self._ranks.close()
 
     # The supervising loop
 
@@ -212,27 +202,28 @@ class WeightSender:
 
     async def _offer_newest(self) -> None:
         """Starts the updates of all ready servers that lack the newest version."""
-        snapshot = self._snapshots.newest
-        if snapshot is None:
+        offer = self._offer
+        if offer is None:
             return
-        if snapshot.base is not None:
-            self._snapshots.offer_delta(snapshot, await asyncio.to_thread(encode_delta, snapshot.base, snapshot.buffer))
-        ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != snapshot.version]
-        if snapshot.offer.is_new:
-            snapshot.offer.start(member.name for member in ready)
-            dispatches = chained(snapshot, ready, self.giver.address, self._settings.bucket_bytes)
+        if offer.is_new and offer.base_version is not None:
+            assert offer.descriptions is not None
+            offer.take_deltas(await asyncio.wrap_future(offer.descriptions))
+        ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != offer.version]
+        if offer.is_new:
+            offer.start(member.name for member in ready)
+            dispatches = chained(offer, ready, self._ranks.addresses, self._settings.bucket_bytes)
         else:
-            holders = [m for m in self._roster if m.serves == snapshot.version and not m.is_suspect]
-            dispatches = joining(snapshot, ready, holders, self.giver.address, self._settings.bucket_bytes)
+            holders = [m for m in self._roster if m.serves == offer.version and not m.is_suspect]
+            dispatches = joining(offer, ready, holders, self._ranks.addresses, self._settings.bucket_bytes)
         for dispatch in dispatches:
-            self._start(snapshot, dispatch)
+            self._start(offer, dispatch)
 
-    def _start(self, snapshot: Snapshot, dispatch: Dispatch) -> None:
+    def _start(self, offer: Offer, dispatch: Dispatch) -> None:
         member, num_bytes = dispatch.member, dispatch.num_bytes
         request = WeightUpdateRequest(
-            sender=self._snapshots.sender,
-            version=snapshot.version,
-            params=snapshot.layout.specs,
+            sender=self.origin.sender,
+            version=offer.version,
+            params=offer.layout.specs,
             workers=dispatch.route,
             carriage=self._settings.carriage,
             bucket_bytes=dispatch.bucket_bytes,
@@ -242,10 +233,10 @@ class WeightSender:
             base_version=dispatch.base_version,
         )
         member.held = None
-        snapshot.users.add(member.name)
-        member.update = asyncio.create_task(self._update(member, snapshot, request, num_bytes))
+        offer.users.add(member.name)
+        member.update = asyncio.create_task(self._update(member, offer, request, num_bytes))
 
-    async def _update(self, member: Member, snapshot: Snapshot, request: WeightUpdateRequest, num_bytes: int) -> None:
+    async def _update(self, member: Member, offer: Offer, request: WeightUpdateRequest, num_bytes: int) -> None:
         """Runs one server's update, after which the server serves the version or is out of service."""
         started, answer, reason = time.monotonic(), None, ""
         try:
@@ -256,9 +247,11 @@ class WeightSender:
         outcome = UpdateOutcome(
             version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason
         )
-        member.take(outcome, is_late=snapshot.offer.is_late(self._settings.stall_s))
-        snapshot.users.discard(member.name)
-        snapshot.offer.end(member.name, is_served=answer is not None)
+        member.take(outcome, is_late=offer.is_late(self._settings.stall_s))
+        offer.end(member.name, is_served=answer is not None)
+        if answer is not None:
+            transfer_s = 1e-3 * answer.transfer_ms
+            self._delta.measured(transfer_s + offer.encode_s, is_delta=request.base_version is not None)
         if answer is not None and self._attestor is not None:
             self._attestor.took(member.name, request.version)
         self._loop.wake()
@@ -277,10 +270,3 @@ class WeightSender:
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
         self._news.tell(members)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Adds the index to a CUDA device, because communicators compare devices including their index."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -6,12 +6,16 @@ changes a tensor it withdraws the item, which interrupts all its readers. So no 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+REMEMBERED = 16
+"""So many withdrawn keys are known as such. Older ones are unknown keys again."""
 
 
 class Reader(Protocol):
@@ -60,6 +64,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._items: dict[str, Item] = {}
+        self._gone: deque[str] = deque(maxlen=REMEMBERED)
         self._changed = threading.Condition()
 
     def put(self, key: str, buffer: torch.Tensor, *, first: int = 0) -> Item:
@@ -75,6 +80,8 @@ class Shelf:
         self.withdraw(item.key)
         with self._changed:
             self._items[item.key] = item
+            if item.key in self._gone:
+                self._gone.remove(item.key)
             self._changed.notify_all()
         return item
 
@@ -90,6 +97,7 @@ class Shelf:
             for key in keys:
                 item = self._items.pop(key, None)
                 if item is not None:
+                    self._gone.append(key)
                     item.is_withdrawn = True
                     self._changed.notify_all()
                     for reader in item.readers:
@@ -107,13 +115,13 @@ class Shelf:
         """Waits for bytes ``start … end`` and returns the item, or None after ``timeout_s``.
 
         Raises:
-            WithdrawnError: the item was withdrawn meanwhile.
+            WithdrawnError: the item was withdrawn.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             item = self._items.get(key)
             while item is None or item.filled(start) < end:
-                if item is not None and item.is_withdrawn:
+                if item.is_withdrawn if item is not None else key in self._gone:
                     raise WithdrawnError
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -1,125 +1,97 @@
-"""The bytes of one version at the trainer, from the end of an optimizer step until the last server has pulled them.
+"""One trainer rank's stripe of the newest versions, from the end of an optimizer step until the last server has it.
 
 One buffer is enough while every server keeps up. A second one is made if servers still pull the newest version when the
 next one is due, or for deltas, whose base is the previous version.
 """
 
-import time
 from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 import torch
 
+from pipelinerl.weights.chain import stripes
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import payload_key
+from pipelinerl.weights.plan import TakePlan
+from pipelinerl.weights.protocol import Description, payload_key
 from pipelinerl.weights.shelf import Shelf
+
+STRIPE_UNIT = 128 << 10
+"""Bytes. Stripes begin at multiples of this: of the digest's rows and of the delta's chunks."""
+
+
+def model_stripes(layout: Layout, ranks: int) -> list[tuple[int, int]]:
+    """Returns (start, end) of each rank's stripe. The last ranks have none if the model is small."""
+    return stripes(layout.num_bytes, ranks, STRIPE_UNIT)
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """One version."""
+    """One rank's stripe of one version."""
 
     version: int
     layout: Layout
+    first: int
+    """Place of the stripe's first byte in the model."""
     buffer: torch.Tensor
     base: torch.Tensor | None = None
-    """Delta mode: the previous version's bytes, until the delta is encoded."""
+    """Delta mode: this stripe of the previous version, until the delta is encoded."""
     base_version: int | None = None
-    delta: torch.Tensor | None = None
-    checksum: "Future[str] | None" = None
-    users: set[str] = field(default_factory=set)
-    """Servers that pull it."""
-    offer: "Offer" = field(default_factory=lambda: Offer())
-
-    def payload(self, base_version: int | None) -> torch.Tensor:
-        """Returns the bytes to send: the whole version, or its difference from ``base_version``."""
-        if base_version is None:
-            return self.buffer
-        assert self.delta is not None
-        assert self.base_version == base_version
-        return self.delta
-
-
-class Offer:
-    """The servers that were ready when a version arrived. The version's bytes must not change while the offer is open.
-
-    The offer closes ``stall_s`` after the first server has the version, so it does not wait for slow servers.
-    """
-
-    def __init__(self) -> None:
-        self._pending: set[str] | None = None
-        """None until the version has been offered to the servers."""
-        self._first: float | None = None
-
-    @property
-    def is_new(self) -> bool:
-        return self._pending is None
-
-    def start(self, names: Iterable[str]) -> None:
-        self._pending = set(names)
-
-    def end(self, name: str, *, is_served: bool) -> None:
-        """Records that a server has the version (``is_served``) or will not get it."""
-        if self._pending is not None:
-            self._pending.discard(name)
-        if is_served and self._first is None:
-            self._first = time.monotonic()
-
-    def is_open(self, stall_s: float) -> bool:
-        return self._pending is None or (bool(self._pending) and not self.is_late(stall_s))
-
-    def is_late(self, stall_s: float) -> bool:
-        """Whether a server that ends now is more than ``stall_s`` later than the first."""
-        return self._first is not None and time.monotonic() - self._first > stall_s
+    description: "Future[Description] | None" = None
 
 
 class Snapshots:
-    """The trainer's buffers on the shelf from which servers pull. The training thread takes, the sender releases."""
+    """One rank's buffers on the shelf from which servers pull.
 
-    def __init__(self, sender: str, shelf: Shelf, device: torch.device, *, delta: bool):
-        self.sender = sender
-        self._shelf, self._device, self._delta = shelf, device, delta
-        self.newest: Snapshot | None = None
-        self.older: Snapshot | None = None
-        """The previous version, while servers pull it or a delta needs it as base."""
+    Args:
+        sender: name of the trainer process, equal on all its ranks.
+        shelf: the shelf of this rank.
+        device: of the trainer. Buffers lie in host memory, pinned if it is a GPU.
+        rank, ranks: this rank, and the number of ranks that send.
+    """
 
-    def take(self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout) -> Snapshot:
-        """Copies the parameters and returns when they may change. Interrupts servers that pull the oldest bytes."""
-        newest, older = self.newest, self.older
-        is_base = self._delta and newest is not None and newest.layout == layout
-        if newest is not None and (is_base or newest.users):
-            spare, self.older = older, newest
-        else:
-            spare, self.older = newest, older if older is not None and older.users else None
-        buffer = self._reuse(spare, layout)
-        layout.fill(buffer, params)
+    def __init__(self, sender: str, shelf: Shelf, device: torch.device, *, rank: int, ranks: int):
+        self._sender, self._shelf, self._device = sender, shelf, device
+        self._rank, self._ranks = rank, ranks
+        self._newest: Snapshot | None = None
+        self._older: Snapshot | None = None
+
+    def take(
+        self, version: int, params: Iterable[tuple[str, torch.Tensor]], layout: Layout, plan: TakePlan
+    ) -> Snapshot:
+        """Copies this rank's stripe and returns when the parameters may change.
+
+        Interrupts servers that pull another version than ``plan.kept``. A base of a delta is kept in any case.
+        """
+        newest = self._newest
+        is_base = plan.is_delta and newest is not None and newest.layout == layout
+        keeps = newest.version if is_base and newest is not None else plan.kept
+        held = [snapshot for snapshot in (newest, self._older) if snapshot is not None]
+        self._older = next((snapshot for snapshot in held if snapshot.version == keeps), None)
+        first, end = dict(enumerate(model_stripes(layout, self._ranks))).get(self._rank, (0, 0))
+        buffer = self._reuse([snapshot for snapshot in held if snapshot is not self._older], held, end - first)
+        layout.fill(buffer, params, first=first)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        snapshot = Snapshot(version, layout, buffer)
+        self._newest = snapshot = Snapshot(version, layout, first, buffer)
         if is_base:
             assert newest is not None
             snapshot.base, snapshot.base_version = newest.buffer, newest.version
-        self._shelf.put(payload_key(self.sender, version, None), buffer)
-        self.newest = snapshot
+        self._shelf.put(payload_key(self._sender, version, None), buffer, first=first)
         return snapshot
 
-    def offer_delta(self, snapshot: Snapshot, delta: torch.Tensor | None) -> None:
-        """Puts the encoded difference from the previous version on the shelf. None = the whole version is smaller."""
-        snapshot.delta, snapshot.base = delta, None
-        if delta is not None:
-            self._shelf.put(payload_key(self.sender, snapshot.version, snapshot.base_version), delta)
+    def put_delta(self, snapshot: Snapshot, delta: torch.Tensor) -> None:
+        """Puts the encoded difference from the previous version on the shelf, at the stripe's place."""
+        key = payload_key(self._sender, snapshot.version, snapshot.base_version)
+        self._shelf.put(key, delta, first=snapshot.first)
 
-    def _reuse(self, spare: Snapshot | None, layout: Layout) -> torch.Tensor:
-        if spare is not None:
-            self._withdraw(spare)
-            if spare.checksum is not None:
-                spare.checksum.result()  # it reads the buffer
-            if spare.buffer.numel() == layout.num_bytes:
-                return spare.buffer
-        return torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-
-    def _withdraw(self, snapshot: Snapshot) -> None:
-        for base_version in (None, snapshot.base_version):
-            self._shelf.withdraw(payload_key(self.sender, snapshot.version, base_version))
-        snapshot.delta = None
+    def _reuse(self, spares: list[Snapshot], held: list[Snapshot], num_bytes: int) -> torch.Tensor:
+        """Withdraws ``spares``. Returns the memory of one of them, or new memory if none has this size."""
+        wait([snapshot.description for snapshot in held if snapshot.description is not None])  # they read the buffers
+        for spare in spares:
+            for base_version in (None, spare.base_version):
+                self._shelf.withdraw(payload_key(self._sender, spare.version, base_version))
+        fitting = next((spare.buffer for spare in spares if spare.buffer.numel() == num_bytes), None)
+        if fitting is not None:
+            return fitting
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

@@ -30,6 +30,10 @@ class SourceError(WeightUpdateError):
     """This source does not deliver. Another one may."""
 
 
+class WithdrawnVersionError(WeightUpdateError):
+    """The trainer has replaced these bytes by those of a newer version."""
+
+
 class Taker:
     """Pulls the part with one number in every update. Keeps its connection while the source stays the same."""
 
@@ -47,6 +51,7 @@ class Taker:
             sources: nearest first, the trainer last.
             check: called often with a description of the last event. Raises when the pull must end.
         Raises:
+            WithdrawnVersionError: the trainer no longer has these bytes.
             WeightUpdateError: what ``check`` raised.
         """
         part, turn, reason = item.ranges[number], 0, ""
@@ -112,6 +117,8 @@ class Taker:
                     raise SourceError(f"sent {end - part.end} bytes too many")
                 carrier.take(connection, item.slice(part.upto, end))
                 self._shelf.advance(item, number, end)
+            elif kind == GONE and source == watch.origin:
+                raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}")
             elif kind == GONE:
                 raise SourceError("has these bytes no more")
             elif kind == UNKNOWN and time.monotonic() - known_at >= request.stall_s:
@@ -148,7 +155,7 @@ class Watch:
     """
 
     def __init__(self, secret: str, request: Request, sources: Sequence[Address]):
-        self._secret, self._request, self._origin = secret, request, sources[-1]
+        self._secret, self._request, self.origin = secret, request, sources[-1]
         self._following: Address | None = None
         self._connection: Connection | None = None
         self._started = self._asked_at = time.monotonic()
@@ -158,7 +165,7 @@ class Watch:
     def of(self, source: Address, following: Address) -> "Watch":
         """Starts comparing ``source`` with ``following``."""
         self.close()
-        self._following = following if source != self._origin else None
+        self._following = following if source != self.origin else None
         self._asked_at, self._had = time.monotonic(), None
         return self
 
@@ -171,7 +178,7 @@ class Watch:
         now, half_s = time.monotonic(), self._request.stall_s / 2
         if self._is_used_up or self._following is None or now - self._asked_at < half_s:
             return
-        if self._following == self._origin:
+        if self._following == self.origin:
             expected_s = self._request.expected_s
             is_slow = expected_s > 0 and now - self._started > self._request.stall_s + 2 * expected_s
         else:
@@ -180,7 +187,7 @@ class Watch:
             self._is_used_up = True
             raise SourceError(f"is {half_s:g} s or more behind {self._following}")
         self._asked_at = now
-        if self._following != self._origin:
+        if self._following != self.origin:
             self._had = self._ask(self._following, upto)
 
     def close(self) -> None:

@@ -239,7 +239,8 @@ import sys, time
 import torch
 from transformers import AutoModelForCausalLM
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.sender import WeightSender
 from pipelinerl.world import Job
 count = 0
 def pace(num_bytes):
@@ -252,7 +253,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=6, secret=sys.argv[3])
 sender = WeightSender(lambda: [job], settings, lambda message: None)
-sender.giver._pace = pace
+sender.origin.giver._pace = pace
 sender.wait_for_servers(1, 20)
 zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
 sender.send(99, zeros.items(), tuple(spec_of(*item) for item in zeros.items()))

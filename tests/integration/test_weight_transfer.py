@@ -15,8 +15,10 @@ import httpx
 import pytest
 import torch
 
-from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.protocol import Failed
+from pipelinerl.weights.handover import Handover
+from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.protocol import Failed, Part, WeightUpdateRequest
+from pipelinerl.weights.wire import WireError
 from tests.sender_kit import Senders, wait_for
 
 SECRET = "unit-test-secret"
@@ -53,7 +55,7 @@ def test_update_of_two_servers_is_exact_labelled_and_resumed(start_model_server:
     for version in (0, 1, 7):
         outcomes = senders.send(version, params(version))
         assert [outcome.error for outcome in outcomes.values()] == ["", ""]
-        wait_for(lambda version=version: senders.sender.stats.servers == ("actor_llm_0", "actor_llm_1"))
+        assert senders.sender.wait_live(version, 20, count=2)
         message = senders.announced[-1]
         assert (message.version, message.older, len(message.pause_ms)) == (version, {}, 2)
         for server in servers:
@@ -69,7 +71,7 @@ def test_every_byte_leaves_the_trainer_once_and_goes_from_server_to_server(
     senders = make_sender(*servers)
     outcomes = senders.send(0, params(0))
     (num_bytes,) = {outcome.num_bytes for outcome in outcomes.values()}
-    assert senders.sender.giver.num_bytes == num_bytes
+    assert senders.sender.origin.giver.num_bytes == num_bytes
     assert sorted(server.receiver.giver.num_bytes for server in servers) == [0, num_bytes, num_bytes, num_bytes]
     assert all(holds(server, 0) for server in servers)
 
@@ -89,11 +91,11 @@ def test_server_that_comes_late_is_fed_by_one_that_has_the_version(start_model_s
     first, late = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
     senders = make_sender(first)
     senders.send(5, params(5))
-    given = senders.sender.giver.num_bytes
+    given = senders.sender.origin.giver.num_bytes
     senders.servers.append(late)
     assert senders.sender.wait_live(5, 20, count=2)
     assert holds(late, 5)
-    assert senders.sender.giver.num_bytes == given
+    assert senders.sender.origin.giver.num_bytes == given
     assert first.receiver.giver.num_bytes == given
 
 
@@ -200,6 +202,30 @@ def test_delta_against_a_version_the_server_lost_is_sent_dense(start_model_serve
     assert server.label == "1"
 
 
+def test_version_that_the_trainer_has_replaced_is_given_up_at_once(start_model_server: Any, make_sender: Any) -> None:
+    server = start_model_server()
+    senders = make_sender(server)
+    for version in (0, 1):
+        senders.send(version, params(version))
+    specs = tuple(spec_of(*item) for item in params(0).items())
+    part = Part(start=0, end=Layout(specs).num_bytes, sources=(senders.sender.origin.address,))
+    request = WeightUpdateRequest(
+        sender=senders.sender.origin.sender,
+        version=0,
+        params=specs,
+        workers=((part,),),
+        carriage="tcp",
+        bucket_bytes=1 << 20,
+        timeout_s=60.0,
+        stall_s=30.0,
+    )
+    started = time.monotonic()
+    with pytest.raises(WireError, match="the trainer has withdrawn version 0"):
+        Handover(server.receiver.address, SECRET).run(request)
+    assert time.monotonic() - started < 10
+    assert holds(server, 1)
+
+
 def test_two_senders_that_take_turns_never_mix_their_bytes(start_model_server: Any, make_sender: Any) -> None:
     server = start_model_server()
     senders = [make_sender(server), make_sender(server)]
@@ -266,7 +292,8 @@ CHILD = """
 import sys, time
 import torch
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.sender import SenderSettings, WeightSender
+from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.sender import WeightSender
 from pipelinerl.world import Job
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=float(sys.argv[2]), secret="unit-test-secret")
@@ -277,7 +304,7 @@ def pace(num_bytes):
     if count == 3:
         print("half", flush=True)
         time.sleep(600)
-sender.giver._pace = pace
+sender.origin.giver._pace = pace
 sender.wait_for_servers(1, 20)
 weight = torch.full((4 << 20,), -1.0)
 sender.send(1, [("w", weight)], [spec_of("w", weight)])

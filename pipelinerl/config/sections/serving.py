@@ -50,8 +50,11 @@ class WeightsSection(Section):
         "a server passes the weights on in pieces of this size, in a long chain of servers in smaller ones",
         may_change=True,
     )
-    delta: bool = key(
-        False, "bf16: send only the elements that changed, bit-identical. Dense where that is smaller", may_change=True
+    delta: Literal["auto"] | bool = key(
+        False,
+        "bf16: send only the elements that changed, bit-identical. Dense where that is smaller; with `auto` also where "
+        "it is faster, as measured in this run",
+        may_change=True,
     )
     timeout_s: PositiveFloat = key(
         120,

@@ -101,6 +101,14 @@ class Engine(ABC):
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, by rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
     def lowest(self, mine: int) -> int:
         """The smallest of all ranks' values. Collective."""
         if self.world_size == 1:

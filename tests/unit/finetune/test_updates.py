@@ -42,7 +42,7 @@ class Harness:
         status: Any = SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
         lease = EvaluationLease(self._take, clock=lambda: 0.0)
         engine: Any = Engine()
-        self.updates = WeightUpdates(engine, cfg, self.sender, lease, status, lambda: False, Path("."))
+        self.updates = WeightUpdates(engine, cfg, self.sender, self.sender, lease, status, lambda: False, Path("."))
 
     def _take(self) -> list[Any]:
         taken, self.messages[:] = list(self.messages), []

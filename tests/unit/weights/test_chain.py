@@ -61,3 +61,10 @@ def test_cost_of_chain_and_star_by_hand() -> None:
     assert chain_s(64e6, 16, wire, bucket=0.25e6) == pytest.approx(8 + 15 * (0.25 / 8 + 0.01))
     assert star_s(64e6, 16, wire) == pytest.approx(128)
     assert chain_s(64e6, 1, wire, bucket=0.25e6, stripes=4) == pytest.approx(2)
+
+
+def test_suspect_servers_are_the_last_of_every_stripes_chain() -> None:
+    origins = [((0, 50), ORIGIN), ((50, 100), Address("rank1", 1))]
+    routes = chain([[worker(i)] for i in range(3)], origins, num_reliable=2)
+    assert [sources(route, part=0)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1"]
+    assert [sources(route, part=1)[0] for route in routes] == ["s1:1", "rank1:1", "s0:1"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelinerl.weights.digest import Copy, LoadPlan, View, checksum, differing, learn
+from pipelinerl.weights.digest import ROW_BYTES, Copy, LoadPlan, View, added, checksum, differing, learn
 from pipelinerl.weights.layout import spec_of
 
 ROWS, WIDTH = 6, 4
@@ -115,3 +115,12 @@ def test_checksum_of_few_and_of_negative_words() -> None:
     assert checksum(torch.empty(0, dtype=torch.uint8)) == "0" * 32
     buffer = torch.tensor([-1, -(2**63)], dtype=torch.int64).view(torch.uint8)
     assert checksum(buffer) == f"{(-1 - 2**63) % 2**64:016x}{(-1 - 2**64) % 2**64:016x}"
+
+
+def test_checksum_of_a_whole_is_the_sum_of_its_stripes() -> None:
+    whole = torch.randint(0, 256, (3 * ROW_BYTES + 40,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stripes = [(0, ROW_BYTES), (ROW_BYTES, 3 * ROW_BYTES), (3 * ROW_BYTES, len(whole))]
+    parts = [checksum(whole[start:end], start) for start, end in stripes]
+    assert added(parts) == checksum(whole)
+    assert added(reversed(parts)) == checksum(whole)
+    assert added([checksum(whole[start:end]) for start, end in stripes]) != checksum(whole)

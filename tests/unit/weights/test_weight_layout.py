@@ -1,5 +1,7 @@
 """The flat buffer: places, bytes, and refusal of anything that does not match the announced list."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -73,3 +75,14 @@ def test_fill_refuses_what_differs_from_the_list(given: list[tuple[str, torch.Te
 def test_layout_with_a_name_twice_is_refused() -> None:
     with pytest.raises(WeightUpdateError, match="2 parameters have only 1 different names"):
         Layout((ParamSpec("a", "float32", (1,)), ParamSpec("a", "float32", (1,))))
+
+
+@pytest.mark.parametrize("edges", [(0, 64, 256), (0, 128, 192, 256), (0, 256, 256)])
+def test_stripes_together_are_the_whole(edges: tuple[int, ...]) -> None:
+    layout = Layout(SPECS)
+    whole, made = torch.zeros(layout.num_bytes, dtype=torch.uint8), []
+    layout.fill(whole, tensors())
+    for start, end in pairwise(edges):
+        made.append(torch.zeros(end - start, dtype=torch.uint8))
+        layout.fill(made[-1], tensors(), first=start)
+    assert torch.equal(torch.cat(made), whole)

@@ -1,0 +1,150 @@
+"""Host memory that a weight update costs each trainer rank, beside the size of its stripe.
+
+    python -m benchmarks.push_memory --json benchmarks/push_memory.json
+
+Real ranks (FSDP2 over Gloo, float32 master weights, bfloat16 on the wire) send a model of 100M parameters to receiver
+processes without a model. *Extra* is the peak of the resident memory during the first update, which allocates
+everything, over the resident memory before it. It includes the gather of a sharded parameter.
+"""
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.receivers import SECRET, forkserver, receivers
+from benchmarks.weight_update import build_model
+from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune.build import make_engine
+from pipelinerl.finetune.engines import read_ranks
+from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.export import exported_specs
+from pipelinerl.finetune.loop import connect_weights
+from pipelinerl.finetune.updates import WeightUpdates
+from pipelinerl.observability.role import leave
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.snapshot import model_stripes
+from pipelinerl.world import Job
+from tests.trainer_kit import trainer_context
+
+MIB = 1 << 20
+SIZE = (768, 11, 4096)
+"""Hidden size, layers, vocabulary: 100M parameters."""
+TIMEOUT_S = 400
+BUCKETS_ALLOWED = 4
+
+
+def peak_mb() -> float:
+    """Peak resident memory since the last `reset_peak`."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def run_rank(job: dict[str, Any]) -> None:
+    """The process of one rank: one update, then a line of JSON."""
+    torch.set_num_threads(1)
+    rank, world_size, device = read_ranks("cpu")
+    given = ["output_dir=unused", f"model_path={job['model']}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    cfg = parse(compose("base", [*given, "finetune.engine=fsdp2", "finetune.seq_packing=false", "weights.probe=false"]))
+    ctx = trainer_context(Path("unused"), cfg, num_ranks=world_size)
+    world: Any = ctx.world
+    world.jobs = [Job(name=name, kind="actor_llm", replica_idx=i, url=url) for i, (name, url) in enumerate(job["urls"])]
+    world.weight_port, world.transfer_backend = 0, lambda wanted: "tcp"
+    engine = make_engine(cfg, device, world_size)
+    origin, sender = connect_weights(ctx, engine, (lambda message: None) if rank == 0 else None)
+    lease = EvaluationLease(lambda: []) if rank == 0 else None
+    updates = WeightUpdates(engine, cfg, origin, sender, lease, ctx.status, lambda: False, Path("unused"))
+    if sender is not None:
+        assert sender.wait_for_servers(len(world.jobs), 60) == len(world.jobs)
+    engine.gather_objects(None)
+    gc.collect()
+    reset_peak()
+    before = psutil.Process().memory_info().rss / MIB
+    updates.after_step(1)
+    assert updates.finish(1)
+    if sender is not None:
+        assert sender.wait_live(1, TIMEOUT_S, count=len(world.jobs)), sender.outcomes
+    engine.gather_objects(None)
+    layout = Layout(tuple(exported_specs(engine, torch.bfloat16)))
+    start, end = model_stripes(layout, world_size)[rank]
+    row = {"rank": rank, "stripe_mb": (end - start) / MIB, "before_mb": before, "extra_mb": peak_mb() - before}
+    print(json.dumps({name: round(value, 1) for name, value in row.items()}), flush=True)
+    if sender is not None:
+        sender.close()
+    origin.close()
+    engine.close()
+
+
+def measure(folder: Path, ranks: int, servers: int) -> dict[str, Any]:
+    with receivers(servers) as running, socket.create_server(("127.0.0.1", 0)) as probe:
+        job = {"model": str(folder), "urls": [(one.job.name, one.job.url) for one in running]}
+        port = probe.getsockname()[1]
+        probe.close()
+        processes = []
+        for rank in range(ranks):
+            env = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_PORT": port,
+            }
+            env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "PIPELINERL_SECRET": SECRET}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.push_memory", "--rank", json.dumps(job)],
+                    env=os.environ | {name: str(value) for name, value in env.items()},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    rows = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    over = [(row["extra_mb"] - row["stripe_mb"]) / job_bucket_mb() for row in rows]
+    return {"ranks": ranks, "servers": servers, "rows": rows, "buckets_over_stripe_max": round(max(over), 2)}
+
+
+def job_bucket_mb() -> float:
+    return float(parse(compose("base", ["dataset_loader=a.b", "actor.rollout_policy=a.b"])).weights.bucket_mb)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--servers", type=int, default=8)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(json.loads(args.rank))
+        leave(0)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="push-memory-") as folder, forkserver():
+        parameters = sum(p.numel() for p in build_model(Path(folder), *SIZE).parameters())
+        for ranks in args.ranks:
+            rows.append(measure(Path(folder), ranks, args.servers))
+            print(rows[-1], flush=True)
+    if args.json:
+        document = {"parameters": parameters, "bucket_mb": job_bucket_mb(), "rows": rows}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The trainer's ranks as rank 0 sees them: where each serves its stripe, and what it says about it."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.digest import added
+from pipelinerl.weights.origin import Origin, SenderSettings
+from pipelinerl.weights.protocol import Address, Describe, Description, Failed
+from pipelinerl.weights.wire import Connection
+
+
+class Ranks:
+    """Args:
+    own: rank 0's end.
+    others: addresses of the ends of ranks 1, 2, ….
+    settings: settings of weight updates.
+    """
+
+    def __init__(self, own: Origin, others: Sequence[Address], settings: SenderSettings):
+        self._own, self._settings = own, settings
+        self.addresses = (own.address, *others)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-ranks")
+
+    def describe(self, version: int, num_stripes: int) -> "Future[list[Description]]":
+        """Asks the ranks that have a stripe to describe it. They may still be taking it.
+
+        The future raises ``WeightUpdateError`` if a rank does not answer.
+        """
+        return self._pool.submit(lambda: [self._ask(version, rank) for rank in self.addresses[:num_stripes]])
+
+    def checksum(self, descriptions: "Future[list[Description]]") -> "Future[str]":
+        """Returns the future checksum of the whole version."""
+        return self._pool.submit(lambda: added(description.checksum for description in descriptions.result()))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, version: int, rank: Address) -> Description:
+        question = Describe(version=version)
+        if rank == self._own.address:
+            return self._own.describe(question)
+        connection = Connection.dial(rank, self._settings.secret, self._settings.timeout_s)
+        try:
+            answer: Description | Failed = connection.ask(question, Description | Failed)  # type: ignore[arg-type]
+        finally:
+            connection.close()
+        if isinstance(answer, Failed):
+            raise WeightUpdateError(f"the trainer rank at {rank}: {answer.error}")
+        return answer

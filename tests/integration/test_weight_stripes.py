@@ -1,0 +1,206 @@
+"""All ranks of a trainer send: each its stripe, and the servers get the whole model bit by bit."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl.weights.digest import added, checksum
+from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.origin import Origin, SenderSettings
+from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.snapshot import STRIPE_UNIT
+from tests.models import save_qwen2
+from tests.sender_kit import wait_for
+from tests.zero3 import shard_everything
+
+ROOT = Path(__file__).parents[2]
+SECRET = "unit-test-secret"
+RANKS = 4
+NUM_BYTES = RANKS * STRIPE_UNIT
+
+
+class Trainer:
+    """The ends of several ranks in this process."""
+
+    def __init__(self, servers: list[Any], **settings: Any):
+        made = SenderSettings(**({"secret": SECRET, "bucket_bytes": 1 << 14, "timeout_s": 20.0} | settings))
+        self.origins = [Origin(made, sender="run", rank=rank, ranks=RANKS) for rank in range(RANKS)]
+        others = [origin.address for origin in self.origins[1:]]
+        jobs = [server.job for server in servers]
+        self.sender = WeightSender(lambda: jobs, made, lambda message: None, self.origins[0], others)
+        assert self.sender.wait_for_servers(len(servers), 20) == len(servers)
+        self._count = len(servers)
+
+    def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        """Takes a version on every rank and waits until all servers serve it."""
+        specs, plan = [spec_of(*item) for item in weights.items()], self.sender.plan()
+        self.sender.send(version, weights.items(), specs, plan=plan)
+        for origin in self.origins[1:]:
+            origin.take(version, weights.items(), specs, plan)
+        assert self.sender.wait_live(version, 20, count=self._count), self.sender.outcomes
+        wait_for(lambda: not self.sender.is_busy)
+
+    @property
+    def given(self) -> list[int]:
+        return [origin.giver.num_bytes for origin in self.origins]
+
+    def close(self) -> None:
+        self.sender.close()
+        for origin in self.origins:
+            origin.close()
+
+
+@pytest.fixture
+def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
+    monkeypatch.setattr("pipelinerl.weights.roster.WATCH_S", 0.05)
+    made: list[Trainer] = []
+
+    def make(*servers: Any, **settings: Any) -> Trainer:
+        made.append(Trainer(list(servers), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Parameters of which some cross the edges of stripes."""
+    generator = torch.Generator().manual_seed(version)
+    sizes = {"a": STRIPE_UNIT // 2 - 320, "b": STRIPE_UNIT, "c": 160, "d": STRIPE_UNIT // 2 + 160}
+    made = {name: torch.randn(size, generator=generator).bfloat16() for name, size in sizes.items()}
+    assert Layout(tuple(spec_of(*item) for item in made.items())).num_bytes == NUM_BYTES
+    return made
+
+
+def holds(server: Any, sent: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(server.live[name], tensor) for name, tensor in sent.items())
+
+
+def test_each_rank_sends_its_stripe_once_for_any_number_of_servers(start_model_server: Any, make_trainer: Any) -> None:
+    servers = [start_model_server(f"actor_llm_{i}") for i in range(3)]
+    trainer = make_trainer(*servers)
+    for version in (0, 1):
+        trainer.send(version, weights(version))
+        assert all(holds(server, weights(version)) for server in servers)
+        assert trainer.given == [(version + 1) * STRIPE_UNIT] * RANKS
+
+
+def test_each_rank_holds_only_its_stripe_in_memory(start_model_server: Any, make_trainer: Any) -> None:
+    trainer = make_trainer(start_model_server())
+    for version in range(3):
+        trainer.send(version, weights(version))
+    held = [
+        sum(item.buffer.numel() for item in origin.giver._shelf._items.values())  # what servers could still pull
+        for origin in trainer.origins
+    ]
+    assert held == [STRIPE_UNIT] * RANKS
+
+
+def test_deltas_of_stripes_are_smaller_and_exact(start_model_server: Any, make_trainer: Any) -> None:
+    servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
+    trainer = make_trainer(*servers, delta=True)
+    sent = weights(0)
+    trainer.send(0, sent)
+    before = trainer.given
+    for version in (1, 2):
+        for number, tensor in enumerate(sent.values()):
+            tensor[version + number] += 1.0
+        trainer.send(version, sent)
+        assert all(holds(server, sent) for server in servers)
+    assert all(now - then < STRIPE_UNIT / 100 for now, then in zip(trainer.given, before, strict=True))
+
+
+def test_one_stripe_that_changed_everywhere_makes_the_update_dense(start_model_server: Any, make_trainer: Any) -> None:
+    server = start_model_server()
+    trainer = make_trainer(server, delta=True)
+    sent = weights(0)
+    trainer.send(0, sent)
+    sent["a"] += 1.0
+    trainer.send(1, sent)
+    assert holds(server, sent)
+    assert trainer.given == [2 * STRIPE_UNIT] * RANKS
+
+
+def test_checksum_of_the_whole_comes_from_all_ranks(start_model_server: Any, make_trainer: Any) -> None:
+    trainer = make_trainer(start_model_server(), delta=True)
+    sent = weights(3)
+    trainer.send(3, sent)
+    whole = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    Layout(tuple(spec_of(*item) for item in sent.items())).fill(whole, sent.items())
+    described = trainer.sender._ranks.describe(3, RANKS).result(20)
+    assert added(description.checksum for description in described) == checksum(whole)
+
+
+def test_rank_that_is_gone_ends_the_update_with_its_address(start_model_server: Any, make_trainer: Any) -> None:
+    from pipelinerl.errors import WeightUpdateError
+
+    trainer = make_trainer(start_model_server(), delta=True, timeout_s=2.0)
+    sent = weights(0)
+    trainer.send(0, sent)
+    trainer.origins[2].close()
+    specs = [spec_of(*item) for item in sent.items()]
+    plan = trainer.sender.plan()
+    trainer.sender.send(1, sent.items(), specs, plan=plan)
+    trainer.origins[1].take(1, sent.items(), specs, plan)
+    with pytest.raises(WeightUpdateError, match=str(trainer.origins[2].address)):
+        trainer.sender.wait_live(1, 20)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
+    start_model_server: Any, tmp_path: Path, engine: str
+) -> None:
+    servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
+    out = tmp_path / "out.safetensors"
+    job = {
+        "engine": engine,
+        "model": str(save_qwen2(tmp_path / "model", vocab_size=64)),
+        "overrides": [shard_everything(tmp_path)] if engine == "deepspeed" else [],
+        "urls": [(server.job.name, server.job.url) for server in servers],
+        "out": str(out),
+    }
+    run_ranks(job, tmp_path)
+    expected = load_file(out)
+    for server in servers:
+        assert server.live.keys() == expected.keys()
+        assert holds(server, expected)
+        assert server.label == "1"
+    given = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
+    layout = Layout(tuple(spec_of(*item) for item in servers[0].live.items()))
+    assert sum(given) == 2 * layout.num_bytes  # two versions
+    assert max(given) - min(given) <= 2 * STRIPE_UNIT
+
+
+def run_ranks(job: dict[str, Any], folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
+        with (folder / f"rank{rank}.log").open("w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(ROOT / "tests" / "ranks" / "stripes_rank.py"), json.dumps(job)],
+                    env=os.environ | {name: str(value) for name, value in env.items()} | {"PIPELINERL_SECRET": SECRET},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        codes = [process.wait(240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
