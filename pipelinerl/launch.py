@@ -19,7 +19,7 @@ from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from pipelinerl.launcher.program import CommandOf
+    from pipelinerl.launcher.commands import CommandOf
 
 QUIET_HYDRA = (
     "hydra.run.dir=.",

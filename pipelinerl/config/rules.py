@@ -248,6 +248,12 @@ def phases_are_conventional(config: Config) -> str | None:
     return None
 
 
+def ray_shares_no_device(config: Config) -> str | None:
+    if config.launcher.engine == "ray" and config.world.share_devices:
+        return "`world.share_devices` is true but Ray gives a GPU to one role only: use launcher.engine=local"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     micro_batch_fits_record,
     *OBJECTIVE_RULES,
@@ -268,6 +274,7 @@ RULES: tuple[Rule, ...] = (
     betas_are_rates,
     filter_knows_advantages,
     phases_are_conventional,
+    ray_shares_no_device,
 )
 
 
@@ -327,6 +334,12 @@ def gradient_shards_without_fsdp2(config: Config) -> str | None:
     return "`finetune.shard_gradients` has no effect: only finetune.engine=fsdp2 reads it"
 
 
+def cluster_without_ray(config: Config) -> str | None:
+    if config.launcher.ray_address is not None and config.launcher.engine != "ray":
+        return f"launcher.ray_address has no effect: launcher.engine={config.launcher.engine}"
+    return None
+
+
 HINTS: tuple[Rule, ...] = (
     *OBJECTIVE_HINTS,
     reference_without_kl,
@@ -336,4 +349,5 @@ HINTS: tuple[Rule, ...] = (
     warmup_without_schedule,
     engine_overrides_choice,
     gradient_shards_without_fsdp2,
+    cluster_without_ray,
 )

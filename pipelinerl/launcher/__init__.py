@@ -1,7 +1,8 @@
-"""From a validated configuration to a finished run on this node.
+"""From a validated configuration to a finished run.
 
 `preflight` refuses a run that cannot work. `run_dir` owns the run folder. `commands` computes how each role is started
-(pure). `supervisor` reacts to exits, hangs and restarts. `watchdog` finds roles that hang. `processes` starts and stops
-processes. `reaper` cleans up when the launcher itself is killed. `terminal` shows progress. `program` calls all
-of these in order. The package imports no torch, vllm or deepspeed.
+(pure). `supervisor` decides about exits and restarts. An `engine` runs the processes: `local` on this node, with
+`watchdog`, `processes` and `stopping`; `ray_engine` as actors of a Ray cluster. `reaper` cleans up when the launcher
+itself is killed. `terminal` shows progress. `running` has all of them work together, and `program` comes before it. The
+package imports no torch, vllm or deepspeed.
 """

@@ -136,6 +136,8 @@ def memory(start: Start) -> list[str]:
 
 
 def devices(start: Start) -> list[str]:
+    if start.config.launcher.engine == "ray":  # Ray has counted the devices of its nodes
+        return []
     check_local_devices(start.world, start.node_rank, os.environ)
     return []
 

@@ -6,7 +6,7 @@ No command contains a secret. Secrets are added when the process starts and are 
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,10 @@ class RoleCommand:
     env: Mapping[str, str]
     cores: tuple[int, ...]
     """Empty = not pinned."""
+
+
+CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
+"""Builds the command of a job from the world, the run folder, and the environment of its node."""
 
 
 def role_command(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str]) -> RoleCommand:

@@ -5,77 +5,39 @@ interrupted.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
-from pipelinerl.config.environment import (
-    MIN_SECRET_CHARS,
-    REDIS_PASSWORD_VARIABLE,
-    SECRET_VARIABLE,
-    derived_password,
-)
+from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.report import read_summary, summary_lines, write_report
+from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, preflight, run_dir, stream_epoch
-from pipelinerl.launcher.commands import (
-    RoleCommand,
-    compiler_cache,
-    inherited_environment,
-    role_command,
-)
+from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
-from pipelinerl.launcher.live import RunLine, Voice
-from pipelinerl.launcher.nodes import Follower, Leader, NodeConnection, Rendezvous, plan_rendezvous
-from pipelinerl.launcher.processes import STOP_SIGNALS, Reaper, RunMark
+from pipelinerl.launcher.nodes import Follower, Leader, Rendezvous, plan_rendezvous
+from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.supervisor import Ending, Supervisor
-from pipelinerl.launcher.terminal import ProgressLines
-from pipelinerl.membership.address import RedisAddress, address_of, publish_run
-from pipelinerl.membership.stores import StoreAwayError
+from pipelinerl.launcher.running import RunPlan, say, show_world, supervise, voice
+from pipelinerl.launcher.supervisor import Ending
 from pipelinerl.observability.logging import setup_launcher_logging
-from pipelinerl.streams import backend_from_config
-from pipelinerl.world import Job, WorldMap, build_world
+from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
 
 log = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED = 0, 1
-GUARDIAN_GRACE_S = 5.0
-PUBLISH_RETRY_S = 0.5
-
-CommandOf = Callable[[Job, WorldMap, Path, Mapping[str, str]], RoleCommand]
-
-
-voice = Voice(lambda line: log.info("%s", line))
-say = voice.say
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Everything that is decided before the first process starts."""
-
-    config: Config
-    container: dict[str, Any]
-    world: WorldMap
-    node_rank: int
-    commands: tuple[RoleCommand, ...]
-    """Commands of this node's roles."""
-    builds_model: bool = False
-    """Whether `model_path` is a tiny model that must be built first."""
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
@@ -101,6 +63,8 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         if claim.finished:
             write_roles_file(path, ())
             return tell_finished(claim)
+        if config.launcher.engine == "ray":
+            return tell_ending(launch_on_ray(claim, config, container, overrides, command_of, started), path)
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
         begin_epoch_if_asked(claim, config)
@@ -127,6 +91,38 @@ def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
     write_roles_file(path, plan.world.jobs)
     say(f"{path} is ready: {len(plan.world.jobs)} roles are to be started, see {path / ROLES_FILE}")
     return EXIT_DONE
+
+
+def launch_on_ray(
+    claim: Claim,
+    config: Config,
+    container: dict[str, Any],
+    overrides: Sequence[str],
+    command_of: CommandOf,
+    started: float,
+) -> Ending:
+    """Plan the world of a Ray cluster, have Ray place its roles, and keep them running until the end."""
+    from pipelinerl.launcher import ray_cluster
+    from pipelinerl.launcher.ray_engine import RayEngine
+
+    path = claim.path
+    with ray_cluster.connected(config.launcher.ray_address):
+        cluster = ray_cluster.cluster_of(ray_cluster.alive_nodes(), config.world, identity=str(path))
+        plan = make_plan(config, container, path, command_of, map_world(config, cluster, check=False))
+        plan = prepare(plan, path, overrides)
+        begin_epoch_if_asked(claim, config)
+        engine = RayEngine(plan.world, path, config.launcher, command_of, say)
+        world = engine.place_all()
+        names = [unit.name for unit in ray_cluster.units_of(world)]
+        units = tuple(command for command in plan.commands if command.name in names)
+        run_dir.write(path, container, world, plan.commands)
+
+        def engine_on(host: Host) -> RayEngine:
+            engine.secrets = {name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
+            return engine
+
+        plan = replace(plan, world=world, commands=units)
+        return asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock, engine_on=engine_on))
 
 
 async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
@@ -211,11 +207,19 @@ def start_of(plan: RunPlan, path: Path, overrides: Sequence[str]) -> checks.Star
     )
 
 
-def make_plan(config: Config, container: dict[str, Any], path: Path, command_of: CommandOf) -> RunPlan:
-    """Compute the world and this node's commands. Starts and writes nothing."""
-    world = build_world(config, os.environ)
-    node_rank = read_node_environment(os.environ).rank
-    commands = tuple(command_of(job, world, path, os.environ) for job in world.on_node(node_rank))
+def make_plan(
+    config: Config, container: dict[str, Any], path: Path, command_of: CommandOf, world: WorldMap | None = None
+) -> RunPlan:
+    """Compute the world and this node's commands. Starts and writes nothing.
+
+    Args:
+        world: of a Ray cluster, whose roles this launcher starts on all nodes.
+    """
+    node_rank = 0 if world else read_node_environment(os.environ).rank
+    jobs = world.jobs if world else None
+    world = world or build_world(config, os.environ)
+    env = {} if jobs else os.environ  # a launcher beside a Ray cluster has none of its GPUs
+    commands = tuple(command_of(job, world, path, env) for job in jobs or world.on_node(node_rank))
     return RunPlan(config=config, container=container, world=world, node_rank=node_rank, commands=commands)
 
 
@@ -235,153 +239,6 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
         say(f"warning: {warning}")
     say("dry run: nothing was started or written")
     return EXIT_DONE
-
-
-def show_world(plan: RunPlan) -> None:
-    """Print the world as a table as wide as the terminal."""
-    from rich.console import Console
-    from rich.errors import ConsoleError
-
-    from pipelinerl.world.table import render_world
-
-    with contextlib.suppress(OSError, ConsoleError):
-        Console().print(render_world(plan.config, plan.world))
-
-
-async def supervise(
-    plan: RunPlan,
-    path: Path,
-    resumed: bool,
-    started: float,
-    connection: NodeConnection | None = None,
-    lock: IO[str] | None = None,
-) -> Ending:
-    """Start the roles of this node and keep them running until the end. ``started`` is Unix time."""
-    config, leads = plan.config, plan.node_rank == 0
-    mark = RunMark()
-    run_secrets = secrets_of(plan, os.environ)
-    guard = Reaper(mark, grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
-    environment = (
-        inherited_environment(os.environ) | compiler_cache(os.environ) | run_secrets | {"TMPDIR": guard.temporary}
-    )
-    os.environ.update(run_secrets)
-    backend_from_config(config, path)
-    progress = follow_progress(config, path, say if leads else log.info)
-    supervisor = Supervisor(
-        plan.commands,
-        run_dir=path,
-        environment=environment,
-        mark=mark,
-        limits=config.launcher,
-        actors=[job.name for job in plan.world.get("actor")],
-        training_done=progress.training_done,
-        say=say,
-        report=(lambda: report(plan, path, started, roles_started)) if leads else (lambda: None),
-        others=connection,
-    )
-    answer_signals(supervisor)
-    say(f"{'resuming' if resumed else 'starting'} {path}")
-    show_world(plan)
-    roles_started = time.time()
-    progress.start()
-    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish(plan, path))]
-    if plan.builds_model:
-        beside.append(asyncio.create_task(build_model(config, environment | mark.variables("tiny_model"), supervisor)))
-    if connection:
-        beside.append(asyncio.create_task(connection.follow(supervisor)))
-    try:
-        with voice.live(RunLine(path, config.finetune.max_train_steps)) if leads else contextlib.nullcontext():
-            return await supervisor.run()
-    finally:
-        for task in beside:
-            task.cancel()
-        progress.stop()
-        guard.dismiss()
-
-
-def answer_signals(supervisor: Supervisor) -> None:
-    """Stop the run on a stop signal, and say so at once because a trainer's last save may take a while."""
-
-    def stop(reason: str) -> None:
-        say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
-        supervisor.request_stop(reason)
-
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stop, signal.Signals(number).name)
-
-
-async def build_model(config: Config, env: Mapping[str, str], supervisor: Supervisor) -> None:
-    """Build the tiny model while the roles start. The run ends if it cannot be built."""
-    say(f"building the tiny model {config.model_path}")
-    problem = await preflight.build_tiny_model(config, env)
-    if problem:
-        supervisor.fail(problem)
-
-
-async def publish(plan: RunPlan, path: Path) -> None:
-    """Put what roles on other machines need to start on the run's redis, and say its address."""
-    address = address_of(plan.config, path)
-    if plan.node_rank or not isinstance(address, RedisAddress):
-        return
-    while True:
-        try:
-            await asyncio.to_thread(publish_run, address, path)
-            break
-        except StoreAwayError:  # redis is one of the roles that are starting
-            await asyncio.sleep(PUBLISH_RETRY_S)
-    if plan.world.is_open or plan.config.streams.external:
-        say(f"servers may join with --run {address}")
-
-
-def follow_progress(config: Config, path: Path, show: Callable[[str], Any]) -> ProgressLines:
-    return ProgressLines(
-        path,
-        max_train_steps=config.finetune.max_train_steps,
-        say=show,
-        steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
-    )
-
-
-def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the secrets of this run: the secret in `env`, which roles on other machines know too, or a random one.
-
-    The redis password is derived from the secret, except that the password of an external server is taken from `env`.
-    """
-    given = env.get(SECRET_VARIABLE, "")
-    if plan.world.is_open and len(given) < MIN_SECRET_CHARS:
-        raise ConfigError(
-            f"roles listen beyond this machine, but {SECRET_VARIABLE} is not set: give all machines of the run the "
-            f"same random string of at least {MIN_SECRET_CHARS} characters, e.g. from `openssl rand -hex 32`"
-        )
-    secret = given if len(given) >= MIN_SECRET_CHARS else secrets.token_urlsafe(32)
-    external = plan.config.streams.external and env.get(REDIS_PASSWORD_VARIABLE)
-    return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
-
-
-def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
-    """Write summary, picture and page. If that fails the run still counts as finished."""
-    try:
-        replicas = plan.config.world.replicas
-        summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
-    except Exception as error:  # the report is an extra: its failure is only reported
-        log.exception("event=report_failed")
-        say(f"warning: no summary: {type(error).__name__}: {error}")
-        return
-    say("")
-    for line in summary_lines(summary, path):
-        say(line)
-    write_html(path)
-
-
-def write_html(path: Path) -> None:
-    """Write the HTML page about the run."""
-    from pipelinerl.inspect.page.build import REPORT_FILE, write_page
-
-    try:
-        write_page([path], path / REPORT_FILE)
-    except Exception as error:  # as above
-        log.exception("event=page_failed")
-        say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")
 
 
 def tell_ending(ending: Ending, path: Path) -> int:

@@ -35,17 +35,15 @@ class Stopper:
 
     Args:
         say: tells the user a line.
-        report: writes the report. It is called while the streams can still be read.
     """
 
-    def __init__(self, host: Host, limits: LauncherSection, say: Callable[[str], None], report: Callable[[], None]):
-        self._host, self._limits = host, limits
-        self._say, self._report = say, report
+    def __init__(self, host: Host, limits: LauncherSection, say: Callable[[str], None]):
+        self._host, self._limits, self._say = host, limits, say
 
-    def stop_all(self, roles: list[RoleProcess], *, orderly: bool) -> None:
+    def stop_all(self, roles: list[RoleProcess], *, orderly: bool, report: Callable[[], None]) -> None:
         """Stop the roles in waves and sweep all remaining processes. Blocks until all have ended.
 
-        An orderly end also writes the report, just before the stores are stopped.
+        An orderly end also calls ``report``, just before the stores are stopped.
         """
         pids = self._host.all_processes()
         segments = reaper.shared_memory_of(pids)
@@ -54,7 +52,7 @@ class Stopper:
         late: list[str] = []
         for index, kinds in enumerate(waves):
             if orderly and index == len(waves) - 1:
-                self._report()
+                report()
             running = {role.command.name: role.process for role in roles if role.command.kind in kinds}
             limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
             late += self._stop_wave(running, limit_s)

@@ -1,13 +1,11 @@
-"""Keeps this node's roles running until the run is done, is asked to stop, or has used up its restarts.
+"""Keeps roles running until the run is done, is asked to stop, or has used up its restarts.
 
-Consumes: exits (pidfd, no polling), failures that the watchdog finds, messages of other nodes, a stop request.
-Produces: restarts within the budget, one `Ending`. When it ends, every process of this node has ended.
+Consumes: exits that the engine reports, messages of other nodes, a stop request. Produces: restarts within the budget,
+one `Ending`. When it ends, every process that the engine started has ended.
 """
 
 import asyncio
 import logging
-import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +14,10 @@ from typing import Literal
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.engine import RoleEngine
 from pipelinerl.launcher.exits import backoff_s, decide_after_exit
-from pipelinerl.launcher.processes import Host, RunMark, wait_for_exit
 from pipelinerl.launcher.run_dir import last_error_line
-from pipelinerl.launcher.stopping import LEFTOVER_GRACE_S, STORES, RoleProcess, Stopper
-from pipelinerl.launcher.watchdog import Watchdog
+from pipelinerl.launcher.stopping import STORES
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +47,10 @@ class Ending:
 
 @dataclass
 class Role:
-    """A role of this node and its current process."""
+    """A role and how often it was started again."""
 
     command: RoleCommand
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
     restarts: int = 0
-    kill_reason: str | None = None
-    """Why the supervisor itself killed the current process."""
-    ended: bool = False
-    """Whether the role has done its work and exited."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None and self.kill_reason is None
 
 
 class Others:
@@ -77,25 +64,24 @@ class Others:
 
 
 class Supervisor:
-    """Runs the roles of this node.
+    """Keeps roles running.
 
     Args:
-        commands: of this node's roles.
-        environment: variables that all roles get, including the secrets.
+        commands: of the roles.
+        engine: runs their processes.
         actors: names of the actor jobs of the whole world. The run is complete when all of them have ended.
         training_done: whether the trainer made its last step. It may block, and is called in a thread.
         say: tells the user a line.
-        report: writes the report at an orderly end.
+        report: writes the report at an orderly end, while the streams can still be read.
         others: the launchers of other nodes.
     """
 
     def __init__(
         self,
         commands: Sequence[RoleCommand],
+        engine: RoleEngine,
         *,
         run_dir: Path,
-        environment: Mapping[str, str],
-        mark: RunMark,
         limits: LauncherSection,
         actors: Sequence[str],
         training_done: Callable[[], bool],
@@ -104,10 +90,10 @@ class Supervisor:
         others: Others | None = None,
     ):
         self._roles = {command.name: Role(command) for command in commands}
-        self._host = Host(run_dir=run_dir, environment=environment, mark=mark)
+        self._engine = engine
+        self._run_dir = run_dir
         self._limits = limits
-        self._watchdog = Watchdog(self._host, list(self._roles), limits)
-        self._stopper = Stopper(self._host, limits, say, report)
+        self._report = report
         self._pending_actors = set(actors)
         self._training_done = training_done
         self._say = say
@@ -119,7 +105,7 @@ class Supervisor:
         """Start all roles, keep them running, and end them. Returns how the run ended."""
         self._ending = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(self._keep(role)) for role in self._roles.values()]
-        tasks.append(asyncio.create_task(self._watch()))
+        tasks.append(asyncio.create_task(self._engine.watch()))
         orderly = False
         try:
             for task in tasks:
@@ -132,8 +118,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            roles = [RoleProcess(role.command, role.process) for role in self._roles.values() if role.process]
-            self._stopper.stop_all(roles, orderly=orderly)  # blocking on purpose: nothing else is left to do
+            self._engine.stop_all(orderly=orderly, report=self._report)  # blocking on purpose: nothing else is left
 
     def request_stop(self, reason: str) -> None:
         """End the run because of a request from outside. `reason` is the name of the signal."""
@@ -160,14 +145,12 @@ class Supervisor:
     async def _keep(self, role: Role) -> None:
         """Start a role and react to its exits. Ends when the role is done or the run fails."""
         while True:
-            self._start(role)
-            assert role.process is not None
-            code = await wait_for_exit(role.process)
-            await asyncio.to_thread(self._host.sweep, role.command.name, LEFTOVER_GRACE_S)
+            self._engine.start(role.command)
+            end = await self._engine.exit_of(role.command.name)
             decision = decide_after_exit(
                 role.command.kind,
-                code,
-                role.kill_reason,
+                end.code,
+                end.kill_reason,
                 training_done=await self._is_training_done(role),
                 restarts_used=sum(self.restarts.values()),
                 limits=self._limits,
@@ -177,7 +160,7 @@ class Supervisor:
                 return
             failure = self._failure(role, decision.reason)
             if decision.action == "fail":
-                first = self._first_failure if code != EXIT_REFUSED else None
+                first = self._first_failure if end.code != EXIT_REFUSED else None
                 self._end(Ending(kind="failed", failure=first or failure, restarts=self.restarts))
                 return
             await self._back_off(role, failure)
@@ -197,14 +180,7 @@ class Supervisor:
         self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; restart {used} in {delay:g} s")
         await asyncio.sleep(delay)
 
-    def _start(self, role: Role) -> None:
-        role.kill_reason = None
-        role.started = time.monotonic()
-        role.process = self._host.start(role.command)
-        log.info("event=job_started job=%s pid=%d restarts=%d", role.command.name, role.process.pid, role.restarts)
-
     async def _done(self, role: Role, remark: str) -> None:
-        role.ended = True
         log.info("event=job_ended job=%s", role.command.name)
         if remark:
             self._say(f"{role.command.name}: {remark}")
@@ -213,19 +189,8 @@ class Supervisor:
             self.actor_done(role.command.name)
 
     def _failure(self, role: Role, reason: str) -> RoleFailure:
-        path = self._host.run_dir / role.command.name / "log.txt"
+        path = self._run_dir / role.command.name / "log.txt"
         return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
-
-    async def _watch(self) -> None:
-        """Kill the roles that the watchdog counts as failed. Ends when cancelled."""
-        while True:
-            for failed in await self._watchdog.next_failures(self._started):
-                self._roles[failed.job].kill_reason = failed.reason
-                await self._watchdog.kill(failed)
-
-    def _started(self) -> dict[str, float]:
-        """Monotonic start times of the running processes, by job."""
-        return {name: role.started for name, role in self._roles.items() if role.is_running}
 
     def _end(self, ending: Ending) -> None:
         if self._ending is not None and not self._ending.done():

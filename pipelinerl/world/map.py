@@ -101,7 +101,8 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_open(self) -> bool:
         """Whether roles listen beyond their node: the world has several nodes, or `world.hosts` names its only one."""
-        return len(self.nodes) > 1 or not is_loopback(self.nodes[0].hostname)
+        hosts = {node.hostname for node in self.nodes}  # several Ray nodes of one machine share its address
+        return len(hosts) > 1 or not is_loopback(self.nodes[0].hostname)
 
     @property
     def bind_host(self) -> str:

@@ -91,10 +91,15 @@ class StreamsSection(Section):
 class LauncherSection(Section):
     """Deadlines and restarts."""
 
-    engine: Literal["local", "external"] = key(
+    engine: Literal["local", "ray", "external"] = key(
         "local",
-        "who starts the roles. Local = the launcher, on its node. External = a platform, from the run folder that the "
-        "launcher has written",
+        "who starts the roles. Local = the launcher, on its node. Ray = actors of a Ray cluster. External = a "
+        "platform, from the run folder that the launcher has written",
+        may_change=True,
+    )
+    ray_address: str | None = key(
+        None,
+        "engine ray: its cluster, as `auto`, HOST:PORT or ray://HOST:PORT. Null = one of this machine, for the run",
         may_change=True,
     )
     max_restarts: NonNegativeInt = key(

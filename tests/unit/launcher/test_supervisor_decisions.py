@@ -15,6 +15,7 @@ LIMITS = LauncherSection(
     hang_timeout_s=100,
     heartbeat_timeout_s=20,
     engine="local",
+    ray_address=None,
     lease_ttl_s=30,
     node_timeout_s=60,
     max_log_mb=1,

@@ -1,0 +1,44 @@
+"""What an engine is: it runs the processes of the run's roles, on this node or wherever a platform has room.
+
+The supervisor decides what follows from an exit. An engine only starts, watches and ends processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelinerl.launcher.commands import RoleCommand
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleExit:
+    """How a role's process ended."""
+
+    code: int
+    """Exit code. Below 0 it is minus the number of the signal that killed the process."""
+    kill_reason: str | None = None
+    """Why the engine killed the process itself. None if it did not."""
+
+
+class RoleEngine(Protocol):
+    """Runs the processes of roles."""
+
+    def start(self, command: RoleCommand) -> None:
+        """Start the role, or start it again. Call from the main thread only."""
+        ...
+
+    async def exit_of(self, name: str) -> RoleExit:
+        """Wait for the exit of a role that was started. None of its processes is left when this returns."""
+        ...
+
+    async def watch(self) -> None:
+        """End the processes of roles that hang or are frozen, until cancelled."""
+        ...
+
+    def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
+        """End all roles and block until they have ended.
+
+        Args:
+            orderly: end working roles before the roles that serve them, and call ``report`` before the stores end.
+        """
+        ...

@@ -1,0 +1,264 @@
+"""`launcher.engine=ray`: every role is the child of a Ray actor, placed by Ray in a placement group.
+
+Ray decides where a role runs and gives it GPUs. A node that is lost is Ray's affair: the role is placed again wherever
+there is room, and nothing counts as a restart. An exit of a role's own process is the supervisor's, by the same rules
+as on one machine. The trainer's ranks are one unit: when one ends badly all are ended, because they meet anew, perhaps
+at another address. The launcher writes where roles are to `conf/world.json`; servers also say it in their leases.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.errors import EXIT_REFUSED, ConfigError
+from pipelinerl.launcher.commands import CommandOf, RoleCommand
+from pipelinerl.launcher.engine import RoleExit
+from pipelinerl.launcher.processes import second_signal
+from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, moved, units_of
+from pipelinerl.launcher.ray_role import RoleActor, RolePlace
+from pipelinerl.launcher.stopping import HURRY, is_to_save, stop_waves
+from pipelinerl.launcher.watchdog import WATCH_INTERVAL_S, write_hang_report
+from pipelinerl.observability.health import find_failed
+from pipelinerl.observability.role import EXIT_FAILED
+from pipelinerl.observability.status import read_statuses
+from pipelinerl.world import WorldMap
+
+log = logging.getLogger(__name__)
+
+FIXED = ("redis", "verifier", "environment")
+"""Kinds that other roles find at the address of the world map only."""
+POLL_S = 0.5
+TOLD_AFTER_S = 20.0
+LOSS_S = 60.0
+"""Ray may take this long to say whether an actor that does not answer has lost its node."""
+STOP_MARGIN_S = 15.0
+
+
+@dataclass
+class Placed:
+    """A unit and where Ray has put it."""
+
+    unit: Unit
+    group: Any = None
+    """Ray's placement group."""
+    nodes: tuple[str, ...] = ()
+    """Ray's ids of the nodes, one for each job."""
+    actors: list[Any] = field(default_factory=list)
+    started: float = 0.0
+    kill_reason: str | None = None
+    task: "asyncio.Task[RoleExit] | None" = None
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.actors) and self.kill_reason is None
+
+
+class RayEngine:
+    """Runs the roles of a world on the Ray cluster to which this process is connected.
+
+    Args:
+        world: as it was planned. ``place_all`` replaces it by what Ray has made of it.
+        command_of: builds a role's command on its node.
+        say: tells the user a line.
+    """
+
+    def __init__(
+        self,
+        world: WorldMap,
+        run_dir: Path,
+        limits: LauncherSection,
+        command_of: CommandOf,
+        say: Callable[[str], None],
+    ):
+        self.world = world
+        self.secrets: Mapping[str, str] = {}
+        """Variables with secrets that every role gets."""
+        self._run_dir, self._limits = run_dir, limits
+        self._command_of, self._say = command_of, say
+        self._placed = {unit.name: Placed(unit) for unit in units_of(world)}
+
+    def place_all(self) -> WorldMap:
+        """Reserve resources for every role and return the world with the addresses of their nodes.
+
+        Raises:
+            ConfigError: Ray did not have the resources within `launcher.startup_timeout_s`.
+        """
+        deadline = time.monotonic() + self._limits.startup_timeout_s
+        for placed in self._placed.values():
+            asyncio.run(self._reserve(placed, deadline))
+        return self.world
+
+    def start(self, command: RoleCommand) -> None:
+        placed = self._placed[command.name]
+        placed.task = asyncio.create_task(self._run(placed))
+
+    async def exit_of(self, name: str) -> RoleExit:
+        task = self._placed[name].task
+        assert task is not None, "start() comes first"
+        return await task
+
+    async def watch(self) -> None:
+        since = before = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            now = time.monotonic()
+            if now - before > 5 * WATCH_INTERVAL_S:  # this process was frozen itself, so it ignores earlier silence
+                since = now
+            before = now
+            for job, reason in await asyncio.to_thread(self._failures, now, since):
+                placed = next(p for p in self._placed.values() if job in (j.name for j in p.unit.jobs))
+                placed.kill_reason = reason
+                log.warning("event=job_killed job=%s reason=%s", job, reason)
+                await asyncio.gather(*(answer(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
+
+    def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
+        for placed in self._placed.values():
+            if placed.task is not None:
+                placed.task.cancel()
+        waves = stop_waves({placed.unit.kind for placed in self._placed.values()}, orderly=orderly)
+        with second_signal() as hurried:
+            for index, kinds in enumerate(waves):
+                if orderly and index == len(waves) - 1:
+                    report()
+                limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
+                wave = [placed for placed in self._placed.values() if placed.unit.kind in kinds]
+                self._stop_wave(wave, limit_s, hurried)
+        for placed in self._placed.values():
+            self._remove(placed)
+
+    def _stop_wave(self, wave: list[Placed], limit_s: float, hurried: Callable[[], bool]) -> None:
+        """Ask these roles to end and wait for it. A trainer with an unsaved step gets time to save it."""
+        import ray
+
+        statuses = read_statuses(self._run_dir)
+        refs, longest_s = [], limit_s
+        for placed in wave:
+            saves = any(job.name in statuses and is_to_save(job.name, statuses[job.name]) for job in placed.unit.jobs)
+            own_s = max(limit_s, self._limits.save_timeout_s) if saves else limit_s
+            longest_s = max(longest_s, own_s)
+            refs += [actor.stop.remote(own_s) for actor in placed.actors]
+        deadline = time.monotonic() + longest_s + STOP_MARGIN_S
+        while refs and time.monotonic() < deadline and not hurried():
+            _, refs = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
+
+    async def _run(self, placed: Placed) -> RoleExit:
+        """Run a unit to the exit of its processes, on another node if its own is lost meanwhile."""
+        import ray
+
+        unit = placed.unit
+        while True:
+            if placed.group is None:
+                await self._reserve(placed, None)
+            try:
+                return await self._run_once(placed)
+            except ray.exceptions.RayActorError as error:
+                log.warning("event=ray_actor_lost unit=%s reason=%s", unit.name, error)
+                nodes = placed.nodes
+                self._remove(placed)
+                if not await self._is_lost(nodes):
+                    return RoleExit(code=EXIT_FAILED, kill_reason="Ray ended its worker")
+            if unit.kind in FIXED:
+                reason = "its node is lost, and other roles know it by that address only"
+                return RoleExit(code=EXIT_REFUSED, kill_reason=reason)
+            self._say(f"{unit.name}: its node is lost; Ray places it again")
+
+    async def _run_once(self, placed: Placed) -> RoleExit:
+        """Start the unit's processes and return how it ended: in order with all, or badly with the first that did."""
+        placed.kill_reason, placed.started = None, time.monotonic()
+        self._make_actors(placed)
+        runs = [asyncio.ensure_future(answer(actor.run.remote())) for actor in placed.actors]
+        result = RoleExit(code=0)
+        for done in asyncio.as_completed(runs):
+            result = await done
+            if result.code:
+                break
+        if result.code:
+            await asyncio.gather(*(answer(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
+            await asyncio.gather(*runs, return_exceptions=True)
+        return RoleExit(code=result.code, kill_reason=placed.kill_reason or result.kill_reason)
+
+    def _make_actors(self, placed: Placed) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for actor in placed.actors:
+            ray.kill(actor)
+        placed.actors = []
+        for index, (job, bundle) in enumerate(zip(placed.unit.jobs, placed.unit.bundles, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(placed.group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+            place = RolePlace(job=job.name, run_dir=str(self._run_dir), cwd=os.getcwd(), secrets=dict(self.secrets))
+            remote = ray.remote(RoleActor).options(**options)
+            placed.actors.append(remote.remote(place, self._command_of))
+
+    async def _reserve(self, placed: Placed, deadline: float | None) -> None:
+        """Wait until Ray has room for the unit, and note where. ``deadline`` None: for as long as it takes."""
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        unit, started, told = placed.unit, time.monotonic(), False
+        placed.group = placement_group([dict(bundle) for bundle in unit.bundles], strategy="PACK")
+        while (table := placement_group_table(placed.group))["state"] != "CREATED":
+            now = time.monotonic()
+            wanted = " and ".join(str(dict(bundle)) for bundle in unit.bundles)
+            if deadline is not None and now > deadline:
+                raise ConfigError(
+                    f"{unit.name}: Ray had no {wanted} free within launcher.startup_timeout_s="
+                    f"{self._limits.startup_timeout_s:g} s: add nodes, or plan a smaller world"
+                )
+            if not told and now - started > TOLD_AFTER_S:
+                self._say(f"{unit.name}: waiting for Ray to have {wanted} free")
+                told = True
+            await asyncio.sleep(POLL_S)
+        ids = table["bundles_to_node_id"]
+        placed.nodes = tuple(ids[index] for index in range(len(unit.jobs)))
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
+        pairs = zip(unit.jobs, placed.nodes, strict=True)
+        self.world = moved(self.world, {job.name: addresses[node] for job, node in pairs if node in addresses})
+        log.info("event=unit_placed unit=%s nodes=%s", unit.name, ",".join(placed.nodes))
+        if deadline is None:
+            self.world.save(self._run_dir)
+
+    async def _is_lost(self, nodes: tuple[str, ...]) -> bool:
+        """Whether one of these nodes has left the cluster."""
+        deadline = time.monotonic() + LOSS_S
+        while time.monotonic() < deadline:
+            if not set(nodes) <= {node["NodeID"] for node in alive_nodes()}:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    def _remove(self, placed: Placed) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in placed.actors:
+            ray.kill(actor)
+        if placed.group is not None:
+            remove_placement_group(placed.group)
+        placed.actors, placed.group = [], None
+
+    def _failures(self, now: float, since: float) -> list[tuple[str, str]]:
+        """Return the jobs that hang or are frozen by their statuses, and why, and write a hang report for each."""
+        started = {
+            job.name: placed.started
+            for placed in self._placed.values()
+            if placed.is_running
+            for job in placed.unit.jobs
+        }
+        offset = time.time() - time.monotonic()
+        statuses = {name: status.since_boot(offset) for name, status in read_statuses(self._run_dir).items()}
+        failed = find_failed(statuses, started, self._limits, now, since)
+        for role in failed:
+            write_hang_report(self._run_dir, role, list(started), ())
+        return [(role.job, role.reason) for role in failed]
+
+
+async def answer(ref: Any) -> Any:
+    """Wait for the value of an object reference. Raises what the actor raised, or that it is gone."""
+    return await asyncio.wrap_future(ref.future())

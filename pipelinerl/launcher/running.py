@@ -1,0 +1,232 @@
+"""Runs the roles of this node until the run has ended, with everything that happens beside them.
+
+Beside the roles: the reaper, the tiny model's builder, the run's address on redis, the lines on the terminal, and the
+answer to Ctrl-C. At an orderly end it writes the report.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pipelinerl.config.environment import (
+    MIN_SECRET_CHARS,
+    REDIS_PASSWORD_VARIABLE,
+    SECRET_VARIABLE,
+    derived_password,
+)
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.report import summary_lines, write_report
+from pipelinerl.launcher import preflight
+from pipelinerl.launcher.commands import (
+    RoleCommand,
+    compiler_cache,
+    inherited_environment,
+)
+from pipelinerl.launcher.engine import RoleEngine
+from pipelinerl.launcher.live import RunLine, Voice
+from pipelinerl.launcher.local import LocalEngine
+from pipelinerl.launcher.nodes import NodeConnection
+from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
+from pipelinerl.launcher.supervisor import Ending, Supervisor
+from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.membership.address import RedisAddress, address_of, publish_run
+from pipelinerl.membership.stores import StoreAwayError
+from pipelinerl.streams import backend_from_config
+from pipelinerl.world import WorldMap
+
+log = logging.getLogger(__name__)
+
+GUARDIAN_GRACE_S = 5.0
+PUBLISH_RETRY_S = 0.5
+
+voice = Voice(lambda line: log.info("%s", line))
+say = voice.say
+
+EngineOn = Callable[[Host], RoleEngine]
+"""Makes the engine that runs the roles, from what they share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything that is decided before the first process starts."""
+
+    config: Config
+    container: dict[str, Any]
+    world: WorldMap
+    node_rank: int
+    commands: tuple[RoleCommand, ...]
+    """Commands of this node's roles. On Ray, one for each unit of the world."""
+    builds_model: bool = False
+    """Whether `model_path` is a tiny model that must be built first."""
+
+
+def show_world(plan: RunPlan) -> None:
+    """Print the world as a table as wide as the terminal."""
+    from rich.console import Console
+    from rich.errors import ConsoleError
+
+    from pipelinerl.world.table import render_world
+
+    with contextlib.suppress(OSError, ConsoleError):
+        Console().print(render_world(plan.config, plan.world))
+
+
+async def supervise(
+    plan: RunPlan,
+    path: Path,
+    resumed: bool,
+    started: float,
+    connection: NodeConnection | None = None,
+    lock: IO[str] | None = None,
+    engine_on: EngineOn | None = None,
+) -> Ending:
+    """Start the roles and keep them running until the end.
+
+    Args:
+        started: Unix time of the launcher's start.
+        connection: to the launchers of other nodes.
+        lock: of the run folder.
+        engine_on: None = the engine of this node.
+    """
+    config, leads, roles_started = plan.config, plan.node_rank == 0, time.time()
+    guard = Reaper(mark := RunMark(), grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
+    host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
+    backend_from_config(config, path)
+    progress = follow_progress(config, path, say if leads else log.info)
+    supervisor = Supervisor(
+        plan.commands,
+        (engine_on or engine_of(plan))(host),
+        run_dir=path,
+        limits=config.launcher,
+        actors=[job.name for job in plan.world.get("actor")],
+        training_done=progress.training_done,
+        say=say,
+        report=(lambda: report(plan, path, started, roles_started)) if leads else (lambda: None),
+        others=connection,
+    )
+    answer_signals(supervisor)
+    say(f"{'resuming' if resumed else 'starting'} {path}")
+    show_world(plan)
+    progress.start()
+    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish(plan, path))]
+    if plan.builds_model:
+        beside.append(asyncio.create_task(build_model(config, host, supervisor)))
+    if connection:
+        beside.append(asyncio.create_task(connection.follow(supervisor)))
+    try:
+        with voice.live(RunLine(path, config.finetune.max_train_steps)) if leads else contextlib.nullcontext():
+            return await supervisor.run()
+    finally:
+        for task in beside:
+            task.cancel()
+        progress.stop()
+        guard.dismiss()
+
+
+def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
+    """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
+    run_secrets = secrets_of(plan, os.environ)
+    environment = inherited_environment(os.environ) | compiler_cache(os.environ) | run_secrets
+    os.environ.update(run_secrets)
+    return environment | {"TMPDIR": guard.temporary}
+
+
+def engine_of(plan: RunPlan) -> EngineOn:
+    """Return what makes the engine of this node."""
+    return lambda host: LocalEngine(host, [command.name for command in plan.commands], plan.config.launcher, say)
+
+
+def answer_signals(supervisor: Supervisor) -> None:
+    """Stop the run on a stop signal, and say so at once because a trainer's last save may take a while."""
+
+    def stop(reason: str) -> None:
+        say(f"{reason}: stopping; another Ctrl-C does not wait for anything")
+        supervisor.request_stop(reason)
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop, signal.Signals(number).name)
+
+
+async def build_model(config: Config, host: Host, supervisor: Supervisor) -> None:
+    """Build the tiny model while the roles start. The run ends if it cannot be built."""
+    say(f"building the tiny model {config.model_path}")
+    env = {**host.environment, **host.mark.variables("tiny_model")}
+    problem = await preflight.build_tiny_model(config, env)
+    if problem:
+        supervisor.fail(problem)
+
+
+async def publish(plan: RunPlan, path: Path) -> None:
+    """Put what roles on other machines need to start on the run's redis, and say its address."""
+    address = address_of(plan.config, path)
+    if plan.node_rank or not isinstance(address, RedisAddress):
+        return
+    while True:
+        try:
+            await asyncio.to_thread(publish_run, address, path)
+            break
+        except StoreAwayError:  # redis is one of the roles that are starting
+            await asyncio.sleep(PUBLISH_RETRY_S)
+    if plan.world.is_open or plan.config.streams.external:
+        say(f"servers may join with --run {address}")
+
+
+def follow_progress(config: Config, path: Path, show: Callable[[str], Any]) -> ProgressLines:
+    return ProgressLines(
+        path,
+        max_train_steps=config.finetune.max_train_steps,
+        say=show,
+        steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
+    )
+
+
+def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the secrets of this run: the secret in `env`, which roles on other machines know too, or a random one.
+
+    The redis password is derived from the secret, except that the password of an external server is taken from `env`.
+    """
+    given = env.get(SECRET_VARIABLE, "")
+    needed = plan.world.is_open and plan.config.launcher.engine != "ray"  # over Ray the launcher gives it to all
+    if needed and len(given) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"roles listen beyond this machine, but {SECRET_VARIABLE} is not set: give all machines of the run the "
+            f"same random string of at least {MIN_SECRET_CHARS} characters, e.g. from `openssl rand -hex 32`"
+        )
+    secret = given if len(given) >= MIN_SECRET_CHARS else secrets.token_urlsafe(32)
+    external = plan.config.streams.external and env.get(REDIS_PASSWORD_VARIABLE)
+    return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
+
+
+def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
+    """Write summary, picture and page. If that fails the run still counts as finished."""
+    try:
+        replicas = plan.config.world.replicas
+        summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
+    except Exception as error:  # the report is an extra: its failure is only reported
+        log.exception("event=report_failed")
+        say(f"warning: no summary: {type(error).__name__}: {error}")
+        return
+    say("")
+    for line in summary_lines(summary, path):
+        say(line)
+    write_html(path)
+
+
+def write_html(path: Path) -> None:
+    """Write the HTML page about the run."""
+    from pipelinerl.inspect.page.build import REPORT_FILE, write_page
+
+    try:
+        write_page([path], path / REPORT_FILE)
+    except Exception as error:  # as above
+        log.exception("event=page_failed")
+        say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")

@@ -1,0 +1,84 @@
+"""What the launcher asks of a Ray cluster, and what it makes of Ray's answer."""
+
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.sections import WorldSection
+from pipelinerl.errors import WorldError
+from pipelinerl.launcher.ray_cluster import cluster_of, moved, units_of
+from pipelinerl.launcher.ray_role import role_variables
+from pipelinerl.world import Job, Node, WorldMap
+
+
+def section(**changes: Any) -> WorldSection:
+    fields = dict.fromkeys(WorldSection.model_fields) | {
+        "accelerator": "auto",
+        "cpu_slots": 2,
+        "replicas": 1,
+        "actor_fraction": 1,
+        "preprocessor_fraction": 0,
+        "finetune_fraction": 1,
+        "share_devices": False,
+        "verifier_replicas": 0,
+        "env_replicas": 1,
+    }
+    return WorldSection(**{**fields, **changes})
+
+
+def ray_node(name: str, address: str, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "NodeManagerAddress": address, "Resources": resources}
+
+
+def two_node_world() -> WorldMap:
+    jobs = (
+        Job(
+            name="actor_llm_0", kind="actor_llm", hostname="a", port=7001, url="http://a:7001", gpus=(0, 1), num_ranks=2
+        ),
+        Job(name="finetune_0", kind="finetune", hostname="a", gpus=(2, 3), num_ranks=2),
+        Job(
+            name="finetune_1", kind="finetune", hostname="b", node_rank=1, replica_idx=1, gpus=(0, 1, 2, 3), num_ranks=4
+        ),
+        Job(name="actor_0", kind="actor", hostname="a"),
+    )
+    nodes = (Node(rank=0, hostname="a", devices=4), Node(rank=1, hostname="b", devices=4))
+    return WorldMap(accelerator="cuda", nodes=nodes, jobs=jobs, master_port=1, weight_port=2, weight_ports=2)
+
+
+def test_nodes_without_gpu_have_no_part_in_a_gpu_world() -> None:
+    nodes = [ray_node("2", "b", GPU=8.0), ray_node("1", "head", CPU=4.0), ray_node("3", "a", GPU=4.0)]
+    cluster = cluster_of(nodes, section(), "run")
+    assert [(node.rank, node.hostname, node.devices) for node in cluster.nodes] == [(0, "a", 4), (1, "b", 8)]
+    assert (cluster.accelerator, cluster.identity) == ("cuda", "run")
+    with pytest.raises(WorldError, match="no node of this Ray cluster has a GPU"):
+        cluster_of([ray_node("1", "head", CPU=4.0)], section(), "run")
+
+
+def test_several_nodes_of_one_machine_search_a_free_block_of_ports() -> None:
+    nodes = [ray_node("1", "127.0.0.1", CPU=2.0), ray_node("2", "127.0.0.1", CPU=2.0)]
+    cluster = cluster_of(nodes, section(accelerator="cpu", cpu_slots=3), "run")
+    assert [node.devices for node in cluster.nodes] == [3, 3]
+    assert cluster.identity is None
+
+
+def test_the_trainer_s_ranks_are_one_unit_and_are_placed_first() -> None:
+    units = units_of(two_node_world())
+    assert [unit.name for unit in units] == ["finetune_0", "actor_llm_0", "actor_0"]
+    assert units[0].bundles == ({"CPU": 2.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 4.0})
+    assert units[2].bundles == ({"CPU": 1.0},)
+
+
+def test_a_job_that_ray_put_elsewhere_has_its_address_there_and_counts_its_own_gpus() -> None:
+    world = moved(two_node_world(), {"finetune_0": "b", "finetune_1": "a", "actor_llm_0": "c"})
+    assert world.master_addr == "b"
+    assert [(job.hostname, job.node_rank, job.gpus) for job in world.get("finetune")] == [
+        ("b", 1, (0, 1)),
+        ("a", 0, (0, 1, 2, 3)),
+    ]
+    assert world.job("actor_llm_0").url == "http://c:7001"
+    assert world.job("actor_0").hostname == "a"
+
+
+def test_a_role_inherits_neither_ray_s_token_nor_its_number_of_threads() -> None:
+    kept = role_variables({"RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "HF_HOME": "/models", "RANK": "3"})
+    assert kept == {"HF_HOME": "/models"}
