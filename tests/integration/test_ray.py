@@ -26,6 +26,7 @@ SERVERS = ("actor_llm_1", "actor_llm_0")
 SAVES = "finetune.save_checkpoint_steps=16"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * FAKES_TIMEOUT_S)
 def test_roles_of_a_local_cluster_restart_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
