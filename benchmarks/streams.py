@@ -223,7 +223,7 @@ def redis_options(folder: Path) -> Iterator[dict[str, Any] | None]:
     data = folder / "redis"
     data.mkdir()
     config = redis_config(
-        port=port, data_dir=data, password=password, several_nodes=False, fsync="segment", max_record_mb=512
+        port=port, data_dir=data, password=password, address=None, fsync="segment", max_record_mb=512
     )
     process = start_redis(config, subprocess.DEVNULL)
     try:

@@ -47,10 +47,16 @@ class RequestLimits:
 
 
 class Client:
-    """Sends requests to servers, at most ``limits.max_requests`` at once. One per worker."""
+    """Sends requests to servers, at most ``limits.max_requests`` at once. One per worker.
 
-    def __init__(self, session: aiohttp.ClientSession, limits: RequestLimits):
-        self.session, self.limits = session, limits
+    Args:
+        session: the worker's connections. Domains use it too, so it carries no secret.
+        limits: limits on the requests.
+        token: bearer token of the servers.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, limits: RequestLimits, token: str = ""):
+        self.session, self.limits, self._token = session, limits, token
         self._places = asyncio.Semaphore(limits.max_requests)
 
     async def post(self, server: InferenceServer, request: GenerateRequest, n: int) -> list[CallTokens]:
@@ -59,7 +65,7 @@ class Client:
             if not server.in_service:
                 raise TransportError(f"{server.name} left service")
             task = asyncio.get_running_loop().create_task(
-                post_generate(self.session, server.url, request, n=n, token="")
+                post_generate(self.session, server.url, request, n=n, token=self._token)
             )
             server.requests.add(task)
             try:

@@ -19,7 +19,9 @@ from typing import Any
 
 from pipelinerl.actor.connection import WorkerConnection
 from pipelinerl.actor.messages import Cancel, FromWorker, Ready, Servers, StartGroup, Stop, ToWorker, WorkerFailed
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.streams.codec import Codec
+from pipelinerl.world.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +96,11 @@ async def _serve(
     side = load_rollout_side(run_dir)
     gc.collect()
     gc.freeze()  # a full collection of the objects loaded so far blocks the loop for 70 ms and finds nothing
-    connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30)
+    connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30, ssl=client_context())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        executor = Executor(side.cfg, side.functions, side.llms, Client(session, side.limits), side.rules)
+        client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""))
+        executor = Executor(side.cfg, side.functions, side.llms, client, side.rules)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
         async for payload in connection.messages():

@@ -11,6 +11,12 @@ RUN_VARIABLE = "PIPELINERL_RUN"
 """A random mark of all processes of a launch."""
 ROLE_VARIABLE = "PIPELINERL_ROLE"
 """`<that mark>/<job>`, inherited by all that a role starts."""
+CA_VARIABLE = "PIPELINERL_CA"
+"""The certificate (PEM) of the authority that signed the servers' certificates. Set in a run with TLS."""
+STRANGERS_VARIABLE = "PIPELINERL_STRANGERS"
+"""Set if an inference server listens where processes outside its node can reach it."""
+RANKS_FILE_VARIABLE = "PIPELINERL_RANKS_FILE"
+"""The file in which the trainer ranks of one node meet."""
 SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
 MIN_SECRET_CHARS = 16
 

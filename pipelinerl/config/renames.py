@@ -50,7 +50,7 @@ def own(old: str) -> Rename:
 
 
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
-TRAINER_START = "the launcher starts the trainer with torchrun and writes the engine's settings"
+TRAINER_START = "the launcher starts the trainer's ranks and writes the engine's settings"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
 ALONE = "roles are tried alone in tests: `pipelinerl.testing` plays a domain without a server"
 RUN_FOLDER = "a run is its folder: the same command resumes it, and its wandb runs with it"

@@ -210,6 +210,17 @@ def external_redis_has_address(config: Config) -> str | None:
     return None
 
 
+def tls_files_are_complete(config: Config) -> str | None:
+    world = config.world
+    given = [world.tls_cert, world.tls_key, world.tls_ca]
+    if any(given) and not (world.tls and all(given)):
+        return (
+            "`world.tls_cert`, `world.tls_key` and `world.tls_ca` go together, with `world.tls` true: set all of them, "
+            "or none to have certificates made from the run's secret"
+        )
+    return None
+
+
 def head_precision_agrees(config: Config) -> str | None:
     if config.fp32_lm_head != config.finetune.fp32_lm_head:
         return (
@@ -255,6 +266,7 @@ def ray_shares_no_device(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    tls_files_are_complete,
     micro_batch_fits_record,
     *OBJECTIVE_RULES,
     max_tokens_given,

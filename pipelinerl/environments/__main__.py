@@ -15,6 +15,7 @@ from pipelinerl.errors import TransportError
 from pipelinerl.host.process import die_with_parent
 from pipelinerl.observability.role import RoleContext, run_role
 from pipelinerl.utils import is_healthy
+from pipelinerl.world.network import listen_address
 
 POLL_S = 0.5
 STOP_S = 5.0
@@ -42,7 +43,7 @@ def serving(context: RoleContext) -> Iterator["subprocess.Popen[bytes]"]:
     """The environment's process. It ends with the block, and with the role however that ends."""
     job = context.job
     where = ("--run-dir", str(context.run_dir), "--index", str(job.environment_index))
-    address = ("--port", str(job.port), "--host", context.world.bind_host)
+    address = ("--port", str(job.port), "--host", listen_address(job.hostname) or context.world.bind_host)
     process = subprocess.Popen(
         (sys.executable, "-m", "pipelinerl.environments.serve", *where, *address),
         preexec_fn=partial(die_with_parent, signal.SIGKILL),

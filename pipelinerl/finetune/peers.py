@@ -7,10 +7,12 @@ all of them, so that no rank waits for one that gave up.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from pipelinerl.errors import CheckpointError
+from pipelinerl.finetune.meeting import gather_objects
 
 T = TypeVar("T")
 
@@ -27,9 +29,7 @@ class Peers:
         """Every rank's ``value``, by rank. Collective."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, torch.device("cpu"), self._group)
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Call ``work`` and return every rank's result, by rank. Collective.

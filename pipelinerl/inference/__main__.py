@@ -9,6 +9,7 @@ def main(context: RoleContext) -> None:
     """Pin the process to its cores, set vLLM's environment, then import and serve."""
     from pipelinerl.inference.args import vllm_arguments, vllm_environment
     from pipelinerl.world.cluster import gpu_memory_bytes
+    from pipelinerl.world.tls import server_files
 
     os.environ.update(vllm_environment(context.cfg, context.world, context.job))
     if context.job.cores:
@@ -19,6 +20,8 @@ def main(context: RoleContext) -> None:
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     arguments = vllm_arguments(context.cfg, context.world, context.job, gpu_bytes)
+    if tls := server_files(context.cfg.world, context.job.hostname):
+        arguments += ("--ssl-certfile", tls[0], "--ssl-keyfile", tls[1])
     is_policy = context.job.kind == "actor_llm"
     service = Service(
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,

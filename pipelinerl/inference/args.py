@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, server_options
 from pipelinerl.errors import ConfigError
@@ -15,6 +16,7 @@ from pipelinerl.weights.engines import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.memory import kv_cache_bytes
 from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.world.network import listen_address
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
 GUARD = "pipelinerl.inference.guard.Guard"
@@ -38,7 +40,7 @@ RESERVED = {
     "middleware": "the guard of the control routes is one",
     "scheduler-cls": "ours keeps cached prompts exact",
     "enable-prefix-caching": "set vllm_config.prefix_caching",
-    "api-key": "generation is open on the node; control routes need the run's secret",
+    "api-key": "the run's secret is the key",
     "root-path": "clients use the plain paths",
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
@@ -78,6 +80,8 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
     }
     if cfg.finetune.router_replay and job.kind == "actor_llm":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that reports the experts it chose
+    if world.is_open:
+        env[STRANGERS_VARIABLE] = "1"
     if job.kind == "preprocessor_llm":
         env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # no position beyond the model's own is ever computed
     if world.accelerator == "cpu":
@@ -95,7 +99,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": cfg.model_path,
         "served-model-name": SERVED_NAMES[job.kind],
-        "host": world.bind_host,
+        "host": listen_address(job.hostname) or world.bind_host,
         "port": job.port,
         "seed": cfg.seed * 1000 + job.replica_idx,
         "middleware": GUARD,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
+from pipelinerl.config.environment import CA_VARIABLE, REDIS_PASSWORD_VARIABLE, ROLE_VARIABLE
 from pipelinerl.config.load import RUN_CONFIG, load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import StreamError
@@ -47,7 +47,8 @@ def look_into(run_dir: Path) -> Iterator[None]:
     if cfg.streams.backend != "redis" or cfg.streams.external or REDIS_PASSWORD_VARIABLE in os.environ:
         backend_from_config(cfg, run_dir)
         yield
-    elif password := password_of_live_roles(run_dir):
+    elif password := (environment := environment_of_live_roles(run_dir)).get(REDIS_PASSWORD_VARIABLE):
+        os.environ.setdefault(CA_VARIABLE, environment.get(CA_VARIABLE, ""))
         _set_redis(cfg, run_dir, password=password)
         yield
     elif data_dir.is_dir():
@@ -57,13 +58,13 @@ def look_into(run_dir: Path) -> Iterator[None]:
         raise StreamError(f"{run_dir} keeps its streams on redis: set {REDIS_PASSWORD_VARIABLE} to its password")
 
 
-def password_of_live_roles(run_dir: Path) -> str | None:
-    """Read the redis password from a live role of this user on this node. None if there is no such role."""
+def environment_of_live_roles(run_dir: Path) -> dict[str, str]:
+    """Read the environment of a live role of this user on this node. Empty if there is no such role."""
     for status in read_statuses(run_dir).values():
         environment = process_environment(status.pid)
         if environment.get(ROLE_VARIABLE, "").endswith(f"/{status.job}"):
-            return environment.get(REDIS_PASSWORD_VARIABLE)
-    return None
+            return environment
+    return {}
 
 
 def process_environment(pid: int) -> dict[str, str]:
@@ -85,7 +86,7 @@ def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
         port=port,
         data_dir=data_dir.resolve(),
         password=password,
-        several_nodes=False,
+        address=None,
         fsync="never",
         max_record_mb=cfg.streams.max_record_mb,
     )
@@ -93,7 +94,7 @@ def revived_redis(cfg: Config, run_dir: Path, data_dir: Path) -> Iterator[None]:
         process = start_redis(config, log.fileno())
         try:
             await_redis(process, port, password)
-            _set_redis(cfg, run_dir, host="127.0.0.1", port=port, password=password)
+            _set_redis(cfg, run_dir, host="127.0.0.1", port=port, password=password, tls=False)
             yield
         finally:
             stop_redis(process)

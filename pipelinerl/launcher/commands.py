@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, interface_of, visible_devices
+from pipelinerl.world.cluster import LOOPBACK
 
 FOLDERS = {
     "actor_llm": "pipelinerl.inference",
@@ -64,23 +65,22 @@ def role_command(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str
     role = ("-m", FOLDERS[job.kind], "--run-dir", str(run_dir), "--job", job.name)
     prefix: tuple[str, ...] = (sys.executable,)
     if job.kind == "finetune" and world.trainer_world_size > 1:
-        prefix += torchrun_arguments(job, world)
+        prefix += rank_arguments(job, world)
     return RoleCommand(
         name=job.name, kind=job.kind, argv=prefix + role, env=role_environment(job, world, env), cores=job.cores
     )
 
 
-def torchrun_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
-    """Arguments of torchrun for the trainer ranks of one node. torchrun never restarts: the launcher does."""
+def rank_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
+    """Arguments that start the trainer ranks of one node."""
     return (
         "-m",
-        "torch.distributed.run",
-        f"--nnodes={len(world.get('finetune'))}",
-        f"--node-rank={job.replica_idx}",
-        f"--nproc-per-node={job.num_ranks}",
+        "pipelinerl.finetune.ranks",
+        f"--ranks={job.num_ranks}",
+        f"--first-rank={job.first_rank}",
+        f"--world-size={world.trainer_world_size}",
         f"--master-addr={world.master_addr}",
         f"--master-port={world.master_port}",
-        "--max-restarts=0",
     )
 
 
@@ -107,8 +107,8 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
             "MASTER_ADDR": world.master_addr,
             "MASTER_PORT": str(world.master_port),
         }
-    if job.kind in ("finetune", "actor_llm") and world.is_open:
-        interface = interface_of(job.hostname)
+    if job.kind in ("finetune", "actor_llm", "preprocessor_llm"):
+        interface = interface_of(job.hostname if world.is_open else LOOPBACK)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables |= {name: interface for name in names if interface and name not in env}
     return variables

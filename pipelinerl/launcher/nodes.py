@@ -21,6 +21,7 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import ConfigError, DeadlineError, PipelineRLError
 from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
 from pipelinerl.world import WorldMap
+from pipelinerl.world.network import listen_address
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,9 @@ class Leader(NodeConnection):
             DeadlineError: a node did not connect within `launcher.startup_timeout_s`.
             ConfigError: a node has another configuration or world.
         """
-        self._server = await asyncio.start_server(self._welcome, None, self._rendezvous.port, limit=MAX_LINE_BYTES)
+        self._server = await asyncio.start_server(
+            self._welcome, listen_address(self._rendezvous.host) or None, self._rendezvous.port, limit=MAX_LINE_BYTES
+        )
         say(f"waiting for {self._rendezvous.num_nodes - 1} more launcher(s) on port {self._rendezvous.port}")
         try:
             await asyncio.wait_for(self._complete.wait(), self._rendezvous.meet_timeout_s)

@@ -42,6 +42,7 @@ from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
 from pipelinerl.streams import backend_from_config
 from pipelinerl.world import WorldMap
+from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
     run_secrets = secrets_of(plan, os.environ)
     environment = inherited_environment(os.environ) | compiler_cache(os.environ) | run_secrets
     os.environ.update(run_secrets)
+    adopt(plan.config.world, os.environ)
     return environment | {"TMPDIR": guard.temporary}
 
 

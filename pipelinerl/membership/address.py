@@ -1,7 +1,7 @@
 """The address of a run, and how a role starts that has only this address.
 
     results/guessing                           a folder that the role shares with the launcher
-    redis://10.0.0.1:15000/guessing-0a1b2c     the run's redis server and the run's name on it
+    redis://10.0.0.1:15000/guessing-0a1b2c     the run's redis server and the run's name on it (rediss:// with TLS)
 
 A role that starts with a redis address copies configuration and world from there into a new folder. This folder is a
 run folder like any other, but its streams and leases are on the server. The password comes from the environment.
@@ -22,6 +22,7 @@ from pipelinerl.errors import ConfigError, DeadlineError
 from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
 from pipelinerl.world.map import WORLD_FILE
+from pipelinerl.world.tls import redis_options
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,11 @@ class RedisAddress:
     host: str
     port: int
     run_id: str
+    tls: bool = False
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"redis://{host}:{self.port}/{self.run_id}"
+        return f"redis{'s' * self.tls}://{host}:{self.port}/{self.run_id}"
 
 
 def parse_address(text: str) -> Path | RedisAddress:
@@ -61,9 +63,9 @@ def parse_address(text: str) -> Path | RedisAddress:
     except ValueError:
         port = None
     run_id = parts.path.removeprefix("/")
-    if parts.scheme != "redis" or not parts.hostname or not port or not run_id or "/" in run_id:
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or not port or not run_id or "/" in run_id:
         raise ConfigError(f"{text!r} is not the address of a run: {form}")
-    return RedisAddress(parts.hostname, port, run_id)
+    return RedisAddress(parts.hostname, port, run_id, tls=parts.scheme == "rediss")
 
 
 def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
@@ -72,7 +74,7 @@ def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
         return run_dir
     from pipelinerl.streams.redis import redis_place
 
-    return RedisAddress(*redis_place(cfg, run_dir))
+    return RedisAddress(*redis_place(cfg, run_dir), tls=cfg.world.tls)
 
 
 def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ) -> LeaseStore:
@@ -81,7 +83,8 @@ def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ
         return FolderStore(address)
     from pipelinerl.membership.redis import RedisStore
 
-    return RedisStore(host=address.host, port=address.port, password=redis_password(env), run_id=address.run_id)
+    options = {"host": address.host, "port": address.port, "password": redis_password(env)}
+    return RedisStore(options | (redis_options(env) if address.tls else {}), address.run_id)
 
 
 def publish_run(address: RedisAddress, run_dir: Path) -> None:

@@ -17,6 +17,7 @@ from pipelinerl.membership.registration import Registration, new_incarnation
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
         raise ConfigError("--run is missing: give the run's folder, or redis://HOST:PORT/RUN")
     folder = address if isinstance(address, Path) else fetch_run(address, run_dir or Path(address.run_id))
     cfg, world = load_run(folder), WorldMap.load(folder)
+    adopt(cfg.world, os.environ)
     leases = address_of(cfg, folder)
     store, incarnation = open_store(leases), new_incarnation()
     is_claimed = name in JOINING

@@ -14,12 +14,12 @@ from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import LeaseStore
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import LOOPBACK
+from pipelinerl.world.map import url_of
 from pipelinerl.world.ports import find_port_block
 
 JOINING = ("actor_llm", "preprocessor_llm", "verifier")
 """Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
 exactly `world.replicas`. Trainer ranks cannot, because they must all start together."""
-SCHEMES = {"redis": "redis"}
 MAX_TRIES = 1000
 
 
@@ -49,7 +49,9 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
         if place.hostname is None and place.port is None:
             return found
         hostname, port = place.hostname or found.hostname, place.port or found.port
-        return msgspec.structs.replace(found, hostname=hostname, port=port, url=url_of(found.kind, hostname, port))
+        return msgspec.structs.replace(
+            found, hostname=hostname, port=port, url=url_of(found.kind, hostname, port, tls=cfg.world.tls)
+        )
     kind, number = split_name(name)
     if kind not in JOINING or number is None:
         raise WorldError(
@@ -65,7 +67,7 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
         replica_idx=number,
         hostname=hostname,
         port=port,
-        url=url_of(kind, hostname, port),
+        url=url_of(kind, hostname, port, tls=cfg.world.tls),
         cores=place.cores if world.accelerator == "cpu" else (),
         num_ranks=devices_per_server(cfg) if kind.endswith("_llm") else 1,
         serves=number % replicas if place.serves is None else place.serves,
@@ -76,11 +78,6 @@ def split_name(name: str) -> tuple[str, int | None]:
     """Split `actor_llm_3` into (`actor_llm`, 3) and `actor_llm` into (`actor_llm`, None)."""
     match = re.fullmatch(r"(.+)_(\d+)", name)
     return (match.group(1), int(match.group(2))) if match else (name, None)
-
-
-def url_of(kind: str, hostname: str, port: int | None) -> str:
-    host = f"[{hostname}]" if ":" in hostname else hostname
-    return "" if port is None else f"{SCHEMES.get(kind, 'http')}://{host}:{port}"
 
 
 def claim_name(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_s: float) -> str:

@@ -45,16 +45,15 @@ class RedisStore:
     """Leases of one run on one redis server.
 
     Args:
+        server: host, port, password and TLS options of the server, as the redis client takes them.
         run_id: the run's name in the keys.
     """
 
-    def __init__(self, *, host: str, port: int, password: str | None, run_id: str):
-        self._name = f"redis at {host}:{port}"
+    def __init__(self, server: Mapping[str, Any], run_id: str):
+        self._name = f"redis at {server['host']}:{server['port']}"
         self._prefix = f"pipelinerl-run:{run_id}"
         self._client: Any = redis_client.Redis(
-            host=host,
-            port=port,
-            password=password,
+            **server,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),

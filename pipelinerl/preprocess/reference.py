@@ -9,6 +9,7 @@ its tokens or a log-prob is not finite.
 import asyncio
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -20,12 +21,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
 from pipelinerl.weights.score_client import score_sequences
 from pipelinerl.world import Job
+from pipelinerl.world.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -186,5 +189,7 @@ class ReferenceScorer:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            headers = {"Authorization": f"Bearer {os.environ.get(SECRET_VARIABLE, '')}"}
+            connector = aiohttp.TCPConnector(limit=0, ssl=client_context())
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self._session

@@ -16,6 +16,8 @@ from pipelinerl.errors import StreamError
 from pipelinerl.host.disk import sync_path
 from pipelinerl.observability.role import RoleContext, run_role
 from pipelinerl.redis_server.server import exclusively, redis_client, redis_config, start_redis, stop_redis
+from pipelinerl.world.network import listen_address
+from pipelinerl.world.tls import server_files
 
 if TYPE_CHECKING:
     import redis
@@ -36,14 +38,15 @@ def run_redis(context: RoleContext) -> None:
         port=job.port,
         data_dir=data_dir.resolve(),
         password=password,
-        several_nodes=context.world.is_open,
+        address=listen_address(job.hostname) if context.world.is_open else None,
         fsync=cfg.streams.fsync,
         max_record_mb=cfg.streams.max_record_mb,
+        tls=server_files(cfg.world, job.hostname),
     )
     with exclusively(data_dir):
         process = start_redis(config)
         try:
-            _watch(context, process, redis_client(job.port, password), data_dir)
+            _watch(context, process, redis_client(job.port, password, tls=cfg.world.tls), data_dir)
         finally:
             stop_redis(process)
 

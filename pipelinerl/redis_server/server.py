@@ -2,7 +2,7 @@
 
 The server reads its configuration from standard input, so the password is in no file and on no command line. It keeps
 every write in an append-only file, so a killed and restarted server has lost no acknowledged write. It listens on
-loopback unless the world has several nodes. With several nodes it must have a password.
+loopback, and with several nodes on the node's own address too. Then it must have a password.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.host.process import die_with_parent
+from pipelinerl.world.tls import redis_options
 
 if TYPE_CHECKING:
     import redis
@@ -35,24 +36,28 @@ def redis_config(
     port: int,
     data_dir: Path,
     password: str | None,
-    several_nodes: bool,
+    address: str | None,
     fsync: Literal["never", "segment", "always"],
     max_record_mb: int,
+    tls: tuple[str, str] | None = None,
 ) -> str:
     """The text of the server's configuration file.
 
     Args:
-        port: TCP port, on loopback, or on every interface when the world has ``several_nodes``.
+        port: TCP port.
+        address: the node's own address, where other nodes reach it. "" = every address, None = loopback only.
         data_dir: where the append-only file is.
         fsync: ``always`` syncs before a write is acknowledged. Otherwise writing back is left to the kernel, which
             loses nothing when the server is killed. (redis' ``everysec`` may acknowledge what it has not yet written.)
+        tls: files with certificate and private key. The server then speaks nothing but TLS.
     """
-    if several_nodes and not password:
+    if address is not None and not password:
         raise ConfigError(f"redis must listen beyond its node, but {REDIS_PASSWORD_VARIABLE} is not set: set it")
+    bound = {None: "127.0.0.1", "": "* -::*"}.get(address, f"127.0.0.1 {address}")
     lines = [
-        f"bind {'* -::*' if several_nodes else '127.0.0.1'}",
+        f"bind {bound}",
         "protected-mode yes",
-        f"port {port}",
+        f"port {0 if tls else port}",
         f"dir {_quoted(str(data_dir))}",
         "appendonly yes",
         f"appendfsync {'always' if fsync == 'always' else 'no'}",
@@ -62,6 +67,9 @@ def redis_config(
         "daemonize no",
         "databases 1",
     ]
+    if tls:
+        lines += [f"tls-port {port}", f"tls-cert-file {_quoted(tls[0])}", f"tls-key-file {_quoted(tls[1])}"]
+        lines += [f"tls-ca-cert-file {_quoted(tls[0])}", "tls-auth-clients no"]
     if password:
         lines.append(f"requirepass {_quoted(password)}")
     return "\n".join(lines) + "\n"
@@ -120,12 +128,14 @@ def exclusively(data_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def await_redis(process: "subprocess.Popen[bytes]", port: int, password: str, timeout_s: float = 60.0) -> None:
+def await_redis(
+    process: "subprocess.Popen[bytes]", port: int, password: str, timeout_s: float = 60.0, *, tls: bool = False
+) -> None:
     """Returns when the server has loaded its data."""
     from redis.exceptions import RedisError
 
     deadline = time.monotonic() + timeout_s
-    with redis_client(port, password) as client:
+    with redis_client(port, password, tls=tls) as client:
         while True:
             try:
                 client.ping()
@@ -136,7 +146,7 @@ def await_redis(process: "subprocess.Popen[bytes]", port: int, password: str, ti
                 time.sleep(_START_POLL_S)
 
 
-def redis_client(port: int, password: str | None) -> "redis.Redis":
+def redis_client(port: int, password: str | None, *, tls: bool = False) -> "redis.Redis":
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -147,6 +157,7 @@ def redis_client(port: int, password: str | None) -> "redis.Redis":
         socket_timeout=PING_TIMEOUT_S,
         socket_connect_timeout=PING_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
+        **(redis_options() if tls else {}),
     )
 
 

@@ -30,6 +30,7 @@ from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.redis_connection import AWAY, BLOCK_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, RedisConnection
 from pipelinerl.streams.spec import SingleStreamSpec, run_key
 from pipelinerl.world import WorldMap
+from pipelinerl.world.tls import redis_options
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class RedisBackend(Backend):
         outage_timeout_s: how long an operation waits for an unreachable server before it fails.
         asks_for_sync: True if the server belongs to the run, whose redis role syncs the log on request. Otherwise
             ``sync`` does nothing, and durability depends on the `appendfsync` that the server's operator chose.
+        tls: whether the server speaks TLS.
     """
 
     def __init__(
@@ -94,9 +96,10 @@ class RedisBackend(Backend):
         max_record_mb: int = 512,
         outage_timeout_s: float = 60.0,
         asks_for_sync: bool = False,
+        tls: bool = False,
     ):
         self._asks_for_sync = asks_for_sync
-        self._address = {"host": host, "port": port, "password": password}
+        self._address = {"host": host, "port": port, "password": password} | (redis_options() if tls else {})
         self._run_id = run_id
         self.max_record_bytes = max_record_mb << 20
         self._outage_timeout_s = outage_timeout_s
@@ -110,6 +113,7 @@ class RedisBackend(Backend):
         host: str | None = None,
         port: int | None = None,
         password: str | None = None,
+        tls: bool | None = None,
     ) -> Self:
         """Creates the backend of a run. Missing values come from the configuration, world map and environment."""
         place = redis_place(cfg, run_dir, host=host, port=port)
@@ -121,6 +125,7 @@ class RedisBackend(Backend):
             max_record_mb=cfg.streams.max_record_mb,
             outage_timeout_s=cfg.launcher.heartbeat_timeout_s + _RESTART_S,
             asks_for_sync=cfg.streams.fsync == "segment" and not cfg.streams.external,
+            tls=cfg.world.tls if tls is None else tls,
         )
 
     def open_appender(self, spec: SingleStreamSpec) -> Appender:

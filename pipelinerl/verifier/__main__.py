@@ -12,6 +12,8 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import VerifierError
 from pipelinerl.observability.role import RoleContext, run_role
 from pipelinerl.verifier.app import create_app
+from pipelinerl.world.network import listen_address
+from pipelinerl.world.tls import server_files
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,16 @@ def main(context: RoleContext) -> None:
         secret=None if alone else os.environ[SECRET_VARIABLE],
     )
     assert context.job.port is not None, "the world map gives every verifier a port"
+    tls = server_files(context.cfg.world, context.job.hostname)
     config = uvicorn.Config(
-        app, host=context.world.bind_host, port=context.job.port, log_config=None, access_log=False, lifespan="on"
+        app,
+        host=listen_address(context.job.hostname) or context.world.bind_host,
+        port=context.job.port,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ssl_certfile=tls[0] if tls else None,
+        ssl_keyfile=tls[1] if tls else None,
     )
     asyncio.run(serve(VerifierServer(config), context))
 

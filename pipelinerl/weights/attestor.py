@@ -28,6 +28,7 @@ from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
 from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
 from pipelinerl.world import Job
+from pipelinerl.world.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Attestor:
 
     def meet(self, job: Job) -> None:
         """Adds a server that takes weights."""
-        client = httpx.Client(base_url=job.url, headers=self._headers, timeout=self._timeout_s)
+        client = httpx.Client(base_url=job.url, headers=self._headers, timeout=self._timeout_s, verify=client_context())
         self._witnesses[job.name] = Witness(job, client)
 
     def forget(self, name: str) -> None:

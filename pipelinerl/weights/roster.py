@@ -13,6 +13,7 @@ from pipelinerl.weights.attestor import FROM_FILE, Attestor
 from pipelinerl.weights.member import GONE, Member
 from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.world import Job
+from pipelinerl.world.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Roster:
             if name not in self._members:
                 limits = httpx.Limits(max_connections=None)
                 headers = {"Authorization": f"Bearer {self._secret}"}
-                client = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits)
+                client = httpx.AsyncClient(base_url=job.url, headers=headers, limits=limits, verify=client_context())
                 self._members[name] = member = Member(job, client)
                 if self._attestor is not None:
                     self._attestor.meet(job)

@@ -21,6 +21,7 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address
+from pipelinerl.world.network import listen_address
 
 DATA, ALIVE, UNKNOWN, GONE, MESSAGE = range(5)
 """Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`."""
@@ -216,12 +217,9 @@ def _proof(secret: str, role: bytes, own: bytes, other: bytes) -> bytes:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Opens a listener for ``host``: on loopback if that is the host, else on every interface. Port 0 = any free port.
-
-    The name itself is never bound, because a node may resolve its own name to 127.0.1.1.
-    """
-    if host == LOOPBACK:
-        return socket.create_server((LOOPBACK, port))
+    """Opens a listener for ``host``, on its address alone if that is one of this node. Port 0 = any free port."""
+    if address := listen_address(host):
+        return socket.create_server((address, port))
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))

@@ -216,7 +216,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     world = WorldMap(
         accelerator=cluster.accelerator,
         nodes=cluster.nodes,
-        jobs=tuple(_job(p, cluster, ports.get(p.name)) for p in placements),
+        jobs=tuple(_job(p, cluster, ports.get(p.name), tls=cfg.world.tls) for p in placements),
         master_port=base,
         weight_port=weight_port,
         weight_ports=weight_ports,
@@ -251,10 +251,16 @@ def _check_local_ports(cfg: Config, cluster: Cluster, ports: list[tuple[str, int
     check_ports(host, [pair for pair in ports if pair not in redis], key=key)
 
 
-def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
+def url_of(kind: str, hostname: str, port: int | None, *, tls: bool) -> str:
+    """The URL of a job. Empty if it does not listen. Servers of environments are users' code and speak plain HTTP."""
+    tls = tls and kind != "environment"
+    host = f"[{hostname}]" if ":" in hostname else hostname
+    scheme = ("rediss" if tls else "redis") if kind == "redis" else ("https" if tls else "http")
+    return "" if port is None else f"{scheme}://{host}:{port}"
+
+
+def _job(placement: Placement, cluster: Cluster, port: int | None, *, tls: bool) -> Job:
     node = cluster.nodes[placement.node_rank]
-    host = f"[{node.hostname}]" if ":" in node.hostname else node.hostname
-    scheme = "redis" if placement.kind == "redis" else "http"
     served = placement.environment
     return Job(
         name=placement.name,
@@ -265,7 +271,7 @@ def _job(placement: Placement, cluster: Cluster, port: int | None) -> Job:
         port=port,
         gpus=placement.devices if cluster.accelerator == "cuda" else (),
         cores=placement.cores,
-        url="" if port is None else f"{scheme}://{host}:{port}",
+        url=url_of(placement.kind, node.hostname, port, tls=tls),
         num_ranks=max(len(placement.devices), 1),
         first_rank=placement.first_rank,
         serves=placement.serves,

@@ -25,7 +25,7 @@ def redis_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
         port=port,
         data_dir=tmp_path_factory.mktemp("redis"),
         password="of the tests",
-        several_nodes=False,
+        address=None,
         fsync="never",
         max_record_mb=512,
     )

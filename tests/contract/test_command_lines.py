@@ -1,17 +1,15 @@
-"""What roles are started with is accepted by the real parsers: command lines by vLLM's for servers and torchrun's for
-the trainer, settings of DeepSpeed by Accelerate's plugin and DeepSpeed's own."""
+"""What roles are started with is accepted by the real parsers: command lines by vLLM's for servers, settings of
+DeepSpeed by Accelerate's plugin and DeepSpeed's own."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pipelinerl.config import load
 from pipelinerl.finetune.engines.zero import deepspeed_settings
 from pipelinerl.inference.args import vllm_arguments
-from pipelinerl.launcher.commands import torchrun_arguments
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
 
 PARSE_VLLM = """
@@ -28,19 +26,6 @@ for line in json.load(sys.stdin):
         "max_model_len", "served_model_name", "enable_prefix_caching", "logprobs_mode", "hf_overrides",
         "gpu_memory_utilization", "worker_extension_cls", "kv_cache_memory_bytes",
     )} | {"weight_transfer": getattr(arguments.weight_transfer_config, "backend", arguments.weight_transfer_config)})
-print("PARSED " + json.dumps(parsed))
-"""
-PARSE_TORCHRUN = """
-import json, sys
-from torch.distributed.run import config_from_args, get_args_parser
-parsed = []
-for line in json.load(sys.stdin):
-    arguments = get_args_parser().parse_args(line)
-    config, command, script = config_from_args(arguments)
-    parsed.append({
-        "nodes": [config.min_nodes, config.max_nodes], "nproc": config.nproc_per_node, "restarts": config.max_restarts,
-        "rank": config.rdzv_configs["rank"], "endpoint": config.rdzv_endpoint, "script": script,
-    })
 print("PARSED " + json.dumps(parsed))
 """
 PARSE_DEEPSPEED = """
@@ -117,25 +102,6 @@ def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm():
     line = vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30)
     (arguments,) = parse(PARSE_VLLM, [list(line)])
     assert arguments["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
-
-
-def test_trainer_over_two_nodes_is_accepted_by_torchrun(config):
-    spread = config.model_copy(
-        update={"world": config.world.model_copy(update={"actor_fraction": 1, "preprocessor_fraction": 0})}
-    )
-    nodes = tuple(Node(rank=i, hostname=f"host-{i}", devices=8) for i in range(2))
-    world = map_world(spread, Cluster(accelerator="cuda", nodes=nodes, identity="test"), check=False)
-    trainers = world.get("finetune")
-    assert len(trainers) == 2
-    role = ["-m", "pipelinerl.finetune", "--run-dir", str(Path("/run")), "--job"]
-    lines = [[*torchrun_arguments(job, world)[2:], *role, job.name] for job in trainers]
-    parsed = parse(PARSE_TORCHRUN, lines)
-    assert [p["nproc"] for p in parsed] == [job.num_ranks for job in trainers]
-    assert [p["rank"] for p in parsed] == [0, 1]
-    for arguments in parsed:
-        assert arguments["nodes"] == [2, 2]
-        assert arguments["restarts"] == 0
-        assert arguments["endpoint"] == f"{world.master_addr}:{world.master_port}"
 
 
 def test_deepspeed_settings_are_accepted_by_accelerate_and_deepspeed(config):

@@ -21,7 +21,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, redis_options: dict[st
         return FolderStore(tmp_path)
     if redis_options is None:
         pytest.skip("needs redis-server")
-    return RedisStore(host="127.0.0.1", run_id=tmp_path.name, **redis_options)
+    return RedisStore({"host": "127.0.0.1"} | redis_options, tmp_path.name)
 
 
 def renewed(lease: Lease, sequence: int = 1) -> Lease:
@@ -78,7 +78,7 @@ def test_what_is_no_lease_of_that_name_is_nobodys(tmp_path: Path, content: bytes
 
 def test_store_that_is_away_says_so(tmp_path: Path) -> None:
     away: list[Callable[[], Any]] = [
-        RedisStore(host="127.0.0.1", port=1, password=None, run_id="r").leases,
+        RedisStore({"host": "127.0.0.1", "port": 1}, "r").leases,
         lambda: FolderStore(tmp_path / "file").take(MINE),
     ]
     (tmp_path / "file").write_text("not a folder")

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose, to_container
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.inspect.outside import look_into, password_of_live_roles
+from pipelinerl.inspect.outside import environment_of_live_roles, look_into
 from pipelinerl.observability.status import StatusRecord, write_status
 from pipelinerl.records import TrainingDone
 from pipelinerl.records.messages import TrainerMessage
@@ -43,9 +43,11 @@ class Role:
         self.run_dir = run_dir
         context = SimpleNamespace(
             run_dir=run_dir,
-            job=SimpleNamespace(name="redis_0", port=self.port),
+            job=SimpleNamespace(name="redis_0", hostname="127.0.0.1", port=self.port),
             world=SimpleNamespace(is_open=False),
-            cfg=SimpleNamespace(streams=SimpleNamespace(fsync="segment", max_record_mb=8)),
+            cfg=SimpleNamespace(
+                streams=SimpleNamespace(fsync="segment", max_record_mb=8), world=SimpleNamespace(tls=False)
+            ),
             status=SimpleNamespace(progress=self.progress.set, beat_with_progress=self.lent.set),
             stop=self.stop,
         )
@@ -145,7 +147,7 @@ def test_ended_runs_redis_is_read_by_the_commands_and_by_one_at_a_time(
 
 
 def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert password_of_live_roles(tmp_path) is None
+    assert environment_of_live_roles(tmp_path) == {}
     environment = {"PIPELINERL_ROLE": "token/actor_0", "PIPELINERL_REDIS_PASSWORD": "theirs"}
     role = subprocess.Popen(["sleep", "60"], env=os.environ | environment)
     try:
@@ -163,11 +165,11 @@ def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch:
             fields={},
         )
         write_status(tmp_path / "status" / "actor_0.json", record)
-        wait_until(lambda: password_of_live_roles(tmp_path) == "theirs")
+        wait_until(lambda: environment_of_live_roles(tmp_path).get("PIPELINERL_REDIS_PASSWORD") == "theirs")
     finally:
         role.kill()
         role.wait()
-    assert password_of_live_roles(tmp_path) is None
+    assert environment_of_live_roles(tmp_path) == {}
 
 
 def test_role_fails_when_its_server_is_killed(role: Role):

@@ -30,7 +30,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self.config = redis_config(
-            port=self.port, data_dir=folder, password=PASSWORD, several_nodes=False, fsync="segment", max_record_mb=64
+            port=self.port, data_dir=folder, password=PASSWORD, address=None, fsync="segment", max_record_mb=64
         )
         self.log = folder / "log.txt"
         self.process: subprocess.Popen[bytes] | None = None

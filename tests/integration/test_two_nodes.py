@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.listening import heard_by_a_stranger, listening
+
 NODE_TIMEOUT_S = 10
 STOP_MARGIN_S = 30
 """Roles get `launcher.stop_timeout_s` (8 s) to end; the rest is a loaded machine."""
@@ -80,7 +82,7 @@ def nodes() -> Iterator[Nodes]:
 class Launchers:
     """One launcher per node, started together."""
 
-    def __init__(self, nodes: Nodes, run_dir: Path, secret: str, logs: Path):
+    def __init__(self, nodes: Nodes, run_dir: Path, secret: str, logs: Path, tls: bool):
         command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
         command += [
             "streams=redis",
@@ -93,6 +95,7 @@ class Launchers:
             f"finetune.max_train_steps={MAX_STEPS}",
             "finetune.save_checkpoint_steps=4",
             "weights.timeout_s=60",
+            f"world.tls={tls}",
         ]
         self.outputs = [logs / f"node{rank}.txt" for rank in range(2)]
         self.processes = []
@@ -144,12 +147,33 @@ def trained_steps(run_dir: Path) -> int:
     return json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() and path.stat().st_size else 0
 
 
-def test_two_nodes_train_survive_a_cut_and_resume(nodes: Nodes, tmp_path: Path):
+def check_what_a_stranger_reaches(nodes: Nodes, run_dir: Path, launchers: Launchers, tls: bool) -> None:
+    """Every port is on loopback or on its node's address alone, and says nothing without the secret but its health."""
+    found = listening(run_dir, [process.pid for process in launchers.processes])
+    print({f"{address}:{port}": role for (address, port), role in found.items()})
+    assert {address for address, _ in found} <= {"127.0.0.1", *nodes.addresses}, found
+    for here, there in ((0, 1), (1, 0)):
+        ports = [port for address, port in found if address == nodes.addresses[here]]
+        stranger = ["ip", "netns", "exec", nodes.names[there]]
+        for port, answers in heard_by_a_stranger(nodes.addresses[here], ports, stranger).items():
+            role = found[nodes.addresses[here], port]
+            print(role, port, answers)
+            statuses = {p: a.split(" ")[1] for p, a in answers.items() if a.startswith("HTTP/") and p.startswith("/")}
+            assert {status for path, status in statuses.items() if path != "/health"} <= {"401", "404", "405"}, answers
+            if role.startswith("redis"):
+                assert answers["redis"] == ("" if tls else "-NOAUTH Authentication required.")
+            if tls:
+                assert statuses == {}, "something speaks plain HTTP"
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_two_nodes_train_survive_a_cut_and_resume(nodes: Nodes, tmp_path: Path, tls: bool):
     run_dir, secret = tmp_path / "run", secrets.token_hex(16)
-    launchers = Launchers(nodes, run_dir, secret, tmp_path)
+    launchers = Launchers(nodes, run_dir, secret, tmp_path, tls)
     try:
         wait_for(lambda: trained_steps(run_dir) >= 6, RUN_TIMEOUT_S, launchers)
         assert {job.name for job in run_dir.glob("finetune_*")} == {"finetune_0", "finetune_1"}
+        check_what_a_stranger_reaches(nodes, run_dir, launchers, tls)
 
         nodes.cable("down")
         cut = time.monotonic()
@@ -165,7 +189,7 @@ def test_two_nodes_train_survive_a_cut_and_resume(nodes: Nodes, tmp_path: Path):
     assert lost_at < MAX_STEPS
 
     nodes.cable("up")
-    launchers = Launchers(nodes, run_dir, secret, tmp_path)
+    launchers = Launchers(nodes, run_dir, secret, tmp_path, tls)
     try:
         assert launchers.wait(RUN_TIMEOUT_S) == [0, 0], launchers.said(0)[-3000:]
     finally:

@@ -57,6 +57,17 @@ class WorldSection(Section):  # structure: one field per key of the section
         "else the rendezvous address",
         may_change=True,
     )
+    tls: bool = key(
+        False,
+        "TLS for HTTP and redis between the nodes. Without the three files below, certificates are made from the "
+        "run's secret",
+        may_change=True,
+    )
+    tls_cert: str | None = key(None, "certificate of this node's servers (PEM), with its chain", may_change=True)
+    tls_key: str | None = key(None, "private key of `tls_cert` (PEM)", may_change=True)
+    tls_ca: str | None = key(
+        None, "certificate of the authority that clients trust, besides the machine's own", may_change=True
+    )
 
 
 class StreamsSection(Section):

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
+from pipelinerl.finetune.meeting import open_store
 from pipelinerl.finetune.model import Policy
 
 __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
 
 
 def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
-    """(rank, world size, device) from torchrun's environment. Makes the device current.
+    """(rank, world size, device) from the environment of `finetune.ranks`. Makes the device current.
 
     Args:
         accelerator: `cuda` or `cpu`.
@@ -36,7 +37,14 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
             the servers or writes checkpoints, and NCCL's default of 10 minutes may be too short for that.
     """
     if (world_size > 1 or name != "ddp") and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+        rank = int(os.environ.get("RANK", "0"))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=open_store(rank, world_size, timeout_s),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.meeting import gather_objects
 from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
@@ -97,9 +98,7 @@ class Engine(ABC):
         """Return rank 0's ``value`` on every rank. Collective."""
         if self.world_size == 1:
             return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
-        return box[0]
+        return gather_objects(value if self.rank == 0 else None, self.device)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank. Collective."""

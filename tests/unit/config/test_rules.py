@@ -50,6 +50,7 @@ REFUSED = {
     "sequence_parallel_needs_packing": {"finetune__seq_parallel": 2, "finetune__seq_packing": False},
     "overlong_buffer_fits": {"preprocess__overlong_buffer_tokens": 8192},
     "external_redis_has_address": {"streams__external": True},
+    "tls_files_are_complete": {"world__tls_cert": "cert.pem"},
     "head_precision_agrees": {"finetune__fp32_lm_head": False},
     "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
     "objective_is_known": {"finetune__rl__policy_loss": "reinforced"},

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipelinerl.finetune import engines
 from pipelinerl.finetune.engines import join_ranks
 from pipelinerl.finetune.engines.zero import ZeroEngine
 
@@ -20,8 +21,11 @@ def test_ranks_wait_for_each_other_as_long_as_the_run_allows(
 ) -> None:
     calls = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(engines, "open_store", lambda *arguments: arguments)
+    monkeypatch.setenv("RANK", "1")
     join_ranks("deepspeed", 2, torch.device(device), timeout_s=1800)
-    assert calls == [((backend,), {"timeout": timedelta(seconds=1800)})]
+    timeout = timedelta(seconds=1800)
+    assert calls == [((backend,), {"store": (1, 2, 1800), "rank": 1, "world_size": 2, "timeout": timeout})]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -131,8 +131,13 @@ def test_reference_takes_no_weights_and_scores_the_longest_sequence() -> None:
     assert found["--worker-extension-cls"] == "pipelinerl.inference.scoring.ScoreExtension"
 
 
-def test_several_nodes_listen_beyond_loopback() -> None:
-    assert settings(vllm_arguments(config(), world("cuda", nodes=2), POLICY))["--host"] == "0.0.0.0"
+def test_several_nodes_listen_on_the_nodes_address_and_give_strangers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = world("cuda", nodes=2)
+    away, here = (msgspec.structs.replace(POLICY, hostname=name) for name in ("192.0.2.1", "127.0.0.1"))
+    assert settings(vllm_arguments(config(), spread, away))["--host"] == "0.0.0.0"  # no address of this machine
+    assert settings(vllm_arguments(config(), spread, here))["--host"] == "127.0.0.1"
+    assert vllm_environment(config(), spread, here)["PIPELINERL_STRANGERS"] == "1"
+    assert "PIPELINERL_STRANGERS" not in vllm_environment(config(), world(), POLICY)
 
 
 def test_users_kwargs_win_in_any_spelling() -> None:

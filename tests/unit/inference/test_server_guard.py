@@ -1,4 +1,4 @@
-"""Everything that is not on the open list needs the secret; nothing is open because nobody thought of it."""
+"""What is not on the open list needs the secret, nothing is open because nobody thought of it, no body is unbounded."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from pipelinerl.inference.guard import MAX_CONTROL_BYTES, Guard, is_authorized
+from pipelinerl.inference.guard import MAX_BODY_BYTES, MAX_TEXT_BYTES, OPEN_PATHS, Guard, is_authorized
 
 
 def client(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> TestClient:
@@ -48,15 +48,36 @@ def test_without_a_secret_closed_routes_stay_closed(monkeypatch: pytest.MonkeyPa
     assert server.post("/pause", headers={"Authorization": "Bearer None"}).status_code == 401
 
 
-def test_bodies_of_closed_routes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS - {"/health", "/ping"}))
+def test_where_strangers_reach_the_server_nothing_but_health_is_open(monkeypatch: pytest.MonkeyPatch, path: str):
+    monkeypatch.setenv("PIPELINERL_STRANGERS", "1")
     server = client(monkeypatch, "s3cret")
-    headers = {"Authorization": "Bearer s3cret", "Content-Length": str(MAX_CONTROL_BYTES + 1)}
-    assert server.post("/pause", headers=headers).status_code == 413
+    assert server.post(path).status_code == 401
+    assert server.post(path, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("/pause", MAX_BODY_BYTES),
+        ("/v1/completions", MAX_BODY_BYTES),
+        ("/answers", MAX_BODY_BYTES),
+        ("/health", MAX_BODY_BYTES),
+        ("/tokenize", MAX_TEXT_BYTES),
+        ("/detokenize", MAX_TEXT_BYTES),
+    ],
+)
+def test_bodies_of_all_routes_are_limited(monkeypatch: pytest.MonkeyPatch, path: str, limit: int) -> None:
+    server, secret = client(monkeypatch, "s3cret"), {"Authorization": "Bearer s3cret"}
+    assert server.post(path, headers=secret | {"Content-Length": str(limit)}).status_code == 200
+    for length in (str(limit + 1), "9" * 5000, "-1", "x"):
+        assert server.post(path, headers=secret | {"Content-Length": length}).status_code == 413
 
     def chunks() -> Any:
         yield b"x"
 
-    assert server.post("/pause", headers={"Authorization": "Bearer s3cret"}, content=chunks()).status_code == 413
+    assert server.post(path, headers=secret, content=chunks()).status_code == 413
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer \xe9", "Basic s3cret"])

@@ -47,24 +47,23 @@ def test_role_command_single_trainer_gets_its_rank_by_environment() -> None:
     assert expected.items() <= dict(command.env).items()
 
 
-def test_role_command_several_trainers_go_through_torchrun() -> None:
+def test_role_command_several_trainer_ranks_have_one_parent() -> None:
     first = Job(name="finetune_0", kind="finetune", hostname="host0", num_ranks=2)
     second = Job(
         name="finetune_1", kind="finetune", replica_idx=1, node_rank=1, hostname="host1", num_ranks=4, first_rank=2
     )
     command = role_command(second, world(first, second, nodes=2), RUN, {})
-    assert command.argv[:9] == (
+    assert command.argv[:8] == (
         sys.executable,
         "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--node-rank=1",
-        "--nproc-per-node=4",
+        "pipelinerl.finetune.ranks",
+        "--ranks=4",
+        "--first-rank=2",
+        "--world-size=6",
         "--master-addr=host0",
         "--master-port=29600",
-        "--max-restarts=0",
     )
-    assert command.argv[9:] == ("-m", "pipelinerl.finetune", "--run-dir", "/runs/a b", "--job", "finetune_1")
+    assert command.argv[8:] == ("-m", "pipelinerl.finetune", "--run-dir", "/runs/a b", "--job", "finetune_1")
     assert "RANK" not in command.env
 
 

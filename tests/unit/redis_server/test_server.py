@@ -14,7 +14,7 @@ def lines(**changes: object) -> list[str]:
         "port": 7001,
         "data_dir": Path("/run folder/redis_0/data"),
         "password": "secret",
-        "several_nodes": False,
+        "address": None,
         "fsync": "segment",
         "max_record_mb": 64,
         **changes,
@@ -39,10 +39,11 @@ def test_config_of_one_node_is_loopback_with_password_and_append_only_file():
     ]
 
 
-def test_config_of_several_nodes_listens_everywhere_and_needs_a_password():
-    assert lines(several_nodes=True)[0] == "bind * -::*"
+def test_config_of_several_nodes_listens_on_the_nodes_address_and_needs_a_password():
+    assert lines(address="192.0.2.7")[0] == "bind 127.0.0.1 192.0.2.7"
+    assert lines(address="")[0] == "bind * -::*"
     with pytest.raises(ConfigError, match="PIPELINERL_REDIS_PASSWORD is not set"):
-        lines(several_nodes=True, password=None)
+        lines(address="192.0.2.7", password=None)
 
 
 def test_config_follows_fsync_and_record_size_and_quotes():

@@ -1,0 +1,76 @@
+"""`python -m pipelinerl.finetune.ranks …`: starts the trainer ranks of one node as one process of the run.
+
+All ranks end together: with exit 0 when all have ended so, and at once when one of them fails. SIGTERM goes to every
+rank, which saves and ends. It never restarts a rank: the launcher restarts the trainer.
+
+torchrun is not used because its store listens on every interface without a credential, and because it kills ranks that
+save for longer than 30 s.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from pipelinerl.config.environment import RANKS_FILE_VARIABLE
+from pipelinerl.host.process import die_with_parent
+
+
+def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, str]]:
+    """Returns the variables of every rank of this node. ``folder`` is private and new."""
+    shared = {
+        "WORLD_SIZE": str(args.world_size),
+        "LOCAL_WORLD_SIZE": str(args.ranks),
+        "MASTER_ADDR": args.master_addr,
+        "MASTER_PORT": str(args.master_port),
+    }
+    if args.ranks == args.world_size:
+        shared[RANKS_FILE_VARIABLE] = os.path.join(folder, "ranks")
+    return [shared | {"RANK": str(args.first_rank + i), "LOCAL_RANK": str(i)} for i in range(args.ranks)]
+
+
+def run(argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    """Runs ``argv`` once with each of ``environments``. Returns 0, or the exit code of the rank that failed first."""
+    ranks: dict[int, subprocess.Popen[bytes]] = {}
+
+    def pass_on(number: int, _: object) -> None:
+        for process in ranks.values():
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    for environment in environments:
+        die = partial(die_with_parent, signal.SIGKILL)
+        process = subprocess.Popen(argv, env=os.environ | environment, preexec_fn=die)
+        ranks[process.pid] = process
+    while ranks:
+        pid, status = os.wait()
+        ended = ranks.pop(pid)
+        ended.returncode = code = os.waitstatus_to_exitcode(status)
+        if code:
+            for other in ranks.values():
+                other.kill()
+                other.wait()
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of this node")
+    parser.add_argument("--first-rank", type=int, required=True, help="rank of the first of them")
+    parser.add_argument("--world-size", type=int, required=True, help="ranks of all nodes")
+    parser.add_argument("--master-addr", required=True, help="where the ranks of several nodes meet")
+    parser.add_argument("--master-port", type=int, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of Python for every rank")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        return run([sys.executable, *args.command], rank_environments(args, folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

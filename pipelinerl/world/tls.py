@@ -1,0 +1,134 @@
+"""TLS between the nodes of a run (`world.tls`): certificates that are given, or made from the run's secret.
+
+Whoever knows the secret derives the same authority, so nothing has to be distributed: every server makes a certificate
+for its own name, and every client trusts the authority besides those that the machine trusts. Private keys are in a
+temporary folder of the process that serves.
+"""
+
+import atexit
+import datetime
+import hmac
+import ipaddress
+import os
+import shutil
+import ssl
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.config.environment import CA_VARIABLE, SECRET_VARIABLE
+from pipelinerl.config.sections import WorldSection
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+VALID = (datetime.datetime(2020, 1, 1), datetime.datetime(2120, 1, 1))
+"""Fixed, because all nodes must make the same certificate whatever their clocks say. The secret lives as long as it."""
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def adopt(world: WorldSection, env: MutableMapping[str, str]) -> None:
+    """Puts the authority's certificate into ``env``, where ``client_context`` and child processes find it."""
+    if world.tls and CA_VARIABLE not in env:
+        env[CA_VARIABLE] = Path(world.tls_ca).read_text() if world.tls_ca else made_authority(env)
+
+
+def client_context(env: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
+    """What HTTP clients of the run's servers verify with. True = as usual, because the run has no authority."""
+    return ssl.create_default_context(cadata=env[CA_VARIABLE]) if env.get(CA_VARIABLE) else True
+
+
+def redis_options(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Arguments of a redis client of a run with TLS, also before the run's configuration is known."""
+    authority = env.get(CA_VARIABLE) or (made_authority(env) if env.get(SECRET_VARIABLE) else None)
+    return {"ssl": True} | ({"ssl_ca_data": authority} if authority else {})
+
+
+def server_files(world: WorldSection, hostname: str, env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """Returns the files with certificate chain and private key of a server that others reach as ``hostname``.
+
+    None without TLS. A made key is in a private folder that is deleted with this process.
+    """
+    if not world.tls:
+        return None
+    if world.tls_cert and world.tls_key:
+        return world.tls_cert, world.tls_key
+    folder = tempfile.mkdtemp(prefix="tls-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    certificate, key = made_server(hostname, env)
+    files = os.path.join(folder, "cert.pem"), os.path.join(folder, "key.pem")
+    for path, content in zip(files, (certificate, key), strict=True):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(content)
+    return files
+
+
+def made_authority(env: Mapping[str, str]) -> str:
+    """Returns the certificate (PEM) of the authority that follows from the run's secret."""
+    key = _key(env, b"authority")
+    return _pem(_certificate("PipelineRL run", key, (), key))
+
+
+def made_server(hostname: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """Returns certificate and private key (PEM) of a server, signed by the run's authority."""
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = _key(env, b"server")
+    certificate = _certificate(hostname[:64], key, (hostname, *LOCAL_NAMES), _key(env, b"authority"))
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    return _pem(certificate), private
+
+
+def _key(env: Mapping[str, str], purpose: bytes) -> "Ed25519PrivateKey":
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    secret = env.get(SECRET_VARIABLE, "")
+    if not secret:
+        raise ConfigError(f"world.tls=true makes certificates from {SECRET_VARIABLE}, which is not set")
+    return Ed25519PrivateKey.from_private_bytes(hmac.digest(secret.encode(), b"tls " + purpose, "sha256"))
+
+
+def _certificate(
+    subject: str, key: "Ed25519PrivateKey", names: tuple[str, ...], issuer: "Ed25519PrivateKey"
+) -> "x509.Certificate":
+    """A certificate for ``names`` (none: of the authority itself). The same arguments give the same bytes."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    identifier = x509.SubjectKeyIdentifier.from_public_key(issuer.public_key())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(named(subject))
+        .issuer_name(named("PipelineRL run"))
+        .public_key(key.public_key())
+        .serial_number(int.from_bytes(hmac.digest(b"serial", subject.encode(), "sha256")[:8], "big") + 1)
+        .not_valid_before(VALID[0])
+        .not_valid_after(VALID[1])
+        .add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
+    return builder.sign(issuer, None)
+
+
+def _name(text: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _pem(certificate: "x509.Certificate") -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM).decode()
