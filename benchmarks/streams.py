@@ -222,9 +222,7 @@ def redis_options(folder: Path) -> Iterator[dict[str, Any] | None]:
     password = secrets.token_hex(16)
     data = folder / "redis"
     data.mkdir()
-    config = redis_config(
-        port=port, data_dir=data, password=password, address=None, fsync="segment", max_record_mb=512
-    )
+    config = redis_config(port=port, data_dir=data, password=password, address=None, fsync="segment", max_record_mb=512)
     process = start_redis(config, subprocess.DEVNULL)
     try:
         yield {"port": port, "password": password, "run_id": "bench"}

@@ -1,4 +1,4 @@
-"""`python -m pipelinerl.finetune.ranks …`: starts the trainer ranks of one node as one process of the run.
+"""`python -m pipelinerl.finetune.ranks … -- COMMAND`: starts the trainer ranks of one node as one process of the run.
 
 All ranks end together: with exit 0 when all have ended so, and at once when one of them fails. SIGTERM goes to every
 rank, which saves and ends. It never restarts a rank: the launcher restarts the trainer.
@@ -66,10 +66,10 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, required=True, help="ranks of all nodes")
     parser.add_argument("--master-addr", required=True, help="where the ranks of several nodes meet")
     parser.add_argument("--master-port", type=int, required=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="arguments of Python for every rank")
-    args = parser.parse_args()
+    end = sys.argv.index("--")
+    args, command = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return run([sys.executable, *args.command], rank_environments(args, folder))
+        return run([sys.executable, *command], rank_environments(args, folder))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def rank_arguments(job: Job, world: WorldMap) -> tuple[str, ...]:
         f"--world-size={world.trainer_world_size}",
         f"--master-addr={world.master_addr}",
         f"--master-port={world.master_port}",
+        "--",
     )
 
 

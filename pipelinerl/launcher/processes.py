@@ -263,8 +263,7 @@ def stop_roles(
     Args:
         processes: by name of the role.
         timeouts_s: how long to wait for each role.
-        ranks: pids that get the signal instead of the role's own process. torchrun needs this, because it kills its
-            ranks 30 s after it got the signal itself.
+        ranks: pids that get the signal instead of the role's own process, which only waits for them.
         hurried: the wait ends as soon as this returns true.
     """
     running = {name for name, process in processes.items() if process.poll() is None}

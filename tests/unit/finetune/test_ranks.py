@@ -40,22 +40,20 @@ def test_rank_environments_of_several_nodes_meet_at_the_first():
     }
 
 
-def start(script: Path, code: str, ranks: int) -> subprocess.Popen[bytes]:
-    script.write_text(
-        f"import os, signal, sys, time\nrank, folder = os.environ['RANK'], {str(script.parent)!r}\n{code}"
-    )
-    command = [*START, f"--ranks={ranks}", f"--world-size={ranks}", str(script)]
+def start(folder: Path, code: str, ranks: int) -> subprocess.Popen[bytes]:
+    head = f"import os, signal, sys, time\nrank, folder = os.environ['RANK'], {str(folder)!r}\n"
+    command = [*START, f"--ranks={ranks}", f"--world-size={ranks}", "--", "-c", head + code]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize(("code", "expected"), [("", 0), ("sys.exit(3 * (rank == '1'))", 3)])
 def test_ranks_end_with_zero_or_with_the_code_that_failed(tmp_path: Path, code: str, expected: int):
-    assert start(tmp_path / "rank.py", code, 3).wait(DEADLINE_S) == expected
+    assert start(tmp_path, code, 3).wait(DEADLINE_S) == expected
 
 
 def test_a_failing_rank_ends_the_others_at_once(tmp_path: Path):
     code = "os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(3600)"
-    assert start(tmp_path / "rank.py", code, 3).wait(DEADLINE_S) == 128 + signal.SIGKILL
+    assert start(tmp_path, code, 3).wait(DEADLINE_S) == 128 + signal.SIGKILL
 
 
 def test_sigterm_reaches_every_rank_and_waits_for_what_they_save(tmp_path: Path):
@@ -64,7 +62,7 @@ def test_sigterm_reaches_every_rank_and_waits_for_what_they_save(tmp_path: Path)
         "open(f'{folder}/ready{rank}', 'w').close()\n"
         "time.sleep(3600)"
     )
-    process = start(tmp_path / "rank.py", code, 2)
+    process = start(tmp_path, code, 2)
     deadline = time.monotonic() + DEADLINE_S
     while len(list(tmp_path.glob("ready*"))) < 2:
         assert time.monotonic() < deadline

@@ -53,7 +53,7 @@ def test_role_command_several_trainer_ranks_have_one_parent() -> None:
         name="finetune_1", kind="finetune", replica_idx=1, node_rank=1, hostname="host1", num_ranks=4, first_rank=2
     )
     command = role_command(second, world(first, second, nodes=2), RUN, {})
-    assert command.argv[:8] == (
+    assert command.argv[:9] == (
         sys.executable,
         "-m",
         "pipelinerl.finetune.ranks",
@@ -62,8 +62,9 @@ def test_role_command_several_trainer_ranks_have_one_parent() -> None:
         "--world-size=6",
         "--master-addr=host0",
         "--master-port=29600",
+        "--",
     )
-    assert command.argv[8:] == ("-m", "pipelinerl.finetune", "--run-dir", "/runs/a b", "--job", "finetune_1")
+    assert command.argv[9:] == ("-m", "pipelinerl.finetune", "--run-dir", "/runs/a b", "--job", "finetune_1")
     assert "RANK" not in command.env
 
 
