@@ -207,7 +207,8 @@ class WeightSender:
             return
         if offer.is_new and offer.base_version is not None:
             assert offer.descriptions is not None
-            offer.take_deltas(await asyncio.wrap_future(offer.descriptions))
+            described = await asyncio.wrap_future(offer.descriptions)
+            offer.take_deltas(described)
         ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != offer.version]
         if offer.is_new:
             offer.start(member.name for member in ready)
