@@ -25,6 +25,8 @@ COMMANDS = {
     "status": Command("pipelinerl.status", "one screen about a run"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
+    "replay": Command("pipelinerl.replay", "compute an optimizer step again: each token's part of its loss"),
+    "timeline": Command("pipelinerl.inspect.timeline", "what every process did when: for Perfetto, and as a picture"),
     "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
     "members": Command("pipelinerl.inspect.members", "who is in a run now; ask a server to leave"),
     "exporter": Command("pipelinerl.inspect.exporter", "a run's figures for Prometheus, and a Grafana dashboard"),

@@ -10,6 +10,7 @@ from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
 from pipelinerl.actor.messages import StartGroup
 from pipelinerl.actor.training import problem_text
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
+from pipelinerl.observability import spans
 from pipelinerl.records import EvaluationDone, EvaluationStarted, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
 
@@ -69,6 +70,7 @@ class Evaluator:
         self._problems, self._rules, self._domains, self._actor = problems, rules, domains, actor
         self._topics, self._table, self._last = topics, table, last
         self._current: Evaluation | None = None
+        self._began = 0
 
     @property
     def is_running(self) -> bool:
@@ -102,6 +104,7 @@ class Evaluator:
             deadline=time.time() + self._rules.timeout_s,
             max_repeats=self._rules.max_repeats,
         )
+        self._began = time.time_ns()
         self._topics.announce(self._current.started())
         log.info("event=evaluation_started version=%d problems=%d", version, len(self._problems))
 
@@ -152,6 +155,7 @@ class Evaluator:
         done = current.done()
         self._topics.announce(done)
         self._last, self._current = done, None
+        spans.record("evaluation", f"evaluation {done.version}", self._began, root=True, version=done.version)
         log.info(
             "event=evaluation_done version=%d success=%.4f reward=%.4f rollouts=%d complete=%.3f",
             *(done.version, done.success, done.reward, done.num_rollouts, done.metrics["complete"]),

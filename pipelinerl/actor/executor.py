@@ -30,6 +30,7 @@ from pipelinerl.actor.servers import ServerPool
 from pipelinerl.actor.transport import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM
+from pipelinerl.observability import spans
 from pipelinerl.records import Rollout
 from pipelinerl.rollouts import RewardMode, RolloutResult
 
@@ -116,7 +117,8 @@ class Executor:
         self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute
     ) -> Rollout | Failure:
         function = self._functions[start.domain]
-        started = time.monotonic()
+        started, began = time.monotonic(), time.time_ns()
+        trace = f"{start.group_id}/{attempt}"
         try:
             async with asyncio.timeout(self._rules.timeout_s) as deadline:
                 result = await function(self._cfg, llm, start.problem, self._client.session)
@@ -124,7 +126,10 @@ class Executor:
                 raise llm.state.failure
             route.check_weights()
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
-            return msgspec.structs.replace(rollout, servers=route.used) if isinstance(rollout, Rollout) else rollout
+            if not isinstance(rollout, Rollout):
+                return rollout
+            spans.record("rollout", trace, began, root=True, reward=rollout.reward, evaluation=start.evaluation)
+            return msgspec.structs.replace(rollout, servers=route.used)
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
@@ -133,6 +138,7 @@ class Executor:
                 cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
             reason = failures.classify(cause)
             detail = failures.describe(cause, function_name(function), start.problem)
+            spans.record("rollout", trace, began, failed=reason)
             return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
 
     def _llm(self, start: StartGroup, attempt: int, transport: GroupTransport, server_url: str) -> TrainableLLM:

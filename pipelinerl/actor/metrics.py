@@ -30,6 +30,7 @@ class ActorMetrics:
 
     def __init__(self, now: float, window: int = WINDOW):
         self._recent: deque[_Seen] = deque(maxlen=window)
+        self._solved: deque[float] = deque(maxlen=window)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
@@ -46,6 +47,9 @@ class ActorMetrics:
     def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
         """Adds a published group. ``part`` is its domain or data set. If there are several, each also has its means."""
         self._totals["groups"] += 1
+        successes = [bool(rollout.metrics["success"]) for rollout in rollouts if "success" in rollout.metrics]
+        if successes:
+            self._solved.append(sum(successes) / len(successes))
         for rollout in rollouts:
             seen = _see(rollout, part)
             self._recent.append(seen)
@@ -101,7 +105,10 @@ class ActorMetrics:
             "unmerged_turns": sum(seen.num_unmerged_turns for seen in recent) / count,
             "cut_by_length": sum(seen.cut for seen in recent) / count,
         }
-        values |= _domain_means(recent)
+        values |= _domain_means(recent) | _domain_spread(recent)
+        if self._solved:
+            values["groups_always_solved"] = sum(share == 1.0 for share in self._solved) / len(self._solved)
+            values["groups_never_solved"] = sum(share == 0.0 for share in self._solved) / len(self._solved)
         parts = sorted({seen.part for seen in recent})
         for part in parts if len(parts) > 1 else ():
             own = [seen for seen in recent if seen.part == part]
@@ -112,11 +119,26 @@ class ActorMetrics:
 
 def _domain_means(seen: Iterable[_Seen]) -> dict[str, float]:
     """Returns the mean of every metric of the domains, over the rollouts that have it."""
+    return {name: sum(values) / len(values) for name, values in _given(seen).items()}
+
+
+def _domain_spread(seen: Iterable[_Seen]) -> dict[str, float]:
+    """Returns minimum, maximum and standard deviation of every metric of the domains."""
+    spread = {}
+    for name, values in _given(seen).items():
+        mean = sum(values) / len(values)
+        spread[f"{name}_min"], spread[f"{name}_max"] = min(values), max(values)
+        spread[f"{name}_std"] = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    return spread
+
+
+def _given(seen: Iterable[_Seen]) -> dict[str, list[float]]:
+    """Returns the values of every metric of the domains."""
     given: dict[str, list[float]] = {}
     for one in seen:
         for name, value in one.metrics.items():
             given.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in given.items()}
+    return given
 
 
 def _see(rollout: Rollout, part: str) -> _Seen:

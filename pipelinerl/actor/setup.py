@@ -29,8 +29,9 @@ MIN_CONNECTIONS = 16
 class RolloutSide:
     """Everything that a worker needs."""
 
+    config: Config
     cfg: DictConfig
-    """The run's configuration, with the jobs of its world under ``jobs``."""
+    """The same as the domains get it, with the jobs of its world under ``jobs``."""
     functions: list[RolloutFunction]
     llms: tuple[TrainableLLM, TrainableLLM]
     """For training and for evaluation."""
@@ -86,4 +87,6 @@ def load_rollout_side(run_dir: Path) -> RolloutSide:
     cfg = load_run(run_dir)
     functions = [domain.rollout() for domain in domains_of(cfg)]
     llms = (make_llm(cfg, cfg.llm), make_llm(cfg, cfg.test_llm))
-    return RolloutSide(cfg=raw, functions=functions, llms=llms, rules=rollout_rules(cfg), limits=request_limits(cfg))
+    return RolloutSide(
+        config=cfg, cfg=raw, functions=functions, llms=llms, rules=rollout_rules(cfg), limits=request_limits(cfg)
+    )

@@ -7,6 +7,7 @@ domain that is further behind has running groups (see ``mixing``).
 
 import json
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
+from pipelinerl.observability import spans
 from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
 from pipelinerl.records.rollouts import PROBLEM_CHARS
 
@@ -67,6 +69,8 @@ class TrainingGroup(Work):
 
     place: Place
     dispatch_index: int
+    began: int = field(default_factory=time.time_ns)
+    """Time of the dispatch, Unix time in ns."""
     rollouts: list[Rollout] = field(default_factory=list)
     reissues: int = 0
 
@@ -210,6 +214,7 @@ class TrainingGroups:
         except RecordTooLarge as error:
             self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
             return
+        spans.record("group", group.start.group_id, group.began, root=True, rollouts=len(rollouts))
         domain = self._domains[group.start.domain].name
         self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else dataset_of(group.start.problem))
 

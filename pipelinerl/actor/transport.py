@@ -6,6 +6,7 @@ same time are sent as one request with ``n`` completions.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
 from pipelinerl.config.rules import distortions
 from pipelinerl.errors import DomainError, TransportError, WeightUpdateError
 from pipelinerl.llm import GenerateRequest, TrainableLLM
+from pipelinerl.observability import spans
 from pipelinerl.rollouts import CallTokens
 
 log = logging.getLogger(__name__)
@@ -230,6 +232,7 @@ class GroupTransport:
     async def generate(self, llm: TrainableLLM, request: GenerateRequest, session: aiohttp.ClientSession) -> CallTokens:
         """Samples one completion (see ``llm.Transport``)."""
         self._refuse_distortion(request.body_key)
+        began = time.time_ns()
         loop = asyncio.get_running_loop()
         key = request.key
         bucket = self._buckets.get(key)
@@ -242,6 +245,7 @@ class GroupTransport:
         if alone or len(bucket.waiters) >= self._join_limit:
             self._send(key)
         tokens = await waiter
+        spans.record("llm call", llm.state.name, began, tokens=len(tokens.completion_ids))
         self._lengths.setdefault(key, []).append(len(tokens.completion_ids))
         return tokens
 

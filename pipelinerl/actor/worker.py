@@ -41,18 +41,21 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
         heartbeat: shared double that receives the monotonic time.
     """
     from pipelinerl.host.process import die_with_parent, raise_open_files
+    from pipelinerl.observability import spans
     from pipelinerl.observability.logging import setup_role_logging
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
     raise_open_files()
-    setup_role_logging(f"{job_name}.worker{index}")
+    name = f"{job_name}.worker{index}"
+    setup_role_logging(name)
     threading.Thread(target=_beat, args=(heartbeat,), name="heartbeat", daemon=True).start()
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_live(Path(run_dir), sock))
+        code = runner.run(_live(Path(run_dir), sock, name))
+    spans.stop()
     os._exit(code)
 
 
@@ -63,7 +66,7 @@ def _beat(heartbeat: Any) -> None:
         time.sleep(BEAT_S)
 
 
-async def _live(run_dir: Path, sock: socket.socket) -> int:
+async def _live(run_dir: Path, sock: socket.socket, name: str) -> int:
     """Runs the worker, reports an error to the actor, and returns the exit code."""
     connection = await WorkerConnection.open(sock)
 
@@ -71,7 +74,7 @@ async def _live(run_dir: Path, sock: socket.socket) -> int:
         await connection.send(_from_worker.encode(message))
 
     try:
-        await _serve(run_dir, connection, send)
+        await _serve(run_dir, connection, send, name)
     except Exception as error:  # the process boundary
         log.exception("event=worker_failed")
         while isinstance(error, ExceptionGroup):
@@ -84,16 +87,18 @@ async def _live(run_dir: Path, sock: socket.socket) -> int:
 
 
 async def _serve(
-    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
+    run_dir: Path, connection: WorkerConnection, send: Callable[[FromWorker], Coroutine[Any, Any, None]], name: str
 ) -> None:
-    """Reads the actor's messages, starts groups and sends their outcomes."""
+    """Reads the actor's messages, starts groups and sends their outcomes. ``name``: the process's, in its spans."""
     import aiohttp
 
     from pipelinerl.actor.executor import Executor, GroupTasks
     from pipelinerl.actor.setup import load_rollout_side
     from pipelinerl.actor.transport import Client
+    from pipelinerl.observability import spans
 
     side = load_rollout_side(run_dir)
+    spans.start(side.config, run_dir, name)
     gc.collect()
     gc.freeze()  # a full collection of the objects loaded so far blocks the loop for 70 ms and finds nothing
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30, ssl=client_context())

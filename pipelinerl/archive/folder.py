@@ -134,8 +134,10 @@ def _least_missed(steps: list[int]) -> int:
     return min(gaps)[1]
 
 
-def read_archive(run_dir: Path, kind: str, record_type: type[R]) -> Iterator[tuple[int, str, list[R]]]:
-    """Yield (step, job's name, records of its files) of every job of a kind, by step.
+def read_archive(
+    run_dir: Path, kind: str, record_type: type[R], step: int | None = None
+) -> Iterator[tuple[int, str, list[R]]]:
+    """Yield (step, job's name, records of its files) of every job of a kind, by step. ``step``: only this one.
 
     A file that cannot be read is left out with a warning, because a power cut may have emptied it. A file that a live
     run has just deleted is left out silently.
@@ -144,8 +146,9 @@ def read_archive(run_dir: Path, kind: str, record_type: type[R]) -> Iterator[tup
     places: dict[tuple[int, str], list[StepFile]] = defaultdict(list)
     for folder in sorted((run_dir / ARCHIVE_DIR).glob(f"{kind}_*")):
         for file in sizes_in(folder):
-            places[file.step, folder.name].append(file)
-    for (step, name), files in sorted(places.items()):
+            if step in (None, file.step):
+                places[file.step, folder.name].append(file)
+    for (number, name), files in sorted(places.items()):
         records: list[Any] = []
         for file in sorted(files):
             path = run_dir / ARCHIVE_DIR / name / file.name
@@ -156,4 +159,4 @@ def read_archive(run_dir: Path, kind: str, record_type: type[R]) -> Iterator[tup
             except (OSError, StreamError) as error:
                 log.warning("event=archive_unreadable file=%s error=%s", path, error)
         if records:
-            yield step, name, records
+            yield number, name, records

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
@@ -27,7 +28,7 @@ from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.engines import Engine, read_ranks
-from pipelinerl.finetune.model import DTYPES
+from pipelinerl.finetune.model import DTYPES, PolicyOutput
 from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.outputs import Outputs
 from pipelinerl.finetune.proximal import ProximalPolicy
@@ -35,6 +36,7 @@ from pipelinerl.finetune.resume import in_present_streams
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
+from pipelinerl.finetune.tracing import StepSpans
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder, WeightUpdates, last_needed
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
@@ -99,15 +101,23 @@ class Trainer:
     def advance(self) -> bool:
         """Train one optimizer step, then push, report and save as due. False when asked to stop."""
         started, step = time.perf_counter(), self.counters.step
+        spans = StepSpans(step)
         with self.ctx.status.waiting(f"micro-batches of step {step}", on="preprocessor"):
             records = self._await_records(step)
         if records is None:
             return False
+        spans.has_data()
         waited = time.perf_counter() - started
         settings = settings_at(self.cfg, step)
         proximal = self.proximal.of_step(step, records, self.feed, self.engine, self.rules)
         rate = learning_rate(self.cfg.finetune, step)
-        metrics = train_step(self.engine, records, settings, self.rules, rate, proximal, self.scores.add)
+
+        def observe(record: MicroBatch, output: PolicyOutput, altered_K: Tensor) -> None:
+            self.scores.add(record, output, altered_K)
+            spans.micro_batch(record)
+
+        metrics = train_step(self.engine, records, settings, self.rules, rate, proximal, observe)
+        spans.end()
         self.scores.write(step)
         self.counters = self.counters.after(records[0], self.feed.positions(), self.feed.instance_of(step))
         metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}

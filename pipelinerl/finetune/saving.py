@@ -71,15 +71,9 @@ class Saver:
 
     def resume(self) -> Counters | None:
         """Load the newest complete checkpoint into the engine. None if there is none. Collective."""
-        found = checkpoints.newest_whole(self._peers, self._rules.checkpoints)
-        if found is None:
-            return None
-        path, counters = found
-        engine, rng = self._engine, self._rng()
-        names = self._peers.together(lambda: checkpoints.read(path, engine.pieces(), rng))[engine.rank]
-        engine.loaded(counters.step)
-        checkpoints.restore_rng(rng, names, engine.device)
-        self.step = counters.step
+        counters = load_newest(self._engine, self._peers, self._rules.checkpoints)
+        if counters is not None:
+            self.step = counters.step
         return counters
 
     def has_export(self, step: int) -> bool:
@@ -127,13 +121,10 @@ class Saver:
             wait([self._writing], timeout=CLOSE_S)
         self._thread.shutdown(wait=False)
 
-    def _rng(self) -> dict[str, Piece]:
-        return checkpoints.rng_pieces(self._engine.rank, self._engine.device)
-
     def _stage(self) -> dict[str, Piece]:
         """Copy the state to host memory, which is page-locked for a GPU and reused for the next state."""
         on_gpu = self._engine.device.type == "cuda"
-        for name, piece in {**self._engine.own_pieces(), **self._rng()}.items():
+        for name, piece in {**self._engine.own_pieces(), **_rng_of(self._engine)}.items():
             if name not in self._host:
                 memory = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_gpu)
                 self._host[name] = Piece(memory, piece.start, piece.whole)
@@ -162,3 +153,20 @@ class Saver:
         kept = checkpoints.prune(self._rules.checkpoints, self._rules.keep)
         oldest = checkpoints.read_counters(kept[-1])
         return oldest.positions if oldest.epoch == epoch else {}
+
+
+def load_newest(engine: Engine, peers: Peers, root: Path) -> Counters | None:
+    """Load the newest complete checkpoint in ``root`` into ``engine``. None if there is none. Collective."""
+    found = checkpoints.newest_whole(peers, root)
+    if found is None:
+        return None
+    path, counters = found
+    rng = _rng_of(engine)
+    names = peers.together(lambda: checkpoints.read(path, engine.pieces(), rng))[engine.rank]
+    engine.loaded(counters.step)
+    checkpoints.restore_rng(rng, names, engine.device)
+    return counters
+
+
+def _rng_of(engine: Engine) -> dict[str, Piece]:
+    return checkpoints.rng_pieces(engine.rank, engine.device)

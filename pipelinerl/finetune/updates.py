@@ -23,6 +23,7 @@ from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.export import exported_parameters, exported_specs
 from pipelinerl.finetune.model import DTYPES, Tokens
+from pipelinerl.observability import spans
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.weights.news import Announcement, PushStats
 from pipelinerl.weights.plan import TakePlan
@@ -226,7 +227,9 @@ class WeightUpdates:
         specs = exported_specs(self._engine, self._dtype)
         scores: Future[np.ndarray] = Future()
         if self._sender is not None:
+            began = time.time_ns()
             self._sender.send(version, parameters, specs, scores if scored else None, plan)
+            spans.record("snapshot", f"version {version}", began, root=True, version=version)
         else:
             self._origin.take(version, parameters, specs, plan)
         if scored:

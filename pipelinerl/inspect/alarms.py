@@ -21,6 +21,8 @@ REWARD_GAIN, SUCCESS_GAIN, SOLVED = 0.1, 0.02, 0.95
 LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
 """Explosion: growth of the length together with this share of cut rollouts, or growth that is enough alone."""
 CLIPPED = 0.3
+LARGE_GAP = 0.2
+"""Mean size of the log-ratio in nats. A ratio is then off by a fifth in the mean."""
 VERSIONS_BEHIND = 3
 FRESH_LOG_RATIO = 1.0
 """Nats between server and trainer on tokens that the present version sampled. Rounding in bfloat16 stays below."""
@@ -30,7 +32,7 @@ UNREADABLE_TEXT = 0.2
 
 READ = (
     *("step", "advantage_std", "clip_fraction", "cut_by_length", "entropy", "live_version", "logratio_abs_max_lag0"),
-    *("no_answer", "output_tokens", "reward", "success"),
+    *("logratio_abs_mean", "no_answer", "output_tokens", "reward", "success"),
 )
 """The metrics that the checks read."""
 
@@ -246,6 +248,29 @@ def clipping(history: History) -> Iterable[Alarm]:
         )
 
 
+def mismatch(history: History) -> Iterable[Alarm]:
+    """Alarm if trainer and servers differ much in the mean, with the cause that the metrics show."""
+    points = _with(history.finetune, "logratio_abs_mean", fewest=WINDOW)
+    if not points:
+        return
+    now = statistics.fmean(point["logratio_abs_mean"] for point in points[-WINDOW:])
+    if now <= LARGE_GAP:
+        return
+    fresh = statistics.fmean(point.get("logratio_abs_max_lag0") or 0.0 for point in points[-WINDOW:])
+    first = next(point["step"] for point in points if point["logratio_abs_mean"] > LARGE_GAP)
+    cause, cure = (
+        ("age of the tokens: fresh ones differ less", "Lower max_lag_steps, or set finetune.rl.proximal_every")
+        if fresh < now
+        else ("numerics: fresh tokens differ as well", "Compare dtype and fp32_lm_head of both ends")
+    )
+    yield Alarm(
+        name="mismatch",
+        step=first,
+        text=f"trainer and servers differ by {now:.2g} nats per token, and the largest cause is the {cause}",
+        cure=f"{cure}. `pipelinerl replay RUN --step {points[-1]['step'] - 1} --mismatch` splits it further",
+    )
+
+
 CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     expelled_servers,
     other_weights,
@@ -257,6 +282,7 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     length_explosion,
     zero_advantages,
     clipping,
+    mismatch,
 )
 """The most serious first."""
 

@@ -106,7 +106,7 @@ def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) 
         for found in (rollout for record in records for rollout in record.rollouts):
             archived.add(found.sample_id)
             if step in (None, number):
-                yield _from_archive(found, number, scores)
+                yield from_archive(found, number, scores)
     for replica in range(replicas):
         settled = _Settled()
         with open_reader(
@@ -133,8 +133,7 @@ def read_scores(run_dir: Path, step: int | None = None) -> dict[str, ScoredSeque
     """Read the trainer's log-probabilities and entropies by sequence id. ``step``: only those of one step."""
     return {
         sequence.sequence_id: sequence
-        for number, _, records in read_archive(run_dir, "finetune", ScoredStep)
-        if step in (None, number)
+        for _, _, records in read_archive(run_dir, "finetune", ScoredStep, step)
         for record in records
         for sequence in record.sequences
     }
@@ -146,7 +145,8 @@ def _groups(run_dir: Path, topic: str, replica: int) -> Iterator[RolloutGroup]:
             yield from (record for _, record in batch if isinstance(record, RolloutGroup))
 
 
-def _from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSequence]) -> SeenRollout:
+def from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSequence]) -> SeenRollout:
+    """An archived rollout of a step. ``scores``: the trainer's numbers by sequence id."""
     return SeenRollout(
         group_id=found.group_id,
         domain=found.domain,

@@ -38,6 +38,7 @@ from pipelinerl.launcher.nodes import NodeConnection
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
 from pipelinerl.streams import backend_from_config
@@ -102,7 +103,7 @@ async def supervise(
     guard = Reaper(mark := RunMark(), grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
     host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
     backend_from_config(config, path)
-    progress = follow_progress(config, path, say if leads else log.info)
+    progress = follow_progress(config, path, leads)
     supervisor = Supervisor(
         plan.commands,
         (engine_on or engine_of(plan))(host),
@@ -111,7 +112,7 @@ async def supervise(
         actors=[job.name for job in plan.world.get("actor")],
         training_done=progress.training_done,
         say=say,
-        report=(lambda: report(plan, path, started, roles_started)) if leads else (lambda: None),
+        report=(lambda: report(plan, path, started, roles_started, progress)) if leads else (lambda: None),
         others=connection,
     )
     answer_signals(supervisor)
@@ -182,11 +183,12 @@ async def publish(plan: RunPlan, path: Path) -> None:
         say(f"servers may join with --run {address}")
 
 
-def follow_progress(config: Config, path: Path, show: Callable[[str], Any]) -> ProgressLines:
+def follow_progress(config: Config, path: Path, leads: bool) -> ProgressLines:
     return ProgressLines(
         path,
         max_train_steps=config.finetune.max_train_steps,
-        say=show,
+        say=say if leads else log.info,
+        tracking=RunTracking(config, path) if leads else None,
         steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
     )
 
@@ -208,7 +210,7 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
-def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
+def report(plan: RunPlan, path: Path, launched: float, started: float, progress: ProgressLines) -> None:
     """Write summary, picture and page. If that fails the run still counts as finished."""
     try:
         replicas = plan.config.world.replicas
@@ -220,15 +222,16 @@ def report(plan: RunPlan, path: Path, launched: float, started: float) -> None:
     say("")
     for line in summary_lines(summary, path):
         say(line)
-    write_html(path)
+    write_html(path, progress)
 
 
-def write_html(path: Path) -> None:
-    """Write the HTML page about the run."""
+def write_html(path: Path, progress: ProgressLines) -> None:
+    """Write the HTML page about the run, which trackers keep."""
     from pipelinerl.inspect.page.build import REPORT_FILE, write_page
 
     try:
         write_page([path], path / REPORT_FILE)
+        progress.keep(path / REPORT_FILE)
     except Exception as error:  # as above
         log.exception("event=page_failed")
         say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")

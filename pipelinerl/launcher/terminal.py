@@ -14,6 +14,7 @@ from typing import Any
 
 from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.inspect.watch import AlarmWatch
+from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
@@ -40,6 +41,7 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
         note: called with the lines of the other steps.
         every_s: least seconds between two steps that are said. The first and the last step are always said.
         steps_per_update: optimizer steps between two weight updates.
+        tracking: is told of steps and alarms, and closed with this.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
         note: Callable[[str], None] = log.info,
         every_s: float = STEP_S,
         steps_per_update: int = 1,
+        tracking: RunTracking | None = None,
     ):
+        self._tracking = tracking
         self._run_dir, self._note, self._every_s = run_dir, note, every_s
         self._said_at = -math.inf
         self._alarms = AlarmWatch(run_dir, steps_per_update=steps_per_update)
@@ -70,6 +74,13 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
     def stop(self) -> None:
         self._stop.set()
         self._thread.join(timeout=10)
+        if self._tracking is not None:
+            self._tracking.close()
+
+    def keep(self, path: Path) -> None:
+        """Let the trackers keep a file."""
+        if self._tracking is not None:
+            self._tracking.keep(path)
 
     def training_done(self) -> bool:
         """Whether the trainer made its last step. Reads the topic if the thread does not know it yet."""
@@ -130,11 +141,15 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
                 if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
                     self._tell(message)
                     self._tell_alarms()
+                    if self._tracking is not None:
+                        self._tracking.step(message.step)
                 self._last = message
 
     def _tell_alarms(self) -> None:
         for alarm in self._alarms.new():
             self._say(f"alarm: {alarm.line()}")
+            if self._tracking is not None:
+                self._tracking.alarm(alarm)
 
     def _tell(self, message: SamplesProcessed) -> None:
         now = time.monotonic()

@@ -66,6 +66,11 @@ CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
         Metric("no_error", "share", "of rollouts without an error, as the domain reports it"),
         Metric("no_answer", "share", "of rollouts without an answer, as the domain reports it"),
         Metric(DOMAIN_METRIC, "", "mean of any other metric that the domain reports"),
+        Metric(f"{DOMAIN_METRIC}_min", "", "smallest value of a metric that the domain reports, reward among them"),
+        Metric(f"{DOMAIN_METRIC}_max", "", "its largest value"),
+        Metric(f"{DOMAIN_METRIC}_std", "", "its standard deviation"),
+        Metric("groups_always_solved", "share", "of the newest groups whose attempts all succeeded"),
+        Metric("groups_never_solved", "share", "of the newest groups none of whose attempts succeeded"),
         Metric(
             f"{{part}}/{DOMAIN_METRIC}", "", "the domain's metrics of one domain or data set, where there are several"
         ),

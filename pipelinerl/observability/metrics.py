@@ -1,11 +1,10 @@
-"""Metrics of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same points in wandb.
+"""Metrics of a role: one JSON object per line in `metrics/<kind>.jsonl`, and the same points in the trackers.
 
 The file is authoritative and is written at once. Beyond `launcher.max_log_mb` it loses every second of its older
-points, so that a bounded file keeps the whole curve of a long run. wandb runs in its own thread behind a bounded queue.
-A slow, missing or failing wandb loses points of its curve but never delays a step.
+points, so that a bounded file keeps the whole curve of a long run. `trackers` never delay a step.
 
 A resumed trainer repeats steps. The file then loses the points of their first time, which cannot be taken back from
-wandb. There the first time stays: a point that repeats a step is not sent.
+trackers. There the first time stays: a point that repeats a step is not sent.
 """
 
 import contextlib
@@ -13,22 +12,19 @@ import json
 import logging
 import math
 import os
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipelinerl.config.sections import Config
 from pipelinerl.host.disk import replace_file, replacement
-from pipelinerl.observability import wandb as wandb_run
 from pipelinerl.observability.catalogue import warn_undeclared
+from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen
 
 log = logging.getLogger(__name__)
-
-QUEUE_POINTS = 10_000
-FINISH_TIMEOUT_S = 5.0
 
 Points = Sequence[dict[str, Any]]
 """A role's metrics as `read_metrics` returns them."""
@@ -40,8 +36,8 @@ class MetricsLogger:
     Args:
         cfg: configuration of the run.
         run_dir: run folder.
-        kind: names the file and the wandb run (e.g. `actor`, `finetune`).
-        once_per_step: wandb gets one point of a step in the whole run, however often processes of this job repeat it.
+        kind: names the file and the run in trackers (e.g. `actor`, `finetune`).
+        once_per_step: a tracker gets one point of a step in the whole run, however often processes repeat the step.
 
     >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
     >>> metrics.log({"loss": 0.1}, step=3)
@@ -55,8 +51,10 @@ class MetricsLogger:
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[str] = set()
         self._lock = threading.Lock()
-        sent = SentSteps(self._path.with_suffix(".wandb")) if once_per_step else None
-        self._wandb = _WandbThread(cfg, Path(run_dir), kind, sent) if cfg.wandb.mode != "disabled" else None
+        self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in chosen(cfg)}
+        self._sent = {
+            name: SentSteps(self._path.with_suffix(f".{name}")) for name in (self._trackers if once_per_step else ())
+        }
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append one point. NaN and infinities are written as null. A name that is not declared gives a warning."""
@@ -69,8 +67,9 @@ class MetricsLogger:
                 self._write(line + "\n")
             except OSError as error:  # a full disk costs a point, never a step of the run
                 log.warning("event=metrics_lost file=%s error=%s", self._path, error)
-        if self._wandb:
-            self._wandb.put(point, step)
+        given = {f"{self._kind}/{name}": value for name, value in point.items() if value is not None}
+        for name, tracker in self._trackers.items():
+            tracker.put(partial(_send, point=given, step=step, sent=self._sent.get(name)))
 
     def _write(self, line: str) -> None:
         self._file.write(line)
@@ -85,8 +84,8 @@ class MetricsLogger:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
-        if self._wandb:
-            self._wandb.close()
+        for tracker in self._trackers.values():
+            tracker.close()
 
 
 def _open_lines(path: Path) -> TextIO:
@@ -129,7 +128,7 @@ def _number(value: Any) -> float | int | None:
 
 
 class SentSteps:
-    """The newest step that wandb was given, in a file that outlives the process."""
+    """The newest step that a tracker was given, in a file that outlives the process."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -146,40 +145,7 @@ class SentSteps:
         return True
 
 
-class _WandbThread:
-    """The thread that owns the wandb run. It ends at `close` or at wandb's first error."""
-
-    def __init__(self, cfg: Config, run_dir: Path, kind: str, sent: SentSteps | None):
-        self._sent = sent
-        self._points: queue.Queue[tuple[dict[str, Any], int] | None] = queue.Queue(QUEUE_POINTS)
-        self._thread = threading.Thread(target=self._run, args=(cfg, run_dir, kind), name="wandb", daemon=True)
-        self._thread.start()
-        self._dropped = 0
-
-    def put(self, point: dict[str, Any], step: int) -> None:
-        try:
-            self._points.put_nowait((point, step))
-        except queue.Full:
-            self._dropped += 1
-
-    def close(self) -> None:
-        with contextlib.suppress(queue.Full):
-            self._points.put_nowait(None)
-        self._thread.join(timeout=FINISH_TIMEOUT_S)
-        if self._thread.is_alive() or self._dropped:
-            log.warning("event=wandb_incomplete dropped=%d note=metrics/*.jsonl is complete", self._dropped)
-
-    def _run(self, cfg: Config, run_dir: Path, kind: str) -> None:
-        try:
-            run = wandb_run.start(cfg, run_dir, kind)
-            while (item := self._points.get()) is not None:
-                point, step = item
-                if self._sent is not None and not self._sent.is_new(step):
-                    continue
-                run.log(
-                    {f"{kind}/{name}": value for name, value in point.items() if value is not None}
-                    | {f"{kind}/step": step}
-                )
-            run.finish()
-        except Exception:  # wandb may fail, but its failure must not stop the role
-            log.exception("event=wandb_failed kept=metrics/%s.jsonl", kind)
+def _send(tracker: Tracker, *, point: dict[str, float], step: int, sent: SentSteps | None) -> None:
+    """Give a tracker a point, unless it has one of this step. In the tracker's thread."""
+    if sent is None or sent.is_new(step):
+        tracker.log(point, step)

@@ -31,6 +31,7 @@ from pipelinerl.errors import (
     WorldError,
 )
 from pipelinerl.host.process import die_with_parent, raise_open_files
+from pipelinerl.observability import spans
 from pipelinerl.observability.logging import setup_role_logging
 from pipelinerl.observability.status import RoleStatus
 
@@ -161,6 +162,7 @@ def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatu
     membership = None
     try:
         backend_from_config(entry.cfg, entry.run_dir)
+        spans.start(entry.cfg, entry.run_dir, status_name(entry.job.name))
         membership = take_part(entry, status.last_beat, lambda: os.kill(os.getpid(), signal.SIGTERM))
         main(
             RoleContext(

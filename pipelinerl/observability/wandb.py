@@ -6,7 +6,7 @@ Without an API key `online` becomes `offline`, and the launcher warns of it. wan
 import hashlib
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -78,3 +78,33 @@ def start(cfg: Config, run_dir: Path, kind: str) -> Any:
     )
     run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
     return run
+
+
+class WandbTracker:
+    """One kind of role's wandb run."""
+
+    def __init__(self, cfg: Config, run_dir: Path, kind: str):
+        self._run = start(cfg, run_dir, kind)
+        self._kind = kind
+
+    def log(self, point: Mapping[str, float], step: int) -> None:
+        self._run.log({**point, f"{self._kind}/step": step})
+
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title=title, text=text)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        import wandb
+
+        data = [list(row) for row in rows]
+        self._run.log({name: wandb.Table(columns=list(columns), data=data), f"{self._kind}/step": step})
+
+    def keep(self, path: Path) -> None:
+        import wandb
+
+        artefact = wandb.Artifact(f"{path.stem}-{self._run.id}", type=path.stem)
+        artefact.add_file(str(path))
+        self._run.log_artifact(artefact)
+
+    def finish(self) -> None:
+        self._run.finish()

@@ -16,6 +16,7 @@ import time
 
 from pipelinerl.archive import open_archive
 from pipelinerl.config.sections import Config
+from pipelinerl.observability import spans
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
@@ -52,6 +53,14 @@ def run(ctx: RoleContext) -> None:
 def max_ready_steps(cfg: Config) -> int:
     """Largest number of packed batches that may be ahead of the trainer."""
     return max(cfg.preprocess.max_ready_steps, cfg.steps_per_phase, cfg.proximal_steps or 1)
+
+
+def record_spans(batch: OptimizerBatch, began: int) -> None:
+    """Record the packing of a batch, in the step's trace and in the trace of each rollout."""
+    ended = time.time_ns()
+    spans.record("pack", f"step {batch.step}", began, ended, step=batch.step)
+    for sample in batch.samples:
+        spans.record("preprocess", sample.sample_id, began, ended, step=batch.step)
 
 
 def collation_from_config(cfg: Config, num_ranks: int) -> Collation:
@@ -163,11 +172,13 @@ class Preprocessor:
 
     def _publish(self, batch: OptimizerBatch) -> None:
         """Write the data, then the record of progress, then release the actor's records. Durable in the same order."""
+        began = time.time_ns()
         order = self.intake.settle(batch.next_source, [sample.domain for sample in batch.samples])
         batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
         self.publisher.publish(batches)
         self.publisher.barrier()
+        record_spans(batch, began)
         self.totals.published(batch.step, len(batch.samples), batch.next_source, order)
         self.progress.write(self.totals.to_record([sample.sample_id for sample in batch.samples]))
         self.archive.write(batch.step)

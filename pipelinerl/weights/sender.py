@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from pipelinerl.errors import WeightUpdateError
+from pipelinerl.observability import spans
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.dispatch import Dispatch, chained, expected_s, joining
 from pipelinerl.weights.member import Member, UpdateOutcome
@@ -30,7 +31,7 @@ from pipelinerl.weights.offer import Offer
 from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.plan import DeltaChoice, TakePlan
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.protocol import Address, ParamSpec, WeightUpdateRequest
+from pipelinerl.weights.protocol import Address, ParamSpec, WeightUpdateAnswer, WeightUpdateRequest
 from pipelinerl.weights.ranks import Ranks
 from pipelinerl.weights.roster import Roster
 from pipelinerl.weights.snapshot import model_stripes
@@ -239,12 +240,13 @@ class WeightSender:
 
     async def _update(self, member: Member, offer: Offer, request: WeightUpdateRequest, num_bytes: int) -> None:
         """Runs one server's update, after which the server serves the version or is out of service."""
-        started, answer, reason = time.monotonic(), None, ""
+        started, began, answer, reason = time.monotonic(), time.time_ns(), None, ""
         try:
             answer = await member.post(request)
         except WeightUpdateError as error:
             reason = str(error)
         seconds = time.monotonic() - started
+        record_update(member.name, request.version, began, answer, num_bytes)
         outcome = UpdateOutcome(
             version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason
         )
@@ -271,3 +273,13 @@ class WeightSender:
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
         self._news.tell(members)
+
+
+def record_update(server: str, version: int, began: int, answer: WeightUpdateAnswer | None, num_bytes: int) -> None:
+    """Record a server's update as spans. The server says how long its parts took, so only this host's clock counts."""
+    trace, ended = f"version {version}", time.time_ns()
+    if answer is None:
+        spans.record("transfer", trace, began, ended, server=server, failed=True)
+        return
+    spans.record("transfer", trace, began, began + int(1e6 * answer.transfer_ms), server=server, bytes=num_bytes)
+    spans.record("swap", trace, ended - int(1e6 * answer.pause_ms), ended, server=server, version=version)

@@ -17,7 +17,7 @@ LAYERS = (
     ("archive", "redis_server", "inspect", "weights"),
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils", "countdown_utils"),
     ("actor", "preprocess", "finetune", "inference", "environments"),
-    ("launcher",),
+    ("launcher", "replay"),
     ("command", "launch", "ledger", "migrate", "render", "status"),
 )
 """A folder (or module beside them) may import from its own layer and those above it in this list, without circles.

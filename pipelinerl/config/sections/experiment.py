@@ -10,6 +10,7 @@ from pipelinerl.config.sections.machines import (
     ArchiveSection,
     LauncherSection,
     StreamsSection,
+    TracingSection,
     VerifierSection,
     WandbSection,
     WorldSection,
@@ -23,6 +24,8 @@ from pipelinerl.config.sections.rollouts import (
 )
 from pipelinerl.config.sections.serving import VLLMSection, WeightsSection
 from pipelinerl.config.sections.training import FinetuneSection
+
+TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
 
 class TinyModelSection(Section):
@@ -165,6 +168,13 @@ class Config(Section):  # structure: one field per key of the top level
     launcher: LauncherSection
     verifier: VerifierSection
     archive: ArchiveSection
+    tracing: TracingSection
+    tracker: TrackerName | list[TrackerName] = key(
+        "wandb",
+        "where the curves go besides `metrics/`: one of them, or a list. `[]` = nowhere. wandb needs `wandb.mode`; the "
+        "others need `pip install 'pipelinerl[trackers]'` and are named as in wandb",
+        may_change=True,
+    )
     wandb: WandbSection
 
     @property

@@ -172,6 +172,23 @@ class ArchiveSection(Section):
     last_steps: PositiveInt = key(4, "newest optimizer steps of which every rollout stays", may_change=True)
 
 
+class TracingSection(Section):
+    """Spans of all roles: what each did from when to when, for `pipelinerl timeline` and OpenTelemetry."""
+
+    trace_mb: NonNegativeInt = key(
+        32,
+        "disk space for the spans of one process. Beyond it the newest stay, at least half of it. 0 = none are written",
+        may_change=True,
+    )
+    otlp_endpoint: str | None = key(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans too, e.g. `http://localhost:4318`. "
+        "Needs `pip install 'pipelinerl[otlp]'`",
+        may_change=True,
+        pattern=r"^https?://",
+    )
+
+
 class WandbSection(Section):
     """Weights & Biases."""
 
@@ -187,3 +204,6 @@ class WandbSection(Section):
     )
     wandb_name: str | None = key(None, "each role is a run `<name>_<role>`. Null = the group", may_change=True)
     tags: list[str] = key([], "tags", may_change=True)
+    sample_steps: NonNegativeInt = key(
+        20, "a table of rollouts in wandb and trackio every n optimizer steps. 0 = none", may_change=True
+    )

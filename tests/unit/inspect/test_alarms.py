@@ -84,6 +84,18 @@ def test_clip_fraction_beyond_its_bound() -> None:
     assert (alarm.name, alarm.step) == ("clip fraction", 30)
 
 
+def test_mismatch_names_the_age_of_the_tokens_or_the_numerics() -> None:
+    gap = [0.05] * 20 + [0.4] * 20
+    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.02] * N))
+    assert (alarm.name, alarm.step) == ("mismatch", 20)
+    assert "age of the tokens" in alarm.text
+    assert "max_lag_steps" in alarm.cure
+    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.9] * N))
+    assert "numerics" in alarm.text
+    assert "fp32_lm_head" in alarm.cure
+    assert found(finetune=points(logratio_abs_mean=[0.15] * N)) == []
+
+
 def test_stalled_version_only_when_it_stands_still() -> None:
     (alarm,) = found(finetune=points(live_version=[float(min(i, 12)) for i in range(N)]))
     assert (alarm.name, alarm.step) == ("stalled version", 12)

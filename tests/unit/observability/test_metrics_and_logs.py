@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl.config.sections import WandbSection
-from pipelinerl.observability import metrics as metrics_module
+from pipelinerl.observability import trackers, wandb
 from pipelinerl.observability.logging import EventFormatter
 from pipelinerl.observability.metrics import MetricsLogger, drop_points_after, read_metrics
 from pipelinerl.observability.wandb import effective_mode, run_identity
@@ -27,8 +27,9 @@ def config(mode: str = "disabled") -> SimpleNamespace:
         wandb_group=None,
         wandb_name=None,
         tags=[],
+        sample_steps=20,
     )
-    return SimpleNamespace(wandb=section, launcher=SimpleNamespace(max_log_mb=1))
+    return SimpleNamespace(wandb=section, tracker="wandb", launcher=SimpleNamespace(max_log_mb=1))
 
 
 def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> None:
@@ -74,12 +75,12 @@ def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, mo
     def explode(*_: object) -> None:
         raise RuntimeError("wandb is down")
 
-    monkeypatch.setattr(metrics_module.wandb_run, "start", explode)
+    monkeypatch.setattr(wandb, "start", explode)
     logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
     logger.log({"reward": 1.0}, step=1)
     logger.close()
     assert read_metrics(tmp_path, "actor")[0]["reward"] == 1.0
-    assert "event=wandb_failed" in caplog.text
+    assert "event=tracker_failed tracker=wandb" in caplog.text
 
 
 def test_metrics_steps_that_a_resumed_trainer_repeats_reach_wandb_once(tmp_path: Path, monkeypatch) -> None:
@@ -87,7 +88,7 @@ def test_metrics_steps_that_a_resumed_trainer_repeats_reach_wandb_once(tmp_path:
     run = SimpleNamespace(
         log=lambda point: sent.append((point["finetune/step"], point["finetune/loss"])), finish=lambda: None
     )
-    monkeypatch.setattr(metrics_module.wandb_run, "start", lambda *_: run)
+    monkeypatch.setattr(wandb, "start", lambda *_: run)
     for first, last, loss in ((1, 5, 0.1), (3, 4, 0.2), (3, 7, 0.3)):  # the second process dies while it repeats
         drop_points_after(tmp_path, "finetune", first - 1)
         logger = MetricsLogger(config("offline"), tmp_path, "finetune", once_per_step=True)  # type: ignore[arg-type]
@@ -103,9 +104,9 @@ def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch)
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr(metrics_module.wandb_run, "start", lambda *_: release.wait(30) or None)
-    monkeypatch.setattr(metrics_module, "FINISH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(metrics_module, "QUEUE_POINTS", 10)
+    monkeypatch.setattr(wandb, "start", lambda *_: release.wait(30) or None)
+    monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trackers, "QUEUE_POINTS", 10)
     logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
     started = time.monotonic()
     for step in range(1000):

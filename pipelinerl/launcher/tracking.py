@@ -1,0 +1,67 @@
+"""What the launcher tells the trackers: alarms, a table of rollouts every n steps, and the report at the end.
+
+It reads the run folder as people do. Work is done in the trackers' threads, so nothing delays the launcher.
+"""
+
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.config.sections import Config
+from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread, chosen
+
+if TYPE_CHECKING:
+    from pipelinerl.inspect.decode import TokenText
+
+KIND = "launcher"
+
+
+class RunTracking:
+    """The launcher's runs in those trackers that take text."""
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        self._run_dir, self._every = run_dir, cfg.wandb.sample_steps
+        self._threads = [TrackerThread(name, cfg, run_dir, KIND) for name in chosen(cfg) if name in WITH_TEXT]
+        self._newest = 0
+
+    def step(self, step: int) -> None:
+        """``step`` optimizer steps are done. Sends the table of the newest one when it is due."""
+        due = self._every and step // self._every > self._newest // self._every
+        self._newest = step
+        for thread in self._threads if due else ():
+            thread.put(partial(send_table, run_dir=self._run_dir, step=step - 1))
+
+    def alarm(self, alarm: Alarm) -> None:
+        for thread in self._threads:
+            thread.put(lambda tracker: tracker.alert(alarm.name, alarm.line()))
+
+    def keep(self, path: Path) -> None:
+        """Keep a file as an artefact."""
+        for thread in self._threads:
+            thread.put(lambda tracker: tracker.keep(path))
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
+
+
+def send_table(tracker: Tracker, *, run_dir: Path, step: int) -> None:
+    """Send the table of one step's rollouts."""
+    from pipelinerl.inspect.table import COLUMNS, sample_rows
+
+    rows = sample_rows(run_dir, step, token_text_of(run_dir))
+    if rows:
+        tracker.table(f"{KIND}/rollouts", COLUMNS, rows, step + 1)
+
+
+@cache
+def token_text_of(run_dir: Path) -> "TokenText":
+    """The run's tokenizer, or numbers in its place."""
+    from pipelinerl.errors import ConfigError
+    from pipelinerl.inspect.decode import NumberText, load_token_text
+
+    try:
+        return load_token_text(run_dir)
+    except ConfigError:
+        return NumberText()

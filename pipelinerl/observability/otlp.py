@@ -1,0 +1,60 @@
+"""Sends spans to an OpenTelemetry collector, through OpenTelemetry's own exporter (`tracing.otlp_endpoint`).
+
+The exporter batches in a thread of its own behind a bounded queue, retries, and takes its further settings from the
+usual `OTEL_EXPORTER_OTLP_*` variables. A collector that is away costs its spans and nothing else.
+"""
+
+from collections.abc import Mapping
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.observability.span import SCOPE, AttributeValue, SpanIds, SpanRecord
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext, TraceFlags
+except ImportError as error:
+    raise ConfigError(
+        f"tracing.otlp_endpoint needs OpenTelemetry's exporter ({error}): pip install 'pipelinerl[otlp]' or set null"
+    ) from error
+
+PATH = "/v1/traces"
+
+
+class OTLPSink:
+    """Passes spans to the exporter.
+
+    Args:
+        endpoint: URL of the collector, to whose end `/v1/traces` is added unless it has it.
+        resource: attributes of the process.
+    """
+
+    def __init__(self, endpoint: str, resource: Mapping[str, AttributeValue]):
+        url = endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
+        self._resource = Resource(dict(resource))
+        self._scope = InstrumentationScope(SCOPE)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
+
+    def take(self, span: SpanRecord, ids: SpanIds) -> None:
+        self._processor.on_end(
+            ReadableSpan(
+                name=span.name,
+                context=_context(ids.trace_id, ids.span_id),
+                parent=_context(ids.trace_id, ids.parent_id) if ids.parent_id else None,
+                resource=self._resource,
+                instrumentation_scope=self._scope,
+                attributes=dict(span.attributes),
+                start_time=span.start,
+                end_time=span.end,
+            )
+        )
+
+    def close(self) -> None:
+        self._processor.shutdown()
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

@@ -1,0 +1,195 @@
+"""Spans in OpenTelemetry's model: what a process did from when to when, in which trace.
+
+    spans.record("step", "step 7", started, root=True, tokens=4096)
+
+``record`` only appends to a queue. A thread writes the spans to `traces/<process>.jsonl` of the run folder. Each line
+is one OTLP/JSON request, as OpenTelemetry's collector reads it. With `tracing.otlp_endpoint` a collector gets the spans
+too. Without ``start`` nothing is recorded.
+
+A trace has a name, from which every process computes the same ids. So the sample's id, which all records carry, is the
+trace context of a rollout: its worker writes the root span, and the preprocessor and the trainer add to it.
+"""
+
+import atexit
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from pipelinerl.config.sections import Config
+from pipelinerl.observability.span import (
+    SCOPE,
+    AttributeValue,
+    SpanIds,
+    SpanRecord,
+    as_otlp,
+    otlp_attributes,
+    trace_ids,
+)
+
+log = logging.getLogger(__name__)
+
+TRACES = "traces"
+"""Folder in the run folder."""
+FLUSH_S = 0.5
+QUEUE_SPANS = 1 << 16
+"""Spans that wait for the thread. Beyond it the oldest are lost and counted."""
+
+
+class Sink(Protocol):
+    """Takes the spans that were written to the file."""
+
+    def take(self, span: SpanRecord, ids: SpanIds) -> None: ...
+    def close(self) -> None: ...
+
+
+def run_key_of(cfg: Config) -> bytes:
+    """The same in all processes of a run, and different in other runs."""
+    return hashlib.blake2b(cfg.output_dir.encode(), digest_size=16).digest()
+
+
+class SpanWriter:
+    """Writes one process's spans in a thread.
+
+    Args:
+        path: the file. When it has half of ``max_bytes``, it becomes ``<name>.1.jsonl`` and a new one begins.
+        run: the run's key.
+        resource: attributes of the process.
+        sink: takes the spans too.
+    """
+
+    def __init__(
+        self, path: Path, run: bytes, resource: Mapping[str, AttributeValue], max_bytes: int, sink: Sink | None = None
+    ):
+        self._path, self._run, self._max_bytes, self._sink = path, run, max_bytes, sink
+        encoded = msgspec.json.encode({"attributes": otlp_attributes(resource)})
+        scope = msgspec.json.encode({"name": SCOPE})
+        self._head = b'{"resourceSpans":[{"resource":' + encoded + b',"scopeSpans":[{"scope":' + scope + b',"spans":['
+        self._queue: deque[SpanRecord] = deque(maxlen=QUEUE_SPANS)
+        self._prefix, self._numbers = os.urandom(4).hex(), itertools.count(1)
+        self._lost, self._closed = 0, threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def put(self, span: SpanRecord) -> None:
+        self._lost += len(self._queue) == QUEUE_SPANS
+        self._queue.append(span)
+        if self._thread is None:
+            self._start_thread()
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._sink is not None:
+            self._sink.close()
+        if self._lost:
+            log.warning("event=spans_lost count=%d", self._lost)
+
+    def _start_thread(self) -> None:
+        """Start the thread at the first span, because processes without spans may fork."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run_thread, name="spans", daemon=True)
+                self._thread.start()
+
+    def _run_thread(self) -> None:
+        warned = False
+        while True:
+            ending = self._closed.wait(FLUSH_S)
+            try:
+                self._flush()
+            except OSError as error:  # a full disk costs spans, never a step
+                if not warned:
+                    log.warning("event=spans_lost file=%s error=%s", self._path, error)
+                warned = True
+            if ending:
+                return
+
+    def _flush(self) -> None:
+        encoded = []
+        while self._queue:
+            span = self._queue.popleft()
+            ids = self._ids(span)
+            encoded.append(msgspec.json.encode(as_otlp(span, ids)))
+            if self._sink is not None:
+                self._sink.take(span, ids)
+        if not encoded:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
+            file.write(self._head + b",".join(encoded) + b"]}]}]}\n")
+        if self._path.stat().st_size > self._max_bytes // 2:
+            os.replace(self._path, earlier_spans(self._path))
+
+    def _ids(self, span: SpanRecord) -> SpanIds:
+        trace_id, root_id = trace_ids(self._run, span.trace)
+        if span.is_root:
+            return SpanIds(trace_id, root_id, "")
+        return SpanIds(trace_id, f"{self._prefix}{next(self._numbers):08x}", root_id)
+
+
+def earlier_spans(path: Path) -> Path:
+    """Path of the older part of a file of spans."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+_writer: SpanWriter | None = None
+
+
+def start(cfg: Config, run_dir: Path, process: str) -> None:
+    """Record this process's spans from now on, if the configuration says so. ``process``: its name."""
+    if _writer is not None or not cfg.tracing.trace_mb:
+        return
+    resource: dict[str, AttributeValue] = {
+        "service.name": process,
+        "service.namespace": str(cfg.output_dir),
+        "process.pid": os.getpid(),
+    }
+    sink: Sink | None = None
+    if cfg.tracing.otlp_endpoint is not None:
+        from pipelinerl.observability.otlp import OTLPSink
+
+        sink = OTLPSink(cfg.tracing.otlp_endpoint, resource)
+    path = run_dir / TRACES / f"{process}.jsonl"
+    install(SpanWriter(path, run_key_of(cfg), resource, cfg.tracing.trace_mb << 20, sink))
+    atexit.register(stop)
+
+
+def install(writer: SpanWriter) -> None:
+    """Record this process's spans with ``writer`` from now on. ``stop`` closes it."""
+    global _writer
+    _writer = writer
+
+
+def stop() -> None:
+    """Write the spans that wait, and record no more."""
+    global _writer
+    writer, _writer = _writer, None
+    if writer is not None:
+        writer.close()
+
+
+def record(
+    name: str, trace: str, start: int, end: int | None = None, *, root: bool = False, **attributes: AttributeValue
+) -> None:
+    """Record a span that has ended.
+
+    Args:
+        trace: name of its trace.
+        start: Unix time in ns (`time.time_ns`).
+        end: likewise. None: now.
+        root: whether it is the trace's root.
+        attributes: facts about it.
+    """
+    if _writer is not None:
+        _writer.put(SpanRecord(name, trace, start, time.time_ns() if end is None else end, root, attributes))
