@@ -135,7 +135,8 @@ def moved(world: WorldMap, hosts: Mapping[str, str]) -> WorldMap:
         if host is None:
             return job
         node_rank = job.node_rank if world.nodes[job.node_rank].hostname == host else ranks.get(host, job.node_rank)
-        gpus, url = tuple(range(len(job.gpus))), url_of(job.kind, host, job.port)
+        tls = job.url.startswith(("https:", "rediss:"))
+        gpus, url = tuple(range(len(job.gpus))), url_of(job.kind, host, job.port, tls=tls)
         return msgspec.structs.replace(job, hostname=host, node_rank=node_rank, gpus=gpus, url=url)
 
     return msgspec.structs.replace(world, jobs=tuple(move(job) for job in world.jobs))
