@@ -25,7 +25,7 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.streams.epoch import read_epoch
 from pipelinerl.world import WorldMap
 
-TIMINGS = {"step_s", "tokens_per_s"}
+TIMINGS = {"step_s", "tokens_per_s", "input_tokens_per_s_per_device", "mfu"}
 """Metrics of a step that differ in every repetition."""
 
 
