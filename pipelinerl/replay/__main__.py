@@ -32,6 +32,7 @@ from pipelinerl.replay.compare import compare
 from pipelinerl.replay.folder import Recorded, ReplayedStep, ReplayPlan
 from pipelinerl.replay.mismatch import attribute
 from pipelinerl.streams.codec import jsonable
+from pipelinerl.world.cluster import LOOPBACK
 
 EXIT_DIFFERENT = 1
 TOKENS = 12
@@ -84,15 +85,10 @@ def computed(
 
 def run_ranks(folder: Path, plan: ReplayPlan, changes: dict[str, Any], mismatch: bool) -> None:
     """Start the plan's ranks on this machine and wait for them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.num_ranks}"]
-    command += [
-        "--max-restarts=0",
-        "-m",
-        "pipelinerl.replay.rank",
-        str(folder),
-        json.dumps(changes),
-        json.dumps(mismatch),
-    ]
+    ranks = str(plan.num_ranks)
+    command = [sys.executable, "-m", "pipelinerl.finetune.ranks", "--ranks", ranks, "--world-size", ranks]
+    command += ["--first-rank", "0", "--master-addr", LOOPBACK, "--master-port", "0", "--"]
+    command += ["-m", "pipelinerl.replay.rank", str(folder), json.dumps(changes), json.dumps(mismatch)]
     environment = os.environ | {"OMP_NUM_THREADS": str(plan.threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

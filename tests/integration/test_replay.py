@@ -284,10 +284,12 @@ def test_damaged_checkpoint_is_refused(run_dir: Path, tmp_path: Path) -> None:
         main([str(copy), "--step", "5"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_ranks_are_replayed_on_two_ranks(engine: str, tmp_path: Path, capsys: Capture) -> None:
     given = prepare(tmp_path, f"finetune.engine={engine}", ranks=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "pipelinerl.finetune.ranks", "--ranks=2", "--first-rank=0", "--world-size=2"]
+    command += ["--master-addr=127.0.0.1", "--master-port=0", "--"]
     command += [str(ROOT / "tests" / "ranks" / "trainer_role.py"), str(tmp_path), *given]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
