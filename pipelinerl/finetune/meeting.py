@@ -45,11 +45,20 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 class SealedStore(dist.Store):
-    """Values of another store, each with an HMAC of its key and content. Reading a forged value raises an error."""
+    """Values of another store, each with an HMAC of its key and content. Reading a forged value raises an error.
+
+    A process group holds only the C++ half of a store, so somebody must hold the Python half as long.
+    """
 
     def __init__(self, inner: dist.Store, secret: bytes):
         super().__init__()
         self._inner, self._secret = inner, secret
+        self._clones: list[SealedStore] = []
+
+    def clone(self) -> "SealedStore":
+        """Another store with the same content. It stays as long as this one."""
+        self._clones.append(SealedStore(self._inner.clone(), self._secret))
+        return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)

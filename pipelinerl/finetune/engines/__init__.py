@@ -15,6 +15,10 @@ from pipelinerl.finetune.model import Policy
 __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
 
 
+_stores: list[dist.Store] = []
+"""The store of this process's group: see `SealedStore`."""
+
+
 def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
     """(rank, world size, device) from the environment of `finetune.ranks`. Makes the device current.
 
@@ -38,9 +42,10 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
     """
     if (world_size > 1 or name != "ddp") and not dist.is_initialized():
         rank = int(os.environ.get("RANK", "0"))
+        _stores.append(open_store(rank, world_size, timeout_s))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=open_store(rank, world_size, timeout_s),
+            store=_stores[-1],
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),

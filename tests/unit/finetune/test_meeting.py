@@ -1,5 +1,6 @@
 """The ranks' store and messages: no port for one node, one address for several, nothing forged is believed."""
 
+import gc
 import os
 import pickle
 import socket
@@ -70,6 +71,15 @@ def test_sealed_store_has_what_process_groups_use():
     assert (store.add("n", 2), store.add("n", 3)) == (2, 5)
     assert store.num_keys() == 2
     assert store.delete_key("a")
+
+
+def test_sealed_store_can_be_cloned_as_process_groups_do():
+    store = SealedStore(dist.HashStore(), SECRET)
+    held = dist.PrefixStore("group/", store)
+    copy = held.clone()
+    gc.collect()
+    held.set("a", "1")
+    assert (held.get("a"), copy.get("a")) == (b"1", b"1")
 
 
 @pytest.mark.parametrize("wrong", [b"", b"x" * 31, b"x" * 40, seal(b"content", b"t" * 16, "object")])
