@@ -57,7 +57,7 @@ class SealedStore(dist.Store):
 
     def clone(self) -> "SealedStore":
         """Another store with the same content. It stays as long as this one."""
-        self._clones.append(SealedStore(self._inner.clone(), self._secret))
+        self._clones.append(SealedStore(self._inner.clone(), self._secret))  # type: ignore[attr-defined]  # not in its stub
         return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
