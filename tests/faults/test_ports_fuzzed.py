@@ -197,7 +197,7 @@ def agents_endpoint(_: Path) -> Iterator[Service]:
 def weights_giver(_: Path) -> Iterator[Service]:
     shelf, taken = Shelf(), []
     shelf.put("step_1", torch.zeros(100, dtype=torch.uint8))
-    giver = Giver(shelf, secret=SECRET, host="127.0.0.1", on_take=lambda request: taken.append(request))  # type: ignore[arg-type,return-value]
+    giver = Giver(shelf, secret=SECRET, host="127.0.0.1", on_order=lambda order: taken.append(order))  # type: ignore[arg-type,return-value]
 
     def lives() -> bool:
         Connection.dial(giver.address, SECRET, DEADLINE_S).close()

@@ -67,6 +67,7 @@ REFUSED = {
     },
     "phases_are_conventional": {"steps_per_phase": 2},
     "intervals_fit_the_run": {"eval_every_n_versions": 20_000},
+    "ray_shares_no_device": {"launcher__engine": "ray", "world__share_devices": True},
 }
 
 
@@ -199,6 +200,7 @@ HINTED = {
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
     "gradient_shards_without_fsdp2": {"finetune__shard_gradients": True},
+    "cluster_without_ray": {"launcher__ray_address": "auto"},
 }
 
 

@@ -9,21 +9,12 @@ from pipelinerl.errors import WorldError
 from pipelinerl.launcher.ray_cluster import cluster_of, moved, units_of
 from pipelinerl.launcher.ray_role import role_variables
 from pipelinerl.world import Job, Node, WorldMap
+from tests.worlds import world_section
 
 
 def section(**changes: Any) -> WorldSection:
-    fields = dict.fromkeys(WorldSection.model_fields) | {
-        "accelerator": "auto",
-        "cpu_slots": 2,
-        "replicas": 1,
-        "actor_fraction": 1,
-        "preprocessor_fraction": 0,
-        "finetune_fraction": 1,
-        "share_devices": False,
-        "verifier_replicas": 0,
-        "env_replicas": 1,
-    }
-    return WorldSection(**{**fields, **changes})
+    fields = {"accelerator": "auto", "actor_fraction": 1, "finetune_fraction": 1, "verifier_replicas": 0}
+    return world_section(**{**fields, **changes})
 
 
 def ray_node(name: str, address: str, **resources: float) -> dict[str, Any]:

@@ -13,26 +13,20 @@ from pipelinerl.world.cluster import (
     visible_device_names,
     visible_devices,
 )
+from tests.worlds import world_section
 
 
 def make_world(**changes) -> WorldSection:
     defaults = {
         "accelerator": "auto",
         "cpu_slots": 2,
-        "gpus_per_node": None,
-        "hosts": None,
         "replicas": 1,
         "actor_fraction": 1,
         "preprocessor_fraction": 0,
         "finetune_fraction": 1,
-        "share_devices": False,
         "verifier_replicas": 0,
-        "env_replicas": 1,
-        "env_replicas_per_actor": None,
-        "port_base": None,
-        "run_id": None,
     }
-    return WorldSection(**{**defaults, **changes})
+    return world_section(**{**defaults, **changes})
 
 
 def read(env=None, *, gpus=8, cores=(0, 1), dry_run=False, **world):

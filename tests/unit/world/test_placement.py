@@ -12,26 +12,20 @@ from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
 from pipelinerl.world.placement import Request, device_cores, idle_devices, place
+from tests.worlds import world_section
 
 
 def make_world(**changes) -> WorldSection:
     defaults = {
         "accelerator": "cuda",
         "cpu_slots": 2,
-        "gpus_per_node": None,
-        "hosts": None,
         "replicas": 1,
         "actor_fraction": 4,
         "preprocessor_fraction": 0,
         "finetune_fraction": 4,
-        "share_devices": False,
         "verifier_replicas": 0,
-        "env_replicas": 1,
-        "env_replicas_per_actor": None,
-        "port_base": None,
-        "run_id": None,
     }
-    return WorldSection(**{**defaults, **changes})
+    return world_section(**{**defaults, **changes})
 
 
 def make_cluster(*gpus: int) -> Cluster:
