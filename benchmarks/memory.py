@@ -1,6 +1,6 @@
 """Host memory while a model is loaded, by engine and rank count, on this machine's CPU.
 
-    python benchmarks/memory.py --size 100M --engines fsdp2 zero3 --ranks 1 2 --out benchmarks/memory.json
+    python -m benchmarks.memory --size 100M --engines fsdp2 zero3 --ranks 1 2 --out benchmarks/memory.json
 
 Each rank first loads a tiny model, so that imports and communication buffers do not count. `extra` is the largest of
 the ranks' peaks above what is left when the engine stands (its shards): the figure that grows with the model. Mapped
@@ -10,16 +10,14 @@ at most, so its ranks first load the tiny model into another engine.
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.ranks import run_ranks
 
 RANK_SCRIPT = Path(__file__).with_name("memory_rank.py")
 SIZES = {
@@ -58,26 +56,7 @@ def measure(engine: str, ranks: int, model: Path, warm_up: Path, folder: Path) -
     name, overrides = ENGINES[engine]
     out = folder / f"{engine}-{ranks}"
     job = {"engine": name, "overrides": overrides, "model": str(model), "warm_up": str(warm_up), "out": str(out)}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK_SCRIPT), json.dumps(job)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise SystemExit(f"{engine} on {ranks} ranks failed with {codes}")
+    run_ranks(RANK_SCRIPT, [json.dumps(job)], ranks, timeout_s=TIMEOUT_S, env={"MALLOC_ARENA_MAX": "1"})
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
 
 

@@ -9,10 +9,6 @@ torch's allocator held (`step_memory_rank.py`).
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +17,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.ranks import run_ranks
 from benchmarks.step_memory_rank import REQUIRED
 from pipelinerl.config.load import compose, parse
 from pipelinerl.world.memory import trainer_items
@@ -68,26 +65,9 @@ def save_deepspeed(folder: Path, stage: int) -> Path:
 def measure(cases: Sequence[Sequence[str]], ranks: int, folder: Path) -> list[dict[str, int]]:
     """Peak bytes of rank 0 in each phase, per case."""
     out = folder / "peaks"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"PYTHONPATH": str(RANK_SCRIPT.parents[1])}
-    command = [sys.executable, str(RANK_SCRIPT), json.dumps({"cases": cases, "out": str(out)})]
-    processes = [
-        subprocess.Popen(
-            command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}")
+    arguments = [json.dumps({"cases": cases, "out": str(out)})]
+    path = {"PYTHONPATH": str(RANK_SCRIPT.parents[1])}
+    run_ranks(RANK_SCRIPT, arguments, ranks, timeout_s=TIMEOUT_S, env=path)
     return json.loads(Path(f"{out}.0").read_text())
 
 
