@@ -20,9 +20,13 @@ def listening(run_dir: Path, launchers: Sequence[int] = ()) -> dict[tuple[str, i
     """(address, port) → the role that listens there, of all processes of the run and of its launchers."""
     marks = {process_environment(status.pid).get(RUN_VARIABLE) for status in read_statuses(run_dir).values()} - {None}
     pids = {pid for mark in marks for pid in marked_processes(f"{RUN_VARIABLE}={mark}")}
+    roles = {pid: process_environment(pid).get(ROLE_VARIABLE, "/launcher") for pid in pids | set(launchers)}
+    for pid in pids:  # redis-server writes its title over its environment
+        for child in psutil.Process(pid).children():
+            roles.setdefault(child.pid, roles[pid])
     found = {}
-    for pid in sorted(pids | set(launchers)):
-        role = process_environment(pid).get(ROLE_VARIABLE, "/launcher").rpartition("/")[2]
+    for pid, path in sorted(roles.items()):
+        role = path.rpartition("/")[2]
         for connection in psutil.Process(pid).net_connections(kind="inet"):
             if connection.status == psutil.CONN_LISTEN:
                 found[connection.laddr.ip, connection.laddr.port] = role

@@ -54,8 +54,10 @@ def ray_nodes(cpus: Sequence[int], env: Mapping[str, str], log: Path) -> Iterato
         yield RayNodes(process)
     finally:
         assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.close()
         process.wait(90)
+        process.stdout.close()
 
 
 def main(cpus: list[int]) -> None:
