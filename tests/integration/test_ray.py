@@ -154,4 +154,4 @@ def test_run_on_four_nodes_learns_while_a_node_is_lost_and_replaced_and_a_traine
     assert read(launch.run_dir).violations == ()
     assert "restarts: finetune_0 1" in launch.said
     log = (launch.run_dir / "finetune_0" / "log.txt").read_text()
-    assert [int(step) for step in re.findall(r"resuming from step (\d+)", log)][-1] >= STEP_OF_LOSS
+    assert [int(step) for step in re.findall(r"event=resumed step=(\d+)", log)][-1] >= STEP_OF_LOSS
