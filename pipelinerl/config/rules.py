@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
-from pipelinerl.config.engine import deepspeed_file
+from pipelinerl.config.engine import deepspeed_file, engine_of
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.paths import CONF_DIR
@@ -339,9 +339,7 @@ def engine_overrides_choice(config: Config) -> str | None:
 
 
 def gradient_shards_without_fsdp2(config: Config) -> str | None:
-    finetune = config.finetune
-    chosen = finetune.engine if finetune.engine != "auto" else "fsdp2" if config.use_fsdp else "another"
-    if not finetune.shard_gradients or chosen == "fsdp2":
+    if not config.finetune.shard_gradients or engine_of(config, ranks=2) == "fsdp2":
         return None
     return "`finetune.shard_gradients` has no effect: only finetune.engine=fsdp2 reads it"
 

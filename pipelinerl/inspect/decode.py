@@ -7,7 +7,7 @@ tokenizer.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,6 +121,16 @@ def load_token_text(run_dir: Path) -> TokenText:
         if file.is_file():
             return TokenText(Tokenizer.from_file(str(file)))
     raise ConfigError(f"{run_dir} has no tokenizer.json: neither exports/, model/ nor the model {model_path!r} has one")
+
+
+def text_or_numbers(run_dir: Path, warn: Callable[[ConfigError], None] | None = None) -> TokenText:
+    """Load a run's tokenizer. Without one, ``warn`` gets the reason and token ids stand in its place."""
+    try:
+        return load_token_text(run_dir)
+    except ConfigError as error:
+        if warn is not None:
+            warn(error)
+        return NumberText()
 
 
 @dataclass(frozen=True, kw_only=True)

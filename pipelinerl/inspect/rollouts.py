@@ -27,14 +27,14 @@ from rich.text import Text
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.decode import (
     Message,
-    NumberText,
     TokenText,
     conversation,
-    load_token_text,
     problem_fields,
     sampled_mask,
+    text_or_numbers,
 )
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.inspect.samples import SeenRollout, matching, read_tests, read_training
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(args: argparse.Namespace) -> None:
-    text = token_text(args.run)
+    text = text_or_numbers(args.run, warn_of_numbers)
     found = select(args, text)
     if args.json:
         for seen in found:
@@ -124,13 +124,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ConfigError(f"--grep {pattern!r} is not a regular expression: {error}") from error
 
 
-def token_text(run_dir: Path) -> TokenText:
-    """Load the run's tokenizer. Without one, show token ids and print the reason on stderr."""
-    try:
-        return load_token_text(run_dir)
-    except ConfigError as error:
-        print(f"warning: token ids instead of text: {error}", file=sys.stderr)
-        return NumberText()
+def warn_of_numbers(error: ConfigError) -> None:
+    print(f"warning: token ids instead of text: {error}", file=sys.stderr)
 
 
 def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
@@ -227,13 +222,7 @@ def as_json(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    own = argparse.ArgumentParser(
-        prog="pipelinerl rollouts",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    own = command_parser("rollouts", __doc__)
     own.add_argument("run", type=Path, help="the run folder")
     own.add_argument("--step", type=natural, help="of this optimizer step; with --test of this weight version")
     own.add_argument("--group", help="of one problem's attempts, or one attempt (0-17/3)")

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import PipelineRLError, StreamError
+from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.outside import look_into
-from pipelinerl.inspect.rollouts import rendered, token_text
+from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
 from pipelinerl.inspect.samples import EVALUATED, seen_group
 from pipelinerl.inspect.verify import told
 from pipelinerl.inspect.verify import verify as find_damage
@@ -140,7 +141,7 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
     other = next((spec.topic for spec in specs if spec.topic not in (ACTOR, ACTOR_TEST)), None)
     if other is not None:
         raise StreamError(f"--text shows rollouts, which topics {ACTOR} and {ACTOR_TEST} hold, not {other}")
-    text = token_text(run_dir)
+    text = text_or_numbers(run_dir, warn_of_numbers)
 
     def show(_: SingleStreamSpec, offset: int, record: Any) -> str:
         if isinstance(record, OrderResumed):

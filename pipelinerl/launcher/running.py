@@ -106,7 +106,7 @@ async def supervise(
     progress = follow_progress(config, path, leads)
     supervisor = Supervisor(
         plan.commands,
-        (engine_on or engine_of(plan))(host),
+        (engine_on or local_engine(plan))(host),
         run_dir=path,
         limits=config.launcher,
         actors=[job.name for job in plan.world.get("actor")],
@@ -143,7 +143,7 @@ def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
     return environment | {"TMPDIR": guard.temporary}
 
 
-def engine_of(plan: RunPlan) -> EngineOn:
+def local_engine(plan: RunPlan) -> EngineOn:
     """Return what makes the engine of this node."""
     return lambda host: LocalEngine(host, [command.name for command in plan.commands], plan.config.launcher, say)
 

@@ -58,10 +58,6 @@ def send_table(tracker: Tracker, *, run_dir: Path, step: int) -> None:
 @cache
 def token_text_of(run_dir: Path) -> "TokenText":
     """The run's tokenizer, or numbers in its place."""
-    from pipelinerl.errors import ConfigError
-    from pipelinerl.inspect.decode import NumberText, load_token_text
+    from pipelinerl.inspect.decode import text_or_numbers
 
-    try:
-        return load_token_text(run_dir)
-    except ConfigError:
-        return NumberText()
+    return text_or_numbers(run_dir)

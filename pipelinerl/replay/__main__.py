@@ -24,7 +24,8 @@ from typing import Any
 
 from pipelinerl.config.engine import engine_of
 from pipelinerl.errors import ConfigError, PipelineRLError, told_in_one_line
-from pipelinerl.inspect.decode import NumberText, TokenText, load_token_text
+from pipelinerl.inspect.arguments import command_parser
+from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.replay import folder as files
 from pipelinerl.replay import show
@@ -106,7 +107,7 @@ def report(
         shown = show.as_json(plan, found, own, other)
         print(json.dumps(jsonable(shown | ({"mismatch": asdict(split), "cause": split.largest} if split else {}))))
     else:
-        text = token_text(folder)
+        text = text_or_numbers(folder)
         lines = [*show.heading(plan, own), *show.verdict(found), *show.objectives(own, other)]
         lines += split.lines if split else []
         if own.sequences:
@@ -128,13 +129,6 @@ def has_experts(folder: Path) -> bool:
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def token_text(folder: Path) -> TokenText:
-    try:
-        return load_token_text(folder)
-    except ConfigError:
-        return NumberText()
-
-
 def setting(text: str) -> tuple[str, Any]:
     """`key=value` of `--with`. The value is JSON, or else a string."""
     key, equals, value = text.partition("=")
@@ -147,13 +141,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    own = argparse.ArgumentParser(
-        prog="pipelinerl replay",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    own = command_parser("replay", __doc__)
     own.add_argument("run", type=Path, help="the run folder, or a bundle")
     own.add_argument("--step", type=int, help="the optimizer step")
     own.add_argument(

@@ -25,6 +25,7 @@ from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.checkpoints import checkpoint_root
+from pipelinerl.host.disk import replacement
 from pipelinerl.records import MicroBatch, ScoredSequence
 from pipelinerl.streams.codec import Codec
 
@@ -184,14 +185,9 @@ def read_results(folder: Path, name: str, num_ranks: int) -> ReplayedStep:
 
 def pack(folder: Path, path: Path) -> int:
     """Pack a replay folder into the file ``path`` and return its size in bytes."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with tarfile.open(temporary, "w", dereference=True) as file:
-            for name in _packed(folder):
-                file.add(folder / name, arcname=name)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacement(path) as file, tarfile.open(fileobj=file, mode="w", dereference=True) as bundle:
+        for name in _packed(folder):
+            bundle.add(folder / name, arcname=name)
     return path.stat().st_size
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl.errors import told_in_one_line
+from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.page.build import REPORT_FILE, write_page
 from pipelinerl.inspect.page.serve import LOOPBACK, LiveRuns, make_server
 
@@ -43,13 +44,7 @@ def serve(runs: Sequence[Path], port: int) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    own = argparse.ArgumentParser(
-        prog="pipelinerl report",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    own = command_parser("report", __doc__)
     own.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {REPORT_FILE} in the first run's folder")
     own.add_argument("--serve", action="store_true", help="serve it on loopback, kept up to date during a run")

@@ -17,7 +17,7 @@ from typing import Any
 from pipelinerl.errors import ConfigError
 from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.alarms import History, alarms
-from pipelinerl.inspect.decode import NumberText, TokenText, load_token_text
+from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
 from pipelinerl.inspect.page.data import RunSource, read_source, run_data
@@ -44,7 +44,7 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
     """Return the data of a run for the page, with at most `max_bytes` of rollouts."""
     with look_into(run_dir):
         source = read_source(run_dir)
-        text = token_text(run_dir)
+        text = text_or_numbers(run_dir, warn_of_numbers)
         training, tests = Candidates(), Candidates()
         replicas = source.cfg.world.replicas
         training.take(read_training(run_dir, replicas=replicas))
@@ -77,13 +77,8 @@ def unreadable(candidates: Candidates, text: TokenText) -> float | None:
     return unreadable_share(first(), text)
 
 
-def token_text(run_dir: Path) -> TokenText:
-    """Load the run's tokenizer. Without one, the page shows token ids."""
-    try:
-        return load_token_text(run_dir)
-    except ConfigError as error:
-        log.warning("event=report_without_text reason=%s", error)
-        return NumberText()
+def warn_of_numbers(error: ConfigError) -> None:
+    log.warning("event=report_without_text reason=%s", error)
 
 
 def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:

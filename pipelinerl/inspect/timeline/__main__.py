@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.host.disk import replace_file
+from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.timeline.chrome import chrome_trace
 from pipelinerl.inspect.timeline.overlap import draw, overlap
 from pipelinerl.inspect.timeline.reading import between, read_spans
@@ -38,13 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    own = argparse.ArgumentParser(
-        prog="pipelinerl timeline",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    own = command_parser("timeline", __doc__)
     own.add_argument("run", type=Path, help="the run folder")
     own.add_argument("-o", "--output", type=Path, help=f"file to write; else {TIMELINE_FILE} in the run folder")
     own.add_argument("--png", type=Path, help="draw the overlap into this file")
