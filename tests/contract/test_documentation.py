@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.command import COMMANDS
+from pipelinerl.__main__ import COMMANDS
 from pipelinerl.config.backends import STREAM_BACKENDS
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.model import Policy

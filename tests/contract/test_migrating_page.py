@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    program = command.replace("pipelinerl ", f"{shlex.quote(sys.executable)} -m pipelinerl.command ", 1)
+    program = command.replace("pipelinerl ", f"{shlex.quote(sys.executable)} -m pipelinerl ", 1)
     env = os.environ | {"PYTHONPATH": str(PAGE.parents[1]), "WANDB_MODE": "disabled"}
     return subprocess.run(["bash", "-c", program], cwd=folder, env=env, capture_output=True, text=True, check=False)
 

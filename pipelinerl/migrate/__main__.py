@@ -13,8 +13,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipelinerl.config.migration import Migration, migrate
 from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.migrate.migration import Migration, migrate
 
 WIDTH = 118
 

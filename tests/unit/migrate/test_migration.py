@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from pipelinerl.config.load import compose, validate
-from pipelinerl.config.migration import Migration, migrate
 from pipelinerl.config.sections import Config
-from pipelinerl.migrate import main
+from pipelinerl.migrate.__main__ import main
+from pipelinerl.migrate.migration import Migration, migrate
 
 OWN = {"actor": {"rollout_policy": "os.getcwd"}, "dataset_loader": "os.getcwd"}
 

@@ -6,7 +6,7 @@ import sys
 
 def test_help_whose_reader_leaves_is_no_error() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipelinerl.command", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "pipelinerl", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     process.stdout.close()

@@ -1,5 +1,6 @@
-"""The command `pipelinerl` runs every program that a user starts by hand. The `python -m` forms do the same.
+"""The command `pipelinerl`, or `python -m pipelinerl`: one name for every program that a user starts by hand.
 
+It runs the module of the program. `python -m` with that module does the same.
 To add a command, add a line to `COMMANDS`.
 """
 
