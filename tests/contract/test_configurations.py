@@ -78,14 +78,6 @@ def test_configuration_is_shown_by_a_dry_run_that_writes_nothing(name, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_base_alone_says_what_a_run_needs_besides(capsys):
-    overrides = ["dry_run=true", "world.gpus_per_node=8"]
-    assert launch(load.compose("base", overrides), overrides) == 0
-    shown = capsys.readouterr().out
-    assert "World: " in shown
-    assert "warning: `output_dir` must be given" in shown
-
-
 def test_two_nodes_separate_servers_and_trainer():
     _, world = place("base_2node")
     assert {job.node_rank for job in world.get("actor_llm")} == {0}

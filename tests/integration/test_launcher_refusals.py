@@ -371,3 +371,10 @@ def test_dry_run_of_a_missing_redis_server(place: Path, monkeypatch: pytest.Monk
     code, output, _ = launch(place, "dry_run=true", "streams=redis")
     assert code == 2
     assert output.startswith("error: streams=redis needs the program redis-server: install it")
+
+
+def test_dry_run_of_base_alone_says_what_a_run_needs_besides(place: Path) -> None:
+    code, output, _ = run_command(place, "dry_run=true", "world.gpus_per_node=8")
+    assert code == 0, output
+    assert "World: " in output
+    assert "warning: `output_dir` must be given" in output
