@@ -11,7 +11,7 @@ Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document,
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -41,9 +41,6 @@ class Documents:
     def ends(self) -> Tensor:
         """int32 [S + 1]: cumulative lengths, starting with 0."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
-
-    def slices(self) -> list[slice]:
-        return [slice(start, end) for start, end in pairwise(accumulate(self.lengths, initial=0))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +122,7 @@ def packed_attention(
     elif _has_kernel(query, value, scoring):
         output = _varlen(query, key, value, scoring, _announced)
     else:
-        parts = [_attend(query[:, :, s], key[:, :, s], value[:, :, s], scoring) for s in _announced.slices()]
-        output = torch.cat(parts, 2)
+        output = _attend_documents(query, key, value, scoring, _announced)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -165,6 +161,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
         else:
             blocks.append(checkpoint(_from_scores, *part, scoring, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(blocks, 2)
+
+
+def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: Documents) -> Tensor:
+    """Attention of the documents of one row: [1, H, L, D]. Neighbours of one length are one batch.
+
+    The row is split and not sliced: the gradient of each slice would be a tensor of the whole row.
+    """
+    runs = [(length, len(list(run))) for length, run in groupby(documents.lengths)]
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (_, count), *part in zip(runs, *(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True):
+        rows = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
+        outputs.append(_attend(*rows, scoring).transpose(0, 1).flatten(1, 2))
+    return torch.cat(outputs, 1)[None]
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

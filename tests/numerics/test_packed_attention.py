@@ -11,7 +11,7 @@ from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import announce, document_lengths, packed_attention
 
 CPU = torch.device("cpu")
-LENGTHS = (9, 1, 14)
+LENGTHS = (9, 1, 14, 14, 14, 9)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scaling": 0.7},
@@ -106,6 +106,31 @@ def test_no_tensor_has_the_square_of_the_pack():
         with Largest() as largest:
             packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].sum().backward()
         assert largest.elements <= 2 * 2048 * 64
+
+
+def test_elements_made_do_not_grow_with_documents_times_tokens():
+    """2,048 tokens in 8 and in 128 documents of different lengths: the gradient of a slice would be a whole row."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Made(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if not func.is_view:
+                leaves = torch.utils._pytree.tree_leaves(result)
+                self.elements += sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+            return result
+
+    def made(documents: int) -> int:
+        length = 2048 // documents
+        announce((length - 1, length + 1) * (documents // 2), CPU)
+        inputs = [torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3)]
+        with Made() as seen:
+            packed_attention(torch.nn.Identity(), *inputs, None)[0].sum().backward()
+        return seen.elements
+
+    assert made(128) <= 1.5 * made(8)
 
 
 def test_lengths_are_read_from_positions():
