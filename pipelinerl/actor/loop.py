@@ -137,6 +137,7 @@ class ActorLoop:
             urls=urls,
             serving={name: serving[name] for name in urls},
             draining=tuple(name for name in urls if live[name].is_draining),
+            capacities={name: room for name in urls if (room := live[name].capacity) is not None},
         )
 
     # Dispatch

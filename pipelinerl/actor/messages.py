@@ -22,6 +22,8 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
     """Job name → version that it serves."""
     draining: tuple[str, ...] = ()
     """Names of the servers in service that accept no new request."""
+    capacities: dict[str, int] = {}
+    """Job name → rollouts at a time that the server takes. A server that is not here takes the configured number."""
     missed: dict[str, int] = {}
     """Servers that have just missed their weight probe → first version that they may not have used."""
 

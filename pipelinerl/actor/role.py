@@ -20,6 +20,7 @@ from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import RolloutWorkers
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import first_capacity, most_rollouts
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.host.process import raise_open_files
 from pipelinerl.observability.metrics import MetricsLogger
@@ -49,7 +50,7 @@ def run(context: RoleContext) -> None:
     metrics_log = MetricsLogger(cfg, run_dir, "actor" if replica == 0 else f"actor_{replica}")
     warn_of_open_files(cfg, len(context.world.servers_of(context.job)))
     workers = RolloutWorkers(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
-    table, metrics = WorkTable(workers, cfg.actor.llm_max_rollouts), ActorMetrics(time.monotonic())
+    table, metrics = WorkTable(workers, first_capacity(cfg)), ActorMetrics(time.monotonic())
     try:
         with (
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,
@@ -133,7 +134,8 @@ def begin_again(
 def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     """Warns if the system's limit on open files allows fewer concurrent requests than the configuration asks for."""
     limit = raise_open_files()
-    wanted = -(-num_servers * cfg.actor.llm_max_rollouts // cfg.actor.rollout_workers)
+    per_server = most_rollouts(cfg)
+    wanted = -(-num_servers * per_server // cfg.actor.rollout_workers)
     possible = request_limits(cfg).max_requests
     if possible < wanted:
         log.warning(
@@ -141,7 +143,7 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
             "open files are limited to %d: a worker has %d requests under way at once, not %d "
             "(%d servers x actor.llm_max_rollouts=%d / actor.rollout_workers=%d); "
             "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker --ulimit nofile) or actor.rollout_workers",
-            *(limit, possible, wanted, num_servers, cfg.actor.llm_max_rollouts, cfg.actor.rollout_workers),
+            *(limit, possible, wanted, num_servers, per_server, cfg.actor.rollout_workers),
         )
 
 

@@ -16,6 +16,8 @@ class InferenceServer:
 
     name: str
     url: str
+    capacity: int = 1
+    """Rollouts at a time that it takes, relative to the other servers."""
     load: int = 0
     """Rollouts of this worker's groups that use it."""
     cool_until: float = 0.0
@@ -53,6 +55,7 @@ class ServerPool:
         serving: Mapping[str, int],
         missed: Mapping[str, int] | None = None,
         draining: Collection[str] = (),
+        capacities: Mapping[str, int] | None = None,
     ) -> None:
         """Sets the servers in service. Requests on a server that left are cancelled, and the group repeats them.
 
@@ -61,6 +64,7 @@ class ServerPool:
             serving: name → version that the server serves.
             missed: name of a server that left because of its weight probe → first version that it may not have used.
             draining: names of servers in service that accept no new request.
+            capacities: name → rollouts at a time that the server takes. Not used unless it is known of all.
         """
         for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
             server = self._servers.pop(name)
@@ -71,15 +75,17 @@ class ServerPool:
         for name, since in (missed or {}).items():
             if name in self._left and name not in urls:
                 self._left[name].missed_since = since
+        known = capacities if capacities and capacities.keys() >= urls.keys() else {}
         for name, url in urls.items():
             if name not in self._servers:
                 self._servers[name] = InferenceServer(name, url)
             self._servers[name].is_draining = name in draining
             self._servers[name].version = serving[name]
+            self._servers[name].capacity = known.get(name, 1)
         self._changed.set()
 
     async def choose(self, oldest: int) -> InferenceServer:
-        """Returns the least loaded server, preferring those without a recent failure.
+        """Returns the server with the least load for its capacity, preferring those without a recent failure.
 
         Waits until a server serves version ``oldest`` or a newer one.
         """
@@ -87,4 +93,6 @@ class ServerPool:
             self._changed.clear()
             await self._changed.wait()
         now = time.monotonic()
-        return min(candidates, key=lambda server: (server.cool_until > now, server.load, random.random()))
+        return min(
+            candidates, key=lambda server: (server.cool_until > now, server.load / server.capacity, random.random())
+        )

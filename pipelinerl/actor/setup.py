@@ -10,7 +10,7 @@ from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.transport import RequestLimits
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
-from pipelinerl.config.servers import server_options
+from pipelinerl.config.servers import most_rollouts, server_options
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.host.process import raise_open_files
 from pipelinerl.llm import TrainableLLM
@@ -68,7 +68,7 @@ def request_limits(cfg: Config) -> RequestLimits:
     return RequestLimits(
         timeout_s=cfg.actor.request_timeout_s,
         max_retries=cfg.actor.max_request_retries,
-        max_completions=cfg.actor.llm_max_rollouts,
+        max_completions=most_rollouts(cfg),
         max_connections=connections_of(raise_open_files()),
     )
 

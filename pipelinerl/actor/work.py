@@ -52,12 +52,12 @@ class WorkTable:
     """The actor's work at its workers. Used by one thread.
 
     Args:
-        rollouts_per_server: ``actor.llm_max_rollouts``.
+        rollouts_per_server: of a server that does not say how many it takes.
     """
 
     def __init__(self, workers: Workers, rollouts_per_server: int):
         self._workers, self._rollouts_per_server = workers, rollouts_per_server
-        self._num_servers = 0
+        self._room = 0
         self._works: dict[int, Work] = {}
         self._next_ticket = 0
         self._suspect: Work | None = None
@@ -76,13 +76,14 @@ class WorkTable:
         return any(isinstance(work, kind) for work in self._works.values())
 
     def set_servers(self, servers: Servers) -> None:
-        self._num_servers = len(servers.urls) - len(servers.draining)
+        taking = servers.urls.keys() - set(servers.draining)
+        self._room = sum(servers.capacities.get(name, self._rollouts_per_server) for name in taking)
         self._workers.set_servers(servers)
 
     def has_room(self, attempts: int) -> bool:
         """Whether the servers have room for this many more rollouts. If no rollout runs, any number fits."""
         running = self._workers.num_rollouts
-        return running == 0 or running + attempts <= self._num_servers * self._rollouts_per_server
+        return running == 0 or running + attempts <= self._room
 
     def submit(self, work: Work) -> None:
         """Gives the work to a worker. A suspect waits until no other suspect runs."""

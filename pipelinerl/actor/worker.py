@@ -111,7 +111,9 @@ async def _serve(
         async for payload in connection.messages():
             match _to_worker.decode(payload):
                 case Servers() as servers:
-                    executor.servers.update(servers.urls, servers.serving, servers.missed, servers.draining)
+                    executor.servers.update(
+                        servers.urls, servers.serving, servers.missed, servers.draining, servers.capacities
+                    )
                 case StartGroup() as start:
                     groups.start(start)
                 case Cancel() as cancel:

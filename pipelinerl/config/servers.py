@@ -8,6 +8,22 @@ from pipelinerl.errors import ConfigError
 EXPERT_PARALLEL = "enable-expert-parallel"
 """vLLM's option that gives each GPU of a server whole experts instead of a slice of every expert."""
 
+FIRST_ROLLOUTS = 32
+MOST_ROLLOUTS = 1024
+"""With `actor.llm_max_rollouts=auto`: rollouts at a time that a server takes at first, and at most."""
+
+
+def first_capacity(config: Config) -> int:
+    """Rollouts at a time that a server takes before it has said by its lease how many."""
+    wanted = config.actor.llm_max_rollouts
+    return FIRST_ROLLOUTS if wanted == "auto" else wanted
+
+
+def most_rollouts(config: Config) -> int:
+    """Rollouts at a time that a server takes at most."""
+    wanted = config.actor.llm_max_rollouts
+    return MOST_ROLLOUTS if wanted == "auto" else wanted
+
 
 def server_options(config: Config) -> dict[str, Any]:
     """`vllm_config.vllm_kwargs` with one spelling per option: dashes, and `x: false` for `no-x`.
@@ -28,6 +44,8 @@ def server_options(config: Config) -> dict[str, Any]:
                 f"set {first} alone"
             )
         options[name], spelt[name] = value, key
+    if options.get("max-num-seqs") == "auto":  # as actor.llm_max_rollouts, from which it is taken
+        options["max-num-seqs"] = MOST_ROLLOUTS
     return options
 
 

@@ -26,6 +26,7 @@ def main(context: RoleContext) -> None:
     service = Service(
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
         keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
+        adapts_rollouts=is_policy and context.cfg.actor.llm_max_rollouts == "auto",
     )
     serve(arguments, service=service, status=context.status, membership=context.membership)
 

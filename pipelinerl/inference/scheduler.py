@@ -1,4 +1,4 @@
-"""vLLM's scheduler with two additions. It runs in the engine's process, the only one that knows the order of events.
+"""vLLM's scheduler with three additions. It runs in the engine's process, the only one that knows the order of events.
 
 1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
    computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
@@ -7,6 +7,8 @@
    the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
 2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
    itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
+3. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
+   those that lost their place. vLLM's own statistics are off, because they cost every step.
 """
 
 import time
@@ -75,6 +77,20 @@ class AnswerScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._version = "default"
         self._held: dict[str, _Held] = {}
+        self._finished = self._preempted = 0
+
+    def load(self) -> tuple[float, int, int, int, int]:
+        """Share of the cache in use, requests that run and wait, and those that ended and were preempted so far."""
+        running, waiting = self.get_request_counts()
+        return self.get_kv_cache_usage(), running, waiting, self._finished, self._preempted
+
+    def _free_request(self, *args: Any, **kwargs: Any) -> Any:
+        self._finished += 1
+        return super()._free_request(*args, **kwargs)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        self._preempted += 1
+        super()._preempt_request(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
         if _marked(request, WHOLE):
@@ -92,7 +108,7 @@ class AnswerScheduler(AsyncScheduler):
         self._version = version
         for request in [request for request in reversed(self.running) if _is_prefilling(request)]:
             self.running.remove(request)
-            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            super()._preempt_request(request, time.monotonic(), drop_stale_output=True)
             self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> Any:
@@ -136,7 +152,7 @@ def _is_prefilling(request: Request) -> bool:
 
 
 def _tell_scheduler() -> None:
-    """Makes vLLM's engine core pass the weight version to the scheduler."""
+    """Makes vLLM's engine core pass the weight version to the scheduler, and the scheduler's load to the front."""
     keep = EngineCore.set_weight_version
 
     def set_weight_version(core: EngineCore, weight_version: str) -> None:
@@ -145,6 +161,7 @@ def _tell_scheduler() -> None:
             core.scheduler.set_weight_version(weight_version)
 
     EngineCore.set_weight_version = set_weight_version
+    EngineCore.server_load = lambda core: core.scheduler.load()
 
 
 _tell_scheduler()

@@ -30,6 +30,7 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.host.process import die_with_parent
 from pipelinerl.inference import answers, control
+from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
 from pipelinerl.membership.entry import Membership
@@ -77,6 +78,27 @@ class VllmEngine:
         return await self._client.get_weight_version()
 
 
+class LoadReader:
+    """Reads the load of the engine's scheduler."""
+
+    def __init__(self, client: AsyncLLM):
+        self._client = client
+        self._finished = self._preempted = 0
+
+    async def read(self) -> Load:
+        """Return the load, with the requests that ended and were preempted since the last reading."""
+        use, running, waiting, finished, preempted = await self._client.engine_core.call_utility_async("server_load")
+        load = Load(
+            kv_use=use,
+            running=running,
+            waiting=waiting,
+            finished=finished - self._finished,
+            preempted=preempted - self._preempted,
+        )
+        self._finished, self._preempted = finished, preempted
+        return load
+
+
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """vLLM's own parser and checks."""
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
@@ -94,6 +116,8 @@ class Service:
 
     score_temperature: float | None = None
     keeps_conversations: bool = False
+    adapts_rollouts: bool = False
+    """Whether the lease says how many rollouts the server takes by its load."""
 
 
 def serve(
@@ -110,7 +134,7 @@ def serve(
     Raises:
         LeftError: it was asked to leave, and its last request has ended.
     """
-    life = Life(status, membership)
+    life = Life(status, membership, service.adapts_rollouts)
     uvloop.run(_serve(parse_arguments(arguments), service, life))
     if life.is_leaving:
         raise LeftError("it was asked to, and its last request has ended")
@@ -230,8 +254,9 @@ async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
 class Life:
     """The server as others see it: heartbeat and lease."""
 
-    def __init__(self, status: RoleStatus, membership: Membership | None):
+    def __init__(self, status: RoleStatus, membership: Membership | None, adapts_rollouts: bool):
         self.status, self._membership = status, membership
+        self._admission = Admission() if adapts_rollouts else None
         self._idle_beats = 0
         self.is_leaving = False
 
@@ -241,11 +266,17 @@ class Life:
         The server is ready from the first answer on. A server that is asked to leave drains first: actors see that in
         its lease and send no new requests, and current requests finish.
         """
+        reader = LoadReader(client)
         while not client.errored:
             version = await client.get_weight_version()
             requests = client.output_processor.get_num_unfinished_requests()
             self.status.progress(weight_version=version, requests=requests)
             self.status.beat_with_progress()
+            if self._admission is not None:
+                self._admission = self._admission.after(load := await reader.read())
+                log.debug("event=admission rollouts=%d load=%s", self._admission.rollouts, load)
+                if self._membership is not None:
+                    self._membership.announce(capacity=self._admission.rollouts)
             if self._membership is not None:
                 self.is_leaving = self.is_leaving or self._membership.is_asked_to_leave
                 self._membership.announce(state="draining" if self.is_leaving else "ready", version=version)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import first_capacity
 from pipelinerl.errors import ConfigError, DeadlineError
 from pipelinerl.membership.address import POLL_S, WAIT_S, address_of, fetch_run, open_store, parse_address
 from pipelinerl.membership.joining import JOINING, Whereabouts, claim_name, job_of, reach_of, split_name
@@ -134,5 +135,5 @@ def first_lease(entry: Entry) -> Lease:
         url=job.url,
         serves=job.serves,
         num_ranks=job.num_ranks,
-        capacity=entry.cfg.actor.llm_max_rollouts if is_server else 0,
+        capacity=first_capacity(entry.cfg) if is_server else 0,
     )

@@ -70,6 +70,8 @@ class LiveServer(NamedTuple):
     job: Job
     is_draining: bool = False
     """It takes no new request."""
+    capacity: int | None = None
+    """Rollouts at a time that it takes, by its lease. None = it has not said."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
@@ -149,5 +151,5 @@ def servers_now(initial: Iterable[Job], observed: Observed, kind: str) -> dict[s
     servers = {job.name: LiveServer(job) for job in initial if job.kind == kind and job.name not in observed.known}
     for name, lease in observed.alive().items():
         if lease.kind == kind and lease.state != "starting" and lease.url and lease.protocol == PROTOCOL:
-            servers[name] = LiveServer(lease.as_job(), is_draining=lease.state == "draining")
+            servers[name] = LiveServer(lease.as_job(), lease.state == "draining", lease.capacity or None)
     return servers

@@ -65,9 +65,10 @@ class ActorSection(Section):  # structure: one field per key
         "`rollout_policy: pipelinerl.domains.dispatcher.generate_multidomain_rollout`. `domains` instead mixes by "
         "weight",
     )
-    llm_max_rollouts: PositiveInt = key(
+    llm_max_rollouts: PositiveInt | Literal["auto"] = key(
         64,
-        "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number",
+        "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number. Auto = each server "
+        "says how many it takes, by its KV cache and its queue",
         may_change=True,
     )
     rollout_workers: PositiveInt = key(

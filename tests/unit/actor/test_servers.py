@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pipelinerl.actor.servers import ServerPool
+from pipelinerl.actor.servers import InferenceServer, ServerPool
 
 URLS = {"fast": "http://fast", "slow": "http://slow"}
 
@@ -22,3 +22,26 @@ async def test_group_waits_for_a_server_with_its_version_and_older_ones_keep_the
     assert slow.in_service
     assert not request.cancelled()
     request.cancel()
+
+
+async def test_groups_are_shared_by_what_servers_take() -> None:
+    pool = ServerPool()
+    pool.update(URLS, {"fast": 0, "slow": 0}, capacities={"fast": 30, "slow": 10})
+    for _ in range(40):
+        (await pool.choose(0)).load += 1
+    assert {server.name: server.load for server in (await chosen(pool))} == {"fast": 30, "slow": 10}
+
+
+async def test_capacities_that_are_not_known_of_all_do_not_count() -> None:
+    pool = ServerPool()
+    pool.update(URLS, {"fast": 0, "slow": 0}, capacities={"fast": 30})
+    for _ in range(40):
+        (await pool.choose(0)).load += 1
+    assert [server.load for server in (await chosen(pool))] == [20, 20]
+
+
+async def chosen(pool: ServerPool) -> list[InferenceServer]:
+    """Both servers: each in turn is the one without a recent failure."""
+    first = await pool.choose(0)
+    first.cool_down()
+    return [first, await pool.choose(0)]

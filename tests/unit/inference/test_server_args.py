@@ -48,6 +48,11 @@ def settings(arguments: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def test_server_that_adapts_its_rollouts_has_room_for_the_most() -> None:
+    found = settings(vllm_arguments(config("actor.llm_max_rollouts=auto"), world(), POLICY))
+    assert found["--max-num-seqs"] == "1025"  # one for the weight probe
+
+
 def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
     found = settings(vllm_arguments(config("vllm_config.vllm_kwargs.dtype=float32"), world(), POLICY))
     expected = {

@@ -78,6 +78,11 @@ def test_joined_server_has_the_address_of_its_lease() -> None:
     assert servers_now((), observed, "preprocessor_llm") == {}
 
 
+def test_server_takes_as_many_rollouts_as_its_lease_says() -> None:
+    servers = servers_now(PLACED, looks((0.0, {"actor_llm_0": lease(capacity=40)})), "actor_llm")
+    assert servers["actor_llm_0"].capacity == 40
+
+
 def test_draining_server_is_named_as_such_and_one_of_another_protocol_is_not_used() -> None:
     other = lease("actor_llm_1", protocol=PROTOCOL + 1)
     observed = looks((0.0, {"actor_llm_0": lease(state="draining"), "actor_llm_1": other}))

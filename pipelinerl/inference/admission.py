@@ -1,0 +1,76 @@
+"""How many rollouts a server takes at a time with `actor.llm_max_rollouts=auto`. Pure.
+
+The rule is that of congestion control in networks (RFC 5681), with rollouts for packets. A finished rollout lets the
+limit grow, so the pace follows the rollouts' own length: twofold per turn until the cache was full for the first time,
+then by a fixed share per turn. A full cache (a rollout lost its place, or requests wait while nothing is free) lowers
+the limit by a factor, at most once per turn, because the rollouts that made it full need a turn to end. The limit never
+grows while rollouts do not use it, while they wait, or while the cache is nearly full.
+"""
+
+from dataclasses import dataclass
+
+from pipelinerl.config.servers import FIRST_ROLLOUTS, MOST_ROLLOUTS
+
+SMALLEST = 1
+GROWTH = 0.1
+"""Share of the limit that one turn of all rollouts adds after the first congestion."""
+DECREASE = 0.8
+NEARLY_FULL = 0.85
+FULL = 0.97
+USED = 0.5
+"""The limit grows only while at least this share of it is in use. Rollouts that wait for tools are not at the server."""
+QUEUE = 0.1
+"""The limit does not grow while more than this share of the rollouts waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """A server's load, and what has happened since the last look."""
+
+    kv_use: float = 0.0
+    """Share of the KV cache in use, 0 to 1."""
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    """Requests that ended since the last look."""
+    preempted: int = 0
+    """Requests that lost their place in the cache since the last look, and must be computed again."""
+
+    @property
+    def is_congested(self) -> bool:
+        return self.preempted > 0 or (self.waiting > 0 and self.kv_use >= FULL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """The limit of one server and its history.
+
+    >>> Admission(limit=32.0).after(Load(kv_use=0.2, running=32, finished=8)).rollouts
+    40
+    """
+
+    limit: float = float(FIRST_ROLLOUTS)
+    is_first_climb: bool = True
+    """Whether the cache was never full."""
+    until_decrease: float = 0.0
+    """Rollouts that must finish before the limit may fall again."""
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts that the server takes at a time."""
+        return int(self.limit)
+
+    def after(self, load: Load) -> "Admission":
+        """Return the admission after a look at the server."""
+        waits = max(self.until_decrease - load.finished, 0.0)
+        if load.is_congested:
+            if waits:
+                return Admission(limit=self.limit, is_first_climb=False, until_decrease=waits)
+            limit = max(min(self.limit, load.running + load.waiting) * DECREASE, SMALLEST)
+            return Admission(limit=limit, is_first_climb=False, until_decrease=limit)
+        is_used = load.running + load.waiting >= USED * self.rollouts
+        growth = 0.0
+        if is_used and load.kv_use < NEARLY_FULL and load.waiting <= QUEUE * self.limit:
+            growth = load.finished * (1.0 if self.is_first_climb else GROWTH)
+        limit = min(self.limit + growth, MOST_ROLLOUTS)
+        return Admission(limit=limit, is_first_climb=self.is_first_climb, until_decrease=waits)
