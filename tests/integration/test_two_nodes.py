@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.listening import heard_by_a_stranger, listening
+from tests.namespaces import Nodes, are_possible, two_nodes
 
 NODE_TIMEOUT_S = 10
 STOP_MARGIN_S = 30
@@ -28,55 +28,15 @@ MAX_STEPS = 96
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * RUN_TIMEOUT_S),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(not shutil.which("ip") or not shutil.which("redis-server"), reason="needs ip and redis-server"),
+    pytest.mark.skipif(not are_possible(), reason="network namespaces need root and ip"),
+    pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server"),
 ]
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Two namespaces and the cable between them."""
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-
-    def cable(self, state: str) -> None:
-        ip("-n", self.names[0], "link", "set", "cable", state)
 
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    tag, net = os.getpid() % 10000, 100 + os.getpid() % 100
-    nodes = Nodes((f"prl{tag}a", f"prl{tag}b"), (f"10.203.{net}.1", f"10.203.{net}.2"))
-    try:
-        for name in nodes.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip(
-            "-n",
-            nodes.names[0],
-            "link",
-            "add",
-            "cable",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            nodes.names[1],
-        )
-        for name, address in zip(nodes.names, nodes.addresses, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
+    with two_nodes() as nodes:
         yield nodes
-    finally:
-        for name in nodes.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
 
 
 class Launchers:

@@ -1,0 +1,116 @@
+"""The rendered JobSet and its servers as processes that have nothing but what is rendered: the quickstart learns.
+
+Each pod is a node with a network and a file system of its own. They share no folder: the pod of the server that joins
+has only a copy of the model. Topics travel through Redis, weights from the trainer to every server over TCP.
+"""
+
+import json
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelinerl.inspect.ledger import read
+from pipelinerl.render.deployment import Deployment
+from pipelinerl.render.jobset import RANK_FIELD, hosts_of, render
+from tests.namespaces import Nodes, are_possible, two_nodes
+from tests.pods import Machine, start_pod
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 1200
+RUN = Path("run")
+"""The run folder in the results volume."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * RUN_TIMEOUT_S),
+    pytest.mark.skipif(not are_possible() or not shutil.which("unshare"), reason="namespaces need root, ip, unshare"),
+    pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server"),
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def volumes() -> Iterator[tuple[Path, Path]]:
+    """The results volumes of the two pods, outside /tmp, which every pod has for itself."""
+    with tempfile.TemporaryDirectory(prefix="prl-pods-", dir="/var/tmp") as folder:
+        paths = (Path(folder) / "gang", Path(folder) / "server")
+        for path in paths:
+            path.mkdir()
+        yield paths
+
+
+def deployment_of_quickstart() -> Deployment:
+    arguments = ("--config-name=quickstart", f"output_dir=/results/{RUN}", "wandb.mode=disabled")
+    return Deployment(
+        arguments=(*arguments, "finetune.max_train_steps=240"),
+        name="quick",
+        image="registry/prl:1",
+        python=sys.executable,
+        workdir=str(ROOT),
+        extra_servers=1,
+    )
+
+
+def until_trained(volume: Path, steps: int, gang: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline, path = time.monotonic() + RUN_TIMEOUT_S, volume / RUN / "metrics" / "finetune.jsonl"
+    while not path.exists() or len(path.read_bytes().splitlines()) < steps:
+        assert gang.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+def test_quickstart_learns_with_a_server_that_joins_late_without_a_common_folder(
+    volumes: tuple[Path, Path], nodes: Nodes, tmp_path: Path
+) -> None:
+    deployment = deployment_of_quickstart()
+    gang, servers = yaml.safe_load_all(render(deployment))
+    pods = [
+        gang["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
+        servers["spec"]["template"]["spec"],
+    ]
+    machines = [
+        Machine(
+            network=nodes.names[index],
+            hosts=dict.fromkeys(hosts_of(deployment), nodes.addresses[0]),
+            claims={"quick-results": volumes[index]},
+            secrets={"secret": token},
+            fields={RANK_FIELD: "0", "status.podIP": nodes.addresses[index]},
+        )
+        for token in [secrets.token_hex(16)]
+        for index in range(2)
+    ]
+    logs = [tmp_path / f"pod{index}.txt" for index in range(2)]
+    started = [start_pod(pods[0], machines[0], logs[0])]
+    try:
+        until_trained(volumes[0], 2, started[0], logs[0])
+        shutil.copytree(volumes[0] / RUN / "model", volumes[1] / RUN / "model")
+        started.append(start_pod(pods[1], machines[1], logs[1]))
+        assert started[0].wait(RUN_TIMEOUT_S) == 0, logs[0].read_text()[-4000:] + logs[1].read_text()[-2000:]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(120)
+    run_dir = volumes[0] / RUN
+    summary = json.loads((run_dir / "summary.json").read_text())
+    print(f"success {summary['success_before']:.3f} to {summary['success_after']:.3f}")
+    assert summary["success_after"] >= 0.8
+    assert read(run_dir).violations == ()
+    log = (run_dir / "finetune_0" / "log.txt").read_text()
+    assert f"member_came name=actor_llm_1 url=http://{nodes.addresses[1]}:" in log
+    print([line for line in log.splitlines() if "actor_llm_1" in line][:5])
+    assert [path.name for path in volumes[1].rglob("*") if path.is_file() and path.parent.name != "model"] == []
