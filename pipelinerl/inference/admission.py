@@ -18,7 +18,7 @@ DECREASE = 0.8
 NEARLY_FULL = 0.85
 FULL = 0.97
 USED = 0.5
-"""The limit grows only while at least this share of it is in use. Rollouts that wait for tools are not at the server."""
+"""The limit grows only while at least this share of it is in use. Rollouts in their tools are not at the server."""
 QUEUE = 0.1
 """The limit does not grow while more than this share of the rollouts waits."""
 
