@@ -104,7 +104,7 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
     encode = Codec(FromWorker).encode
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
-        executor.servers.update({"server": url})
+        executor.servers.update({"server": url}, {"server": 0})
         count = 0
 
         async def groups(until: float) -> None:

@@ -122,7 +122,9 @@ def measure(folder: Path, ranks: int, servers: int) -> dict[str, Any]:
 
 
 def job_bucket_mb() -> float:
-    return float(parse(compose("base", ["dataset_loader=a.b", "actor.rollout_policy=a.b"])).weights.bucket_mb)
+    return float(
+        parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"])).weights.bucket_mb
+    )
 
 
 def main() -> None:

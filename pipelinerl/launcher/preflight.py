@@ -88,10 +88,13 @@ def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
 
 
 def builder_command(config: Config) -> tuple[str, ...]:
-    """The command that builds `model_path` from its recipe. It is a separate process because it imports torch."""
+    """The command that builds `model_path` from its recipe. It is a separate process because it imports torch.
+
+    On a folder that nodes share, the launcher of another node may have built it first.
+    """
     assert config.tiny_model is not None
     recipe = config.tiny_model
-    argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--out", config.model_path]
+    argv = [sys.executable, "-m", "pipelinerl.tiny_model", "--if-missing", "--out", config.model_path]
     argv += ["--recipe", recipe.recipe, "--seed", str(recipe.seed)]
     for name, value in recipe.params.items():
         argv += ["--param", f"{name}={json.dumps(value)}"]

@@ -33,13 +33,21 @@ def user_cache() -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.tiny_model", description=__doc__)
-    parser.add_argument("--out", required=True, help="folder to create; it must not exist")
+    parser.add_argument("--out", required=True, help="folder to create; without --if-missing it must not exist")
     parser.add_argument("--recipe", required=True, help=f"one of {', '.join(sorted(RECIPES))}, or module.function")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--param", action="append", default=[], type=parse_param, metavar="NAME=VALUE")
+    parser.add_argument("--if-missing", action="store_true", help="keep a model that is already in the folder")
     arguments = parser.parse_args(argv)
     try:
-        path = build(arguments.out, arguments.recipe, arguments.seed, dict(arguments.param), user_cache() / "models")
+        path = build(
+            arguments.out,
+            arguments.recipe,
+            arguments.seed,
+            dict(arguments.param),
+            user_cache() / "models",
+            if_missing=arguments.if_missing,
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -28,22 +28,31 @@ HEAD_SIZE = 32
 
 
 def build(
-    path: str | Path, recipe: str, seed: int, params: dict[str, Any] | None = None, cache: Path | None = None
+    path: str | Path,
+    recipe: str,
+    seed: int,
+    params: dict[str, Any] | None = None,
+    cache: Path | None = None,
+    *,
+    if_missing: bool = False,
 ) -> Path:
     """Builds the model of ``recipe`` in folder ``path`` and returns it.
 
     Args:
-        path: folder to create. An existing one is an error. Of two concurrent builders one publishes the result.
+        path: folder to create. Of two concurrent builders one publishes the result.
         recipe: a name in ``RECIPES``.
         seed: determines tokenizer sample, initial weights and warm-up data.
         params: the recipe's own parameters, e.g. ``{"max_number": 30}``.
         cache: folder of models built before. One that cannot be used costs the build, never the result; None = none.
+        if_missing: accept a model that is already in ``path``. Otherwise an existing folder is an error.
 
     Raises:
         ConfigError: unknown recipe or parameter, or ``path`` exists.
     """
     target = Path(path)
     made = make_recipe(recipe, dict(params or {}))
+    if if_missing and (target / "config.json").is_file():
+        return target
     if target.exists():
         raise ConfigError(f"{target} exists: remove it or choose another folder for the tiny model")
     kept = cache / recipe_digest(made, seed) if cache else None

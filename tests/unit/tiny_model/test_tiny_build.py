@@ -84,6 +84,15 @@ def test_existing_folder_is_refused_and_untouched(tmp_path):
     assert (tmp_path / "mine").read_text() == "keep"
 
 
+def test_model_of_another_node_is_kept_where_that_is_asked_for(tmp_path):
+    (tmp_path / "config.json").write_text("theirs")
+    assert build(tmp_path, "largest", 0, QUICK, if_missing=True) == tmp_path
+    assert (tmp_path / "config.json").read_text() == "theirs"
+    (tmp_path / "config.json").rename(tmp_path / "notes.txt")
+    with pytest.raises(ConfigError, match="exists"):
+        build(tmp_path, "largest", 0, QUICK, if_missing=True)
+
+
 def test_builder_that_lost_the_race_keeps_the_published_folder(tmp_path):
     target, scratch = tmp_path / "model", tmp_path / ".model.x"
     for folder, text in ((target, "first"), (scratch, "second")):
