@@ -56,7 +56,7 @@ def resume(cut: Cut, run_dir: Path, overrides: Sequence[str], steps: int, seed: 
         outcome = run_struck(run_dir, [], [*overrides, *way], steps=steps, timeout_s=1500)
         if outcome.exit_code == 0 or REFUSED not in outcome.output:
             break
-    said = re.search(r"resuming from step (\d+) \((\d+) repeated\)", trainer_log(run_dir))
+    said = re.search(r"event=resumed step=(\d+) repeated=\d+", trainer_log(run_dir))
     start = int(said[1]) if said else 0
     if start < reached - 2 * SAVE_EVERY:
         outcome.problems.append(f"step {reached} was made, and it resumes from {start}")
