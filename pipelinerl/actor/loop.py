@@ -23,6 +23,7 @@ from pipelinerl.actor.reporting import Reporter
 from pipelinerl.actor.training import TrainingGroup, TrainingGroups
 from pipelinerl.actor.work import WorkEnded, WorkTable
 from pipelinerl.membership.lease import LiveServer
+from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import ProbeMissed
 
 log = logging.getLogger(__name__)
@@ -186,11 +187,11 @@ class ActorLoop:
     def _a_server(self) -> str:
         return next(iter(self._servers.urls))
 
-    def _numbers(self) -> dict[str, float]:
+    def _numbers(self) -> dict[MetricName, float]:
         return self._training.numbers() | {
-            "rollouts_under_way": self._table.num_rollouts,
-            "version": self._version if self._version is not None else -1,
-            "domain_errors": self._domain_errors.count,
+            ActorMetric.ROLLOUTS_UNDER_WAY: self._table.num_rollouts,
+            ActorMetric.VERSION: self._version if self._version is not None else -1,
+            ActorMetric.DOMAIN_ERRORS: self._domain_errors.count,
         }
 
 

@@ -4,10 +4,17 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import Rollout
 
 WINDOW = 1024
-TOTALS = ("rollouts", "groups", "groups_retried", "aborted_requests", "tokens_generated")
+TOTALS = (
+    ActorMetric.ROLLOUTS,
+    ActorMetric.GROUPS,
+    ActorMetric.GROUPS_RETRIED,
+    ActorMetric.ABORTED_REQUESTS,
+    ActorMetric.TOKENS_GENERATED,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +40,7 @@ class ActorMetrics:
         self._solved: deque[float] = deque(maxlen=window)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
+        self._totals: Counter[MetricName] = Counter()
         self._max_versions = 0
         self._since = (now, 0, 0)
         self._clock, self._generating, self._generating_s = now, False, 0.0
@@ -46,15 +53,15 @@ class ActorMetrics:
 
     def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
         """Adds a published group. ``part`` is its domain or data set. If there are several, each also has its means."""
-        self._totals["groups"] += 1
+        self._totals[ActorMetric.GROUPS] += 1
         successes = [bool(rollout.metrics["success"]) for rollout in rollouts if "success" in rollout.metrics]
         if successes:
             self._solved.append(sum(successes) / len(successes))
         for rollout in rollouts:
             seen = _see(rollout, part)
             self._recent.append(seen)
-            self._totals["rollouts"] += 1
-            self._totals["tokens_generated"] += seen.output_tokens
+            self._totals[ActorMetric.ROLLOUTS] += 1
+            self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
             self._max_versions = max(self._max_versions, seen.num_versions)
 
     def failure(self, reason: str) -> None:
@@ -67,68 +74,74 @@ class ActorMetrics:
 
     def aborted(self, requests: int) -> None:
         """Counts requests that a server did not complete."""
-        self._totals["aborted_requests"] += requests
+        self._totals[ActorMetric.ABORTED_REQUESTS] += requests
 
     def retried(self) -> None:
         """Counts a group whose missing attempts are tried again."""
-        self._totals["groups_retried"] += 1
+        self._totals[ActorMetric.GROUPS_RETRIED] += 1
 
-    def snapshot(self, now: float) -> dict[str, float]:
+    def snapshot(self, now: float) -> dict[MetricName, float]:
         """Returns all metrics. Rates cover the time since the previous snapshot."""
         then, rollouts, tokens = self._since
-        totals = {name: self._totals[name] for name in TOTALS}
-        self._since = (now, totals["rollouts"], totals["tokens_generated"])
+        totals: dict[MetricName, float] = {name: self._totals[name] for name in TOTALS}
+        self._since = (now, totals[ActorMetric.ROLLOUTS], totals[ActorMetric.TOKENS_GENERATED])
         elapsed = max(now - then, 1e-9)
-        values: dict[str, float] = totals | {
-            "rollouts_per_s": (totals["rollouts"] - rollouts) / elapsed,
-            "generating_s": self._generating_s,
-            "tokens_generated_per_s": (totals["tokens_generated"] - tokens) / elapsed,
-            "versions_in_one_rollout_max": self._max_versions,
+        values: dict[MetricName, float] = totals | {
+            ActorMetric.ROLLOUTS_PER_S: (totals[ActorMetric.ROLLOUTS] - rollouts) / elapsed,
+            ActorMetric.GENERATING_S: self._generating_s,
+            ActorMetric.TOKENS_GENERATED_PER_S: (totals[ActorMetric.TOKENS_GENERATED] - tokens) / elapsed,
+            ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX: self._max_versions,
         }
-        values |= {f"failures/{reason}": count for reason, count in self._failures.items()}
-        values |= {f"groups_dropped/{reason}": count for reason, count in self._dropped_groups.items()}
+        values |= {ActorMetric.FAILURES.of(reason=reason): count for reason, count in self._failures.items()}
+        values |= {
+            ActorMetric.GROUPS_DROPPED.of(reason=reason): count for reason, count in self._dropped_groups.items()
+        }
         return values | self._means()
 
-    def _means(self) -> dict[str, float]:
+    def _means(self) -> dict[MetricName, float]:
         recent = self._recent
         if not recent:
             return {}
         count = len(recent)
-        values = {
-            "latency_s": sum(seen.latency_s for seen in recent) / count,
-            "output_tokens": sum(seen.output_tokens for seen in recent) / count,
-            "output_tokens_max": max(seen.output_tokens for seen in recent),
-            "prompt_tokens": sum(seen.prompt_tokens for seen in recent) / count,
-            "llm_calls": sum(seen.num_llm_calls for seen in recent) / count,
-            "prefix_hit_rate": sum(seen.cached_tokens for seen in recent)
+        values: dict[MetricName, float] = {
+            ActorMetric.LATENCY_S: sum(seen.latency_s for seen in recent) / count,
+            ActorMetric.OUTPUT_TOKENS: sum(seen.output_tokens for seen in recent) / count,
+            ActorMetric.OUTPUT_TOKENS_MAX: max(seen.output_tokens for seen in recent),
+            ActorMetric.PROMPT_TOKENS: sum(seen.prompt_tokens for seen in recent) / count,
+            ActorMetric.LLM_CALLS: sum(seen.num_llm_calls for seen in recent) / count,
+            ActorMetric.PREFIX_HIT_RATE: sum(seen.cached_tokens for seen in recent)
             / max(1, sum(seen.sent_tokens for seen in recent)),
-            "unmerged_turns": sum(seen.num_unmerged_turns for seen in recent) / count,
-            "cut_by_length": sum(seen.cut for seen in recent) / count,
+            ActorMetric.UNMERGED_TURNS: sum(seen.num_unmerged_turns for seen in recent) / count,
+            ActorMetric.CUT_BY_LENGTH: sum(seen.cut for seen in recent) / count,
         }
         values |= _domain_means(recent) | _domain_spread(recent)
         if self._solved:
-            values["groups_always_solved"] = sum(share == 1.0 for share in self._solved) / len(self._solved)
-            values["groups_never_solved"] = sum(share == 0.0 for share in self._solved) / len(self._solved)
+            values[ActorMetric.GROUPS_ALWAYS_SOLVED] = sum(share == 1.0 for share in self._solved) / len(self._solved)
+            values[ActorMetric.GROUPS_NEVER_SOLVED] = sum(share == 0.0 for share in self._solved) / len(self._solved)
         parts = sorted({seen.part for seen in recent})
         for part in parts if len(parts) > 1 else ():
             own = [seen for seen in recent if seen.part == part]
-            means = _domain_means(own) | {"latency_s": sum(seen.latency_s for seen in own) / len(own)}
-            values |= {f"{part}/{name}": value for name, value in means.items()}
+            values[ActorMetric.PART_LATENCY_S.of(part=part)] = sum(seen.latency_s for seen in own) / len(own)
+            means = _domain_means(own)
+            values |= {ActorMetric.OF_PART.of(part=part, metric=name): value for name, value in means.items()}
         return values
 
 
-def _domain_means(seen: Iterable[_Seen]) -> dict[str, float]:
+def _domain_means(seen: Iterable[_Seen]) -> dict[MetricName, float]:
     """Returns the mean of every metric of the domains, over the rollouts that have it."""
-    return {name: sum(values) / len(values) for name, values in _given(seen).items()}
+    return {ActorMetric.OF_DOMAIN.of(metric=name): sum(values) / len(values) for name, values in _given(seen).items()}
 
 
-def _domain_spread(seen: Iterable[_Seen]) -> dict[str, float]:
+def _domain_spread(seen: Iterable[_Seen]) -> dict[MetricName, float]:
     """Returns minimum, maximum and standard deviation of every metric of the domains."""
-    spread = {}
+    spread: dict[MetricName, float] = {}
     for name, values in _given(seen).items():
         mean = sum(values) / len(values)
-        spread[f"{name}_min"], spread[f"{name}_max"] = min(values), max(values)
-        spread[f"{name}_std"] = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+        spread[ActorMetric.OF_DOMAIN_MIN.of(metric=name)] = min(values)
+        spread[ActorMetric.OF_DOMAIN_MAX.of(metric=name)] = max(values)
+        spread[ActorMetric.OF_DOMAIN_STD.of(metric=name)] = (
+            sum((value - mean) ** 2 for value in values) / len(values)
+        ) ** 0.5
     return spread
 
 

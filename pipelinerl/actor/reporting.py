@@ -8,11 +8,19 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import EvaluationDone
 
 log = logging.getLogger(__name__)
 
-SHOWN = ("rollouts", "rollouts_per_s", "tokens_generated_per_s", "reward", "success", "rollouts_under_way")
+SHOWN = (
+    ActorMetric.ROLLOUTS,
+    ActorMetric.ROLLOUTS_PER_S,
+    ActorMetric.TOKENS_GENERATED_PER_S,
+    ActorMetric.REWARD,
+    ActorMetric.SUCCESS,
+    ActorMetric.ROLLOUTS_UNDER_WAY,
+)
 
 
 class Status(Protocol):
@@ -25,7 +33,7 @@ class Status(Protocol):
 class MetricsLog(Protocol):
     """Where metrics are written: ``observability.metrics.MetricsLogger``."""
 
-    def log(self, values: dict[str, float], *, step: int) -> None: ...
+    def log(self, values: dict[MetricName, float], *, step: int) -> None: ...
 
 
 class Reporter:
@@ -58,7 +66,7 @@ class Reporter:
         self._wait.close()
         self._waits_for = None
 
-    def log(self, numbers: Callable[[], dict[str, float]], step: int, *, force: bool = False) -> None:
+    def log(self, numbers: Callable[[], dict[MetricName, float]], step: int, *, force: bool = False) -> None:
         """Writes the metrics and the progress line if they are due, or always with ``force``.
 
         Args:
@@ -75,8 +83,17 @@ class Reporter:
 
     def evaluation(self, done: EvaluationDone) -> None:
         """Writes the metrics of an evaluation."""
-        values = {"eval/success": done.success, "eval/reward": done.reward}
-        self._metrics_log.log(values | {f"eval/{k}": v for k, v in done.metrics.items()}, step=done.version)
+        self._metrics_log.log(evaluation_metrics(done), step=done.version)
+
+
+def evaluation_metrics(done: EvaluationDone) -> dict[MetricName, float]:
+    """An evaluation's metrics: over all its rollouts, and of each data set."""
+    values: dict[MetricName, float] = {ActorMetric.EVAL_SUCCESS: done.success, ActorMetric.EVAL_REWARD: done.reward}
+    for name, value in done.metrics.items():
+        dataset, _, metric = name.rpartition("/")
+        of_dataset = ActorMetric.EVAL_OF_DATASET.of(dataset=dataset, metric=metric)
+        values[of_dataset if dataset else ActorMetric.EVAL_COMPLETE] = value
+    return values
 
 
 def _short(value: float) -> str:

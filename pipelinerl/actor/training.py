@@ -25,6 +25,7 @@ from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans
+from pipelinerl.observability.catalogue import ActorMetric, MetricName
 from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
 from pipelinerl.records.rollouts import PROBLEM_CHARS
 
@@ -146,22 +147,24 @@ class TrainingGroups:
         self._table.cancel(TrainingGroup)
         self._held = [deque() for _ in self._domains]
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> dict[MetricName, float]:
         """Counts for the metrics."""
         progress, domains = self._progress, self._domains
-        values: dict[str, float] = {
-            "samples_dispatched": progress.dispatched,
-            "samples_published": progress.published,
-            "samples_dropped": progress.dropped,
-            "epoch": max((source.epoch for source in progress.sources.values()), default=0),
+        values: dict[MetricName, float] = {
+            ActorMetric.SAMPLES_DISPATCHED: progress.dispatched,
+            ActorMetric.SAMPLES_PUBLISHED: progress.published,
+            ActorMetric.SAMPLES_DROPPED: progress.dropped,
+            ActorMetric.EPOCH: max((source.epoch for source in progress.sources.values()), default=0),
         }
         if len(domains) > 1:
             dropped = self._drops.by_domain()
             kept = {domain.name: progress.by_domain[domain.name] - dropped.get(domain.name, 0) for domain in domains}
-            values |= {f"mix/{name}": samples / max(1, sum(kept.values())) for name, samples in kept.items()}
-            values["groups_held"] = sum(map(len, self._held))
+            values |= {
+                ActorMetric.MIX.of(domain=name): samples / max(1, sum(kept.values())) for name, samples in kept.items()
+            }
+            values[ActorMetric.GROUPS_HELD] = sum(map(len, self._held))
         removed = sum(len(source.removed) for source in progress.sources.values())
-        return values | ({"problems_removed": removed} if removed else {})
+        return values | ({ActorMetric.PROBLEMS_REMOVED: removed} if removed else {})
 
     def _may_start(self, version: int) -> bool:
         dropped = self._progress.dropped + self._drops.total()

@@ -113,8 +113,7 @@ def server_defaults_are_neutral(config: Config) -> str | None:
         return None
     return (
         f"`vllm_config.vllm_kwargs.generation-config` is {value!r}: the model's own sampling defaults "
-        "(top-p, top-k, …) "
-        "would distort training; set it to vllm"
+        "(top-p, top-k, …) would distort training; set it to vllm"
     )
 
 
@@ -176,8 +175,7 @@ def one_engine(config: Config) -> str | None:
 
 
 def deepspeed_file_exists(config: Config) -> str | None:
-    used = config.finetune.engine == "deepspeed" or (config.finetune.engine == "auto" and config.use_deepspeed)
-    if not used or deepspeed_file(config).is_file():
+    if engine_of(config, ranks=2) != "deepspeed" or deepspeed_file(config).is_file():
         return None
     names = sorted(path.stem for path in (CONF_DIR / "deepspeed").glob("*.json"))
     return f"`deepspeed_config` is {config.deepspeed_config!r}: conf/deepspeed has {', '.join(names) or 'no files'}"

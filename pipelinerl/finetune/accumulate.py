@@ -20,6 +20,7 @@ from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import slice_batch
 from pipelinerl.finetune.speed import speed_metrics
+from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 from pipelinerl.records import MicroBatch
 
 Observer = Callable[[MicroBatch, PolicyOutput, torch.Tensor], None]
@@ -68,7 +69,7 @@ def train_step(
     learning_rate: float,
     proximal: Sequence[torch.Tensor] | None = None,
     observe: Observer | None = None,
-) -> dict[str, float]:
+) -> dict[MetricName, float]:
     """Train one optimizer batch. Collective: every rank passes its own records, and all pass the same number.
 
     Args:
@@ -99,16 +100,20 @@ def train_step(
         grad_norm = engine.step(learning_rate)
     except NonFiniteGradientError as error:
         raise RecordError(f"step {records[0].step} is refused: {error}; {_suspects(records, losses)}") from error
-    set_by = {"lr": learning_rate, "kl_coef": settings.kl_coef, "entropy_bonus": settings.entropy_bonus}
-    set_by |= {"grad_norm": grad_norm, "micro_batches": float(len(records))}
+    set_by: dict[MetricName, float] = {
+        TrainerMetric.LR: learning_rate,
+        TrainerMetric.KL_COEF: settings.kl_coef,
+        TrainerMetric.ENTROPY_BONUS: settings.entropy_bonus,
+    }
+    set_by |= {TrainerMetric.GRAD_NORM: grad_norm, TrainerMetric.MICRO_BATCHES: float(len(records))}
     totals = diagnostics.reduce(engine.world_size > 1)
     return step_metrics(totals) | set_by | _speed(engine, totals, time.perf_counter() - started)
 
 
-def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[str, float]:
+def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[MetricName, float]:
     tokens, config = totals["total_tokens"], engine.policy.lm.config
     per_device = speed_metrics(config, engine.device, tokens, elapsed, engine.world_size)
-    return {"step_s": elapsed, "tokens_per_s": totals["tokens"] / elapsed} | per_device
+    return {TrainerMetric.STEP_S: elapsed, TrainerMetric.TOKENS_PER_S: totals["tokens"] / elapsed} | per_device
 
 
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:

@@ -38,6 +38,7 @@ from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.tracing import StepSpans
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder, WeightUpdates, last_needed
+from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
@@ -120,7 +121,7 @@ class Trainer:
         spans.end()
         self.scores.write(step)
         self.counters = self.counters.after(records[0], self.feed.positions(), self.feed.instance_of(step))
-        metrics |= {"wait_s": waited, "push_wait_s": self.updates.after_step(step + 1)}
+        metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: self.updates.after_step(step + 1)}
         self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
         if self.outputs is not None:
             self.outputs.report(self.counters, metrics)

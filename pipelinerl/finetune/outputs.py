@@ -12,6 +12,7 @@ from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.resume import resumed_message
 from pipelinerl.finetune.rl.diagnostics import clip_warning
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder
+from pipelinerl.observability.catalogue import MetricName, TrainerMetric, plain
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone
@@ -22,8 +23,18 @@ from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer
 log = logging.getLogger(__name__)
 
 LOGGED = (
-    *("loss", "reward", "grad_norm", "lr", "entropy", "ess", "lag_mean", "lag_max", "tokens"),
-    *("step_s", "wait_s", "push_wait_s", "pause_ms"),
+    *(
+        TrainerMetric.LOSS,
+        TrainerMetric.REWARD,
+        TrainerMetric.GRAD_NORM,
+        TrainerMetric.LR,
+        TrainerMetric.ENTROPY,
+        TrainerMetric.ESS,
+        TrainerMetric.LAG_MEAN,
+        TrainerMetric.LAG_MAX,
+        TrainerMetric.TOKENS,
+    ),
+    *(TrainerMetric.STEP_S, TrainerMetric.WAIT_S, TrainerMetric.PUSH_WAIT_S, TrainerMetric.PAUSE_MS),
 )
 
 
@@ -62,15 +73,19 @@ class Outputs:
         assert sender is not None, "rank 0 has the sender"
         self.sender = sender
 
-    def report(self, counters: Counters, metrics: dict[str, float]) -> None:
+    def report(self, counters: Counters, metrics: dict[MetricName, float]) -> None:
         """Publish a finished step: a message, metrics and a log line. Adds the sender's statistics to ``metrics``."""
         stats = self.sender.stats
-        metrics |= {"pause_ms": stats.pause_ms, "transfer_ms": stats.transfer_ms, "live_version": float(stats.version)}
+        metrics |= {
+            TrainerMetric.PAUSE_MS: stats.pause_ms,
+            TrainerMetric.TRANSFER_MS: stats.transfer_ms,
+            TrainerMetric.LIVE_VERSION: float(stats.version),
+        }
         samples, step = counters.samples_processed, counters.step
         self._topic.write(
-            SamplesProcessed(samples_processed=samples, step=step, metrics=metrics, timestamp=time.time())
+            SamplesProcessed(samples_processed=samples, step=step, metrics=plain(metrics), timestamp=time.time())
         )
-        self._metrics.log(metrics | {"samples": samples}, step=step)
+        self._metrics.log(metrics | {TrainerMetric.SAMPLES: samples}, step=step)
         self._warn_once(clip_warning(metrics))
         log.info("event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
 

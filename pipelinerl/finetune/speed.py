@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 from pipelinerl.plan.rates import GPUS
 from pipelinerl.world.model_shape import shape_from_config
 
@@ -11,7 +12,9 @@ FLOPS_PER_PARAMETER = 6
 """2 of the forward pass and 4 of the backward pass. Attention and recomputed activations do not count."""
 
 
-def speed_metrics(config: Any, device: torch.device, tokens: float, seconds: float, ranks: int) -> dict[str, float]:
+def speed_metrics(
+    config: Any, device: torch.device, tokens: float, seconds: float, ranks: int
+) -> dict[MetricName, float]:
     """The metrics of a step, `mfu` only on a GPU whose peak is known.
 
     Args:
@@ -20,10 +23,10 @@ def speed_metrics(config: Any, device: torch.device, tokens: float, seconds: flo
         seconds: of computation.
         ranks: devices of the trainer.
     """
-    found = {"input_tokens_per_s_per_device": tokens / seconds / ranks}
+    found: dict[MetricName, float] = {TrainerMetric.INPUT_TOKENS_PER_S_PER_DEVICE: tokens / seconds / ranks}
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    used = None if peak is None else mfu(config.to_dict(), found["input_tokens_per_s_per_device"], peak)
-    return found if used is None else found | {"mfu": used}
+    used = None if peak is None else mfu(config.to_dict(), found[TrainerMetric.INPUT_TOKENS_PER_S_PER_DEVICE], peak)
+    return found if used is None else found | {TrainerMetric.MFU: used}
 
 
 def peak_flops(name: str) -> float | None:

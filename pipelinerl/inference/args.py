@@ -108,7 +108,6 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "return-tokens-as-token-ids": True,
         "scheduler-cls": SCHEDULER,
         "enable-prefix-caching": job.kind == "actor_llm" and cfg.vllm_config.prefix_caching != "off",
-        "generation-config": "vllm",
         "trust-remote-code": cfg.trust_remote_code,
         "disable-log-stats": True,
         "disable-uvicorn-access-log": True,

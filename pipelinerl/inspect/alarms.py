@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Points
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
@@ -31,8 +32,18 @@ UNREADABLE_TEXT = 0.2
 """Share of sampled tokens that are no text."""
 
 READ = (
-    *("step", "advantage_std", "clip_fraction", "cut_by_length", "entropy", "live_version", "logratio_abs_max_lag0"),
-    *("logratio_abs_mean", "no_answer", "output_tokens", "reward", "success"),
+    STEP,
+    ActorMetric.CUT_BY_LENGTH,
+    ActorMetric.NO_ANSWER,
+    ActorMetric.OUTPUT_TOKENS,
+    ActorMetric.REWARD,
+    ActorMetric.SUCCESS,
+    PreprocessorMetric.ADVANTAGE_STD,
+    TrainerMetric.CLIP_FRACTION,
+    TrainerMetric.ENTROPY,
+    TrainerMetric.LIVE_VERSION,
+    TrainerMetric.LOGRATIO_ABS_MAX_LAG0,
+    TrainerMetric.LOGRATIO_ABS_MEAN,
 )
 """The metrics that the checks read."""
 
@@ -104,13 +115,13 @@ def lost_servers(history: History) -> Iterable[Alarm]:
 
 def other_weights(history: History) -> Iterable[Alarm]:
     """Alarm if the trainer's log-probabilities differ from the servers' on tokens of the present version."""
-    points = _with(history.finetune, "logratio_abs_max_lag0")
+    points = _with(history.finetune, TrainerMetric.LOGRATIO_ABS_MAX_LAG0)
     recent = points[-WINDOW:]
     if len(recent) < 3:
         return
-    usual = statistics.median(point["logratio_abs_max_lag0"] for point in recent)
+    usual = statistics.median(point[TrainerMetric.LOGRATIO_ABS_MAX_LAG0] for point in recent)
     if usual > FRESH_LOG_RATIO:
-        first = next(point["step"] for point in points if point["logratio_abs_max_lag0"] > FRESH_LOG_RATIO)
+        first = next(point[STEP] for point in points if point[TrainerMetric.LOGRATIO_ABS_MAX_LAG0] > FRESH_LOG_RATIO)
         yield Alarm(
             name="stale server",
             step=first,
@@ -122,16 +133,16 @@ def other_weights(history: History) -> Iterable[Alarm]:
 
 def stalled_version(history: History) -> Iterable[Alarm]:
     """Alarm if the trainer makes steps while the servers keep an old version."""
-    recent = _with(history.finetune, "live_version")[-WINDOW:]
-    if len(recent) < WINDOW or recent[0]["live_version"] != recent[-1]["live_version"]:
+    recent = _with(history.finetune, TrainerMetric.LIVE_VERSION)[-WINDOW:]
+    if len(recent) < WINDOW or recent[0][TrainerMetric.LIVE_VERSION] != recent[-1][TrainerMetric.LIVE_VERSION]:
         return
-    if recent[-1]["step"] - recent[-1]["live_version"] <= VERSIONS_BEHIND + WINDOW + history.steps_per_update:
+    if recent[-1][STEP] - recent[-1][TrainerMetric.LIVE_VERSION] <= VERSIONS_BEHIND + WINDOW + history.steps_per_update:
         return
-    version = int(recent[-1]["live_version"])
+    version = int(recent[-1][TrainerMetric.LIVE_VERSION])
     yield Alarm(
         name="stalled version",
         step=version,
-        text=f"the servers hold version {version} while the trainer is at step {recent[-1]['step']}",
+        text=f"the servers hold version {version} while the trainer is at step {recent[-1][STEP]}",
         cure="Read finetune_0/log.txt for the failed update; an evaluation that does not end holds updates back, too",
     )
 
@@ -147,15 +158,16 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
             cure="The tokenizer in model_path does not belong to the model: take both from one checkpoint",
         )
         return
-    points = _with(history.actor, "no_answer", "success", fewest=WINDOW)
+    points = _with(history.actor, ActorMetric.NO_ANSWER, ActorMetric.SUCCESS, fewest=WINDOW)
     if not points:
         return
-    unread = [point for point in points if point["no_answer"] >= UNREADABLE]
-    if len(unread) == len(points) and max(point["success"] for point in points) <= NO_SUCCESS:
+    unread = [point for point in points if point[ActorMetric.NO_ANSWER] >= UNREADABLE]
+    if len(unread) == len(points) and max(point[ActorMetric.SUCCESS] for point in points) <= NO_SUCCESS:
         yield Alarm(
             name="bad tokenizer",
-            step=points[0]["step"],
-            text=f"no answer can be read in {unread[-1]['no_answer']:.0%} of the rollouts, from the first one on",
+            step=points[0][STEP],
+            text=f"no answer can be read in {unread[-1][ActorMetric.NO_ANSWER]:.0%} of the rollouts, "
+            "from the first one on",
             cure="Tokenizer or chat template do not fit the model, or the task does not fit it: look at rollouts, then "
             "take model and tokenizer from one checkpoint",
         )
@@ -163,14 +175,14 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
 
 def reward_without_success(history: History) -> Iterable[Alarm]:
     """Alarm if the reward grows but success does not."""
-    points = _with(history.actor, "reward", "success", fewest=FEWEST_POINTS)
+    points = _with(history.actor, ActorMetric.REWARD, ActorMetric.SUCCESS, fewest=FEWEST_POINTS)
     if not points:
         return
-    (reward, reward_now), (success, success_now) = _ends(points, "reward"), _ends(points, "success")
+    (reward, reward_now), (success, success_now) = _ends(points, ActorMetric.REWARD), _ends(points, ActorMetric.SUCCESS)
     if reward_now - reward >= REWARD_GAIN and success_now - success <= SUCCESS_GAIN and success < SOLVED:
         yield Alarm(
             name="reward hack",
-            step=points[0]["step"],
+            step=points[0][STEP],
             text=f"reward went from {reward:.2f} to {reward_now:.2f} and success from {success:.2f} to "
             f"{success_now:.2f}: the policy earns reward without solving the task",
             cure="Read the best-rewarded failures (pipelinerl rollouts RUN --best 20) and close what they exploit",
@@ -179,14 +191,14 @@ def reward_without_success(history: History) -> Iterable[Alarm]:
 
 def entropy_collapse(history: History) -> Iterable[Alarm]:
     """Alarm if the entropy collapses before the policy succeeds."""
-    points = _with(history.finetune, "entropy", fewest=FEWEST_POINTS)
+    points = _with(history.finetune, TrainerMetric.ENTROPY, fewest=FEWEST_POINTS)
     if not points:
         return
-    before, now = _ends(points, "entropy")
-    successes = [point["success"] for point in _with(history.actor, "success")][-WINDOW:]
+    before, now = _ends(points, TrainerMetric.ENTROPY)
+    successes = [point[ActorMetric.SUCCESS] for point in _with(history.actor, ActorMetric.SUCCESS)][-WINDOW:]
     success = statistics.fmean(successes) if successes else 0.0
     if now < ENTROPY_LEFT * before and success < ENTROPY_SUCCESS:
-        first = next(point["step"] for point in points if point["entropy"] < ENTROPY_LEFT * before)
+        first = next(point[STEP] for point in points if point[TrainerMetric.ENTROPY] < ENTROPY_LEFT * before)
         yield Alarm(
             name="entropy collapse",
             step=first,
@@ -197,14 +209,14 @@ def entropy_collapse(history: History) -> Iterable[Alarm]:
 
 def length_explosion(history: History) -> Iterable[Alarm]:
     """Alarm if answers grow until they are cut."""
-    points = _with(history.actor, "output_tokens", fewest=FEWEST_POINTS)
+    points = _with(history.actor, ActorMetric.OUTPUT_TOKENS, fewest=FEWEST_POINTS)
     if not points:
         return
-    before, now = _ends(points, "output_tokens")
-    cut = statistics.fmean(point.get("cut_by_length") or 0.0 for point in points[-WINDOW:])
+    before, now = _ends(points, ActorMetric.OUTPUT_TOKENS)
+    cut = statistics.fmean(point.get(ActorMetric.CUT_BY_LENGTH) or 0.0 for point in points[-WINDOW:])
     growth = now / max(before, 1.0)
     if growth >= LENGTH_RUNAWAY or (growth >= LENGTH_GROWTH and cut >= LENGTH_CUT):
-        first = next(point["step"] for point in points if point["output_tokens"] >= LENGTH_GROWTH * before)
+        first = next(point[STEP] for point in points if point[ActorMetric.OUTPUT_TOKENS] >= LENGTH_GROWTH * before)
         yield Alarm(
             name="length explosion",
             step=first,
@@ -215,16 +227,16 @@ def length_explosion(history: History) -> Iterable[Alarm]:
 
 def zero_advantages(history: History) -> Iterable[Alarm]:
     """Alarm if all attempts at every problem earn the same reward, so that nothing is learned."""
-    points = _with(history.preprocessor, "advantage_std")
+    points = _with(history.preprocessor, PreprocessorMetric.ADVANTAGE_STD)
     recent = points[-WINDOW:]
-    if len(recent) < 3 or any(point["advantage_std"] > 1e-6 for point in recent):
+    if len(recent) < 3 or any(point[PreprocessorMetric.ADVANTAGE_STD] > 1e-6 for point in recent):
         return
-    last = max((i for i, point in enumerate(points) if point["advantage_std"] > 1e-6), default=-1)
-    successes = [point["success"] for point in _with(history.actor, "success")][-WINDOW:]
+    last = max((i for i, point in enumerate(points) if point[PreprocessorMetric.ADVANTAGE_STD] > 1e-6), default=-1)
+    successes = [point[ActorMetric.SUCCESS] for point in _with(history.actor, ActorMetric.SUCCESS)][-WINDOW:]
     solved = bool(successes) and statistics.fmean(successes) > 0.5
     yield Alarm(
         name="all-zero advantages",
-        step=points[last + 1]["step"],
+        step=points[last + 1][STEP],
         text="every group's attempts earn the same reward: nothing is learned",
         cure="The problems are solved: stop, or take harder ones"
         if solved
@@ -234,12 +246,12 @@ def zero_advantages(history: History) -> Iterable[Alarm]:
 
 def clipping(history: History) -> Iterable[Alarm]:
     """Alarm if the loss clips a large share of the tokens."""
-    points = _with(history.finetune, "clip_fraction", fewest=WINDOW)
+    points = _with(history.finetune, TrainerMetric.CLIP_FRACTION, fewest=WINDOW)
     if not points:
         return
-    now = statistics.fmean(point["clip_fraction"] for point in points[-WINDOW:])
+    now = statistics.fmean(point[TrainerMetric.CLIP_FRACTION] for point in points[-WINDOW:])
     if now > CLIPPED:
-        first = next(point["step"] for point in points if point["clip_fraction"] > CLIPPED)
+        first = next(point[STEP] for point in points if point[TrainerMetric.CLIP_FRACTION] > CLIPPED)
         yield Alarm(
             name="clip fraction",
             step=first,
@@ -250,14 +262,14 @@ def clipping(history: History) -> Iterable[Alarm]:
 
 def mismatch(history: History) -> Iterable[Alarm]:
     """Alarm if trainer and servers differ much in the mean, with the cause that the metrics show."""
-    points = _with(history.finetune, "logratio_abs_mean", fewest=WINDOW)
+    points = _with(history.finetune, TrainerMetric.LOGRATIO_ABS_MEAN, fewest=WINDOW)
     if not points:
         return
-    now = statistics.fmean(point["logratio_abs_mean"] for point in points[-WINDOW:])
+    now = statistics.fmean(point[TrainerMetric.LOGRATIO_ABS_MEAN] for point in points[-WINDOW:])
     if now <= LARGE_GAP:
         return
-    fresh = statistics.fmean(point.get("logratio_abs_max_lag0") or 0.0 for point in points[-WINDOW:])
-    first = next(point["step"] for point in points if point["logratio_abs_mean"] > LARGE_GAP)
+    fresh = statistics.fmean(point.get(TrainerMetric.LOGRATIO_ABS_MAX_LAG0) or 0.0 for point in points[-WINDOW:])
+    first = next(point[STEP] for point in points if point[TrainerMetric.LOGRATIO_ABS_MEAN] > LARGE_GAP)
     cause, cure = (
         ("age of the tokens: fresh ones differ less", "Lower max_lag_steps, or set finetune.rl.proximal_every")
         if fresh < now
@@ -267,7 +279,7 @@ def mismatch(history: History) -> Iterable[Alarm]:
         name="mismatch",
         step=first,
         text=f"trainer and servers differ by {now:.2g} nats per token, and the largest cause is the {cause}",
-        cure=f"{cure}. `pipelinerl replay RUN --step {points[-1]['step'] - 1} --mismatch` splits it further",
+        cure=f"{cure}. `pipelinerl replay RUN --step {points[-1][STEP] - 1} --mismatch` splits it further",
     )
 
 
@@ -287,13 +299,13 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
 """The most serious first."""
 
 
-def _with(points: Points, *names: str, fewest: int = 0) -> Points:
+def _with(points: Points, *names: MetricName, fewest: int = 0) -> Points:
     """Return the points that have all these metrics, or nothing if they are fewer than `fewest`."""
     found = [point for point in points if all(point.get(name) is not None for name in names)]
     return found if len(found) >= fewest else []
 
 
-def _ends(points: Points, name: str) -> tuple[float, float]:
+def _ends(points: Points, name: MetricName) -> tuple[float, float]:
     """Return the means of the first and of the last `WINDOW` points."""
     values = [float(point[name]) for point in points]
     return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])

@@ -29,23 +29,24 @@ from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.report import read_metrics_tail
 from pipelinerl.membership.address import address_of, open_store
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
+from pipelinerl.observability.catalogue import STEP, TIME, ActorMetric, Metric, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.status import read_statuses
 
 PREFIX = "pipelinerl"
-NOT_VALUES = ("step", "timestamp", "time")
-PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Success and reward", "none", ("actor_success", "actor_reward", "actor_eval_success")),
-    ("Tokens per second", "none", ("actor_tokens_generated_per_s", "preprocessor_tokens_per_s")),
-    ("Lag in steps", "none", ("finetune_lag_mean", "finetune_lag_max")),
-    ("Where the trainer's time goes", "s", ("finetune_step_s", "finetune_wait_s", "finetune_push_wait_s")),
-    ("Pause of decoding per update", "ms", ("finetune_pause_ms",)),
-    ("Loss, gradient norm, entropy", "none", ("finetune_loss", "finetune_grad_norm", "finetune_entropy")),
-    ("Rollouts under way", "none", ("actor_rollouts_under_way",)),
+NOT_VALUES = (STEP, TIME)
+PANELS: tuple[tuple[str, str, tuple[Metric | str, ...]], ...] = (
+    ("Success and reward", "none", (ActorMetric.SUCCESS, ActorMetric.REWARD, ActorMetric.EVAL_SUCCESS)),
+    ("Tokens per second", "none", (ActorMetric.TOKENS_GENERATED_PER_S, PreprocessorMetric.TOKENS_PER_S)),
+    ("Lag in steps", "none", (TrainerMetric.LAG_MEAN, TrainerMetric.LAG_MAX)),
+    ("Where the trainer's time goes", "s", (TrainerMetric.STEP_S, TrainerMetric.WAIT_S, TrainerMetric.PUSH_WAIT_S)),
+    ("Pause of decoding per update", "ms", (TrainerMetric.PAUSE_MS,)),
+    ("Loss, gradient norm, entropy", "none", (TrainerMetric.LOSS, TrainerMetric.GRAD_NORM, TrainerMetric.ENTROPY)),
+    ("Rollouts under way", "none", (ActorMetric.ROLLOUTS_UNDER_WAY,)),
     ("Who waits, and how long", "s", ("waiting_seconds",)),
     ("Sign of life, seconds ago", "s", ("heartbeat_age_seconds",)),
     ("Members", "none", ("member",)),
 )
-"""Title, unit and metrics of each panel."""
+"""Title, unit and what each panel shows: metrics of roles, and gauges of this exporter without their prefix."""
 
 
 class RunCollector(Collector):
@@ -63,7 +64,7 @@ class RunCollector(Collector):
         for path in sorted((self._run_dir / "metrics").glob("*.jsonl")):
             point = read_metrics_tail(self._run_dir, path.stem) or {}
             values = {metric_name(path.stem, name): value for name, value in point.items() if is_value(name, value)}
-            values[metric_name(path.stem, "step")] = point.get("step", 0)
+            values[metric_name(path.stem, STEP)] = point.get(STEP, 0)
             for name, value in sorted(values.items()):
                 yield GaugeMetricFamily(name, "docs/metrics.md", value=float(value))
 
@@ -94,6 +95,11 @@ def metric_name(role: str, name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", f"{PREFIX}_{role}_{name}")
 
 
+def gauge(shown: Metric | str) -> str:
+    """Return the exported name of what a panel shows."""
+    return metric_name(shown.role, shown) if isinstance(shown, Metric) else f"{PREFIX}_{shown}"
+
+
 def is_value(name: str, value: Any) -> bool:
     return name not in NOT_VALUES and isinstance(value, int | float)
 
@@ -118,11 +124,11 @@ def dashboard() -> str:
             "datasource": {"type": "prometheus", "uid": "${source}"},
             "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
             "targets": [
-                {"refId": chr(ord("A") + place), "expr": f'{PREFIX}_{name}{{run=~"$run"}}'}
-                for place, name in enumerate(names)
+                {"refId": chr(ord("A") + place), "expr": f'{gauge(shown)}{{run=~"$run"}}'}
+                for place, shown in enumerate(contents)
             ],
         }
-        for index, (title, unit, names) in enumerate(PANELS)
+        for index, (title, unit, contents) in enumerate(PANELS)
     ]
     choices = [
         {"name": "source", "type": "datasource", "query": "prometheus"},

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.host.disk import replace_file
-from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, TrainerMetric
+from pipelinerl.observability.metrics import Point, Points, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import (
     EvaluationDone,
@@ -96,7 +97,7 @@ def read_rollouts(spec: SingleStreamSpec, totals: RolloutTotals) -> None:
 
 def summarise(
     records: RunRecords,
-    actor_points: Sequence[dict[str, Any]],
+    actor_points: Points,
     *,
     wall_s: float,
     seed: int,
@@ -114,9 +115,9 @@ def summarise(
     updates = {m.version: m for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.version > 0}
     pauses = [pause for update in updates.values() for pause in update.pause_ms]
     training_s = training_seconds(records.trainer, evaluations)
-    trained = sum(step.metrics.get("tokens", 0.0) for step in steps)
+    trained = sum(step.metrics.get(TrainerMetric.TOKENS, 0.0) for step in steps)
     seen = records.rollouts
-    rollouts = seen.rollouts if seen.is_complete else latest(actor_points, "samples_published")
+    rollouts = seen.rollouts if seen.is_complete else latest(actor_points, ActorMetric.SAMPLES_PUBLISHED)
     return {
         **before_and_after(evaluations),
         "optimizer_steps": steps[-1].step if steps else 0,
@@ -124,19 +125,19 @@ def summarise(
         "rollouts": rollouts,
         "rollouts_trained": steps[-1].samples_processed if steps else 0,
         "rollouts_per_s": rate(rollouts, training_s),
-        "aborted_requests": latest(actor_points, "aborted_requests"),
+        "aborted_requests": latest(actor_points, ActorMetric.ABORTED_REQUESTS),
         "pause_ms": middle_and_worst(pauses),
         "lag_steps": lag_steps(steps),
         "versions_in_one_rollout_median": percentile(seen.versions, 50) if seen.is_complete else None,
         "versions_in_one_rollout_max": max(seen.versions, default=0)
         if seen.is_complete
-        else largest(actor_points, "versions_in_one_rollout_max"),
+        else largest(actor_points, ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX),
         "tokens_in_one_rollout": {
             "median": percentile(seen.lengths, 50) if seen.is_complete else None,
             "p99": percentile(seen.lengths, 99) if seen.is_complete else None,
         },
         "tokens_generated_per_s": rate(
-            seen.tokens if seen.is_complete else latest(actor_points, "tokens_generated"), training_s
+            seen.tokens if seen.is_complete else latest(actor_points, ActorMetric.TOKENS_GENERATED), training_s
         ),
         "tokens_trained_per_s": rate(trained, training_s),
         "training_s": training_s,
@@ -162,8 +163,10 @@ def before_and_after(evaluations: Sequence[EvaluationDone]) -> dict[str, float |
 def lag_steps(steps: Sequence[SamplesProcessed]) -> dict[str, float | None]:
     """Mean lag over tokens and largest lag, in optimizer steps."""
     return {
-        "mean": weighted_mean((step.metrics.get("lag_mean"), step.metrics.get("tokens", 1.0)) for step in steps),
-        "max": max((step.metrics["lag_max"] for step in steps if "lag_max" in step.metrics), default=None),
+        "mean": weighted_mean(
+            (step.metrics.get(TrainerMetric.LAG_MEAN), step.metrics.get(TrainerMetric.TOKENS, 1.0)) for step in steps
+        ),
+        "max": max((value for _, value in curve(steps, TrainerMetric.LAG_MAX)), default=None),
     }
 
 
@@ -207,7 +210,12 @@ def middle_and_worst(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def largest(points: Iterable[Mapping[str, Any]], name: str) -> Any:
+def curve(steps: Iterable[SamplesProcessed], name: MetricName) -> list[tuple[int, float]]:
+    """(optimizer step, value) of a metric of the trainer, of the steps that have it."""
+    return [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
+
+
+def largest(points: Points, name: MetricName) -> Any:
     """The largest value of a metric that starts again with each process. None if no point has it."""
     return max((point[name] for point in points if point.get(name) is not None), default=None)
 
@@ -246,7 +254,7 @@ def rate(amount: float | None, seconds: float | None) -> float | None:
     return amount / seconds if seconds and amount is not None else None
 
 
-def latest(points: Sequence[dict[str, Any]], name: str) -> Any:
+def latest(points: Points, name: MetricName) -> Any:
     """The newest value of a running total. None if no point has it."""
     return next((point[name] for point in reversed(points) if point.get(name) is not None), None)
 
@@ -275,7 +283,7 @@ def write_report(run_dir: Path, *, replicas: int, launched: float, started: floa
     return summary
 
 
-def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> dict[str, Any] | None:
+def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> Point | None:
     """Return the newest point of a kind of role from the last `tail_bytes` of its file. None if there is none."""
     path = run_dir / "metrics" / f"{kind}.jsonl"
     try:
@@ -324,7 +332,7 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
-def draw_learning_curve(path: Path, records: RunRecords, actor_points: Sequence[dict[str, Any]] = ()) -> None:
+def draw_learning_curve(path: Path, records: RunRecords, actor_points: Points = ()) -> None:
     """Draw reward and success over weight versions, and below them lag and waiting time of each optimizer step.
 
     Training success is a mean over the actor's newest 1,024 rollouts. Evaluations are points.
@@ -338,13 +346,13 @@ def draw_learning_curve(path: Path, records: RunRecords, actor_points: Sequence[
     figure, (learned, lag, waits) = plt.subplots(
         3, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(4, 1, 1)
     )
-    rewards = [(step.step, step.metrics["reward"]) for step in steps if "reward" in step.metrics]
+    rewards = curve(steps, TrainerMetric.REWARD)
     if rewards:
         x, y = zip(*rewards, strict=True)
         width = max(1, len(y) // 20)
         learned.plot(x, y, ".", color="tab:blue", alpha=0.2, markersize=3)
         learned.plot(x, running_mean(y, width), color="tab:blue", label=f"training reward, mean of {width} steps")
-    seen = [(point["step"], point["success"]) for point in actor_points if point.get("success") is not None]
+    seen = [(point[STEP], value) for point in actor_points if (value := point.get(ActorMetric.SUCCESS)) is not None]
     if seen:
         learned.plot(*zip(*sorted(seen), strict=True), color="tab:green", label="training success, 1,024 rollouts")
     tests = sorted((e.version, e.success) for e in records.evaluations)
@@ -353,8 +361,11 @@ def draw_learning_curve(path: Path, records: RunRecords, actor_points: Sequence[
     learned.set(ylabel="per rollout")
     if learned.lines:
         learned.legend(loc="best", fontsize="small")
-    for axis, name, label in ((lag, "lag_mean", "lag in\nsteps"), (waits, "wait_s", "waiting\nin s")):
-        known = [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
+    for axis, name, label in (
+        (lag, TrainerMetric.LAG_MEAN, "lag in\nsteps"),
+        (waits, TrainerMetric.WAIT_S, "waiting\nin s"),
+    ):
+        known = curve(steps, name)
         if known:
             axis.plot(*zip(*known, strict=True), color="tab:gray", linewidth=1)
         axis.set(ylabel=label, ylim=(0, None))

@@ -23,6 +23,7 @@ from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.inspect.outside import look_into, process_environment
 from pipelinerl.inspect.report import last_per_step, number, read_records, read_summary
+from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.health import wait_chain
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
@@ -124,7 +125,7 @@ def progress_lines(records: Any) -> list[str]:
     lines = []
     if steps:
         metrics = steps[-1].metrics
-        lag = f"{number(metrics.get('lag_mean'), 1)} (max {number(metrics.get('lag_max'), 0)})"
+        lag = f"{number(metrics.get(TrainerMetric.LAG_MEAN), 1)} (max {number(metrics.get(TrainerMetric.LAG_MAX), 0)})"
         lines.append(f"trained   step {steps[-1].step}, {steps[-1].samples_processed} rollouts, lag {lag}")
     if updates:
         servers = ", ".join(updates[-1].servers) or "no server"

@@ -3,9 +3,9 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.inspect.alarms import READ, Alarm, History, alarms
+from pipelinerl.observability.metrics import Point
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
 EVERY_S = 5.0
@@ -17,7 +17,7 @@ class MetricsTail:
     def __init__(self, path: Path):
         self._path = path
         self._place = 0
-        self.points: list[dict[str, Any]] = []
+        self.points: list[Point] = []
 
     def read(self) -> None:
         """Read the new points. Starts again if the file became shorter, because a resumed trainer cuts it."""

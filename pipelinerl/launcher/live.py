@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.inspect.report import number, read_metrics_tail
+from pipelinerl.observability.catalogue import ActorMetric
+from pipelinerl.observability.metrics import Point
 from pipelinerl.observability.status import LAUNCHER, StatusRecord, read_statuses
 
 REDRAW_S = 0.25
@@ -111,7 +112,7 @@ def is_trainer(name: str) -> bool:
 
 def describe_run(
     statuses: Mapping[str, StatusRecord],
-    metrics: Mapping[str, Any],
+    metrics: Point,
     now: float,
     since: float,
     *,
@@ -140,7 +141,7 @@ def describe_run(
         causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
         parts = [f"starting, {now - since:.0f} s", *causes]
     elif not step:
-        parts = [f"first rollouts, {now - since:.0f} s", f"{number(metrics.get('rollouts'), 0)} rollouts"]
+        parts = [f"first rollouts, {now - since:.0f} s", f"{number(metrics.get(ActorMetric.ROLLOUTS), 0)} rollouts"]
     else:
         parts = [f"training {step}/{last}"]
     if step and step < last:
@@ -175,10 +176,9 @@ def eta(step: int, last: int, speed: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def failing(metrics: Mapping[str, Any]) -> list[str]:
+def failing(metrics: Point) -> list[str]:
     """Describe failed rollouts, such as `12 rollouts failed: timeout 9, domain 3`. Empty if there are none."""
-    failures = {name: count for name, count in metrics.items() if name.startswith("failures/")}
-    counts = {name.removeprefix("failures/"): int(count) for name, count in failures.items() if count}
+    counts = {reason: int(count) for reason, count in ActorMetric.FAILURES.found(metrics).items() if count}
     if not counts:
         return []
     reasons = ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))

@@ -8,13 +8,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.launcher.tracking import RunTracking
+from pipelinerl.observability.catalogue import ActorMetric, TrainerMetric
+from pipelinerl.observability.metrics import Point
 from pipelinerl.records.messages import (
     EvaluationDone,
     EvaluationMessage,
@@ -169,7 +170,7 @@ def step_line(
     max_train_steps: int,
     seconds: float | None,
     pause_ms: float | None,
-    actor: Mapping[str, Any],
+    actor: Point,
 ) -> str:
     """Describe an optimizer step. Reward and success are means over the actor's newest 1,024 rollouts or the step's.
 
@@ -180,18 +181,19 @@ def step_line(
 
     `step 12/96 reward 0.41 success 0.55 lag 1.2 (max 3) 2,310 tok/s pause 34 ms wait 0.02 s prefix hits 0.62`."""
     metrics = message.metrics
-    same = actor if actor.get("reward") is not None else metrics  # reward and success of the same rollouts
-    tokens = metrics.get("tokens")
+    is_actors = actor.get(ActorMetric.REWARD) is not None  # reward and success of the same rollouts
+    reward = actor.get(ActorMetric.REWARD) if is_actors else metrics.get(TrainerMetric.REWARD)
+    tokens = metrics.get(TrainerMetric.TOKENS)
     speed = tokens / seconds if tokens is not None and seconds and seconds > 0 else None
     parts = [
         f"step {message.step}/{max_train_steps}",
-        f"reward {number(same.get('reward'), 2)}",
-        f"success {number(same.get('success'), 2)}",
-        f"lag {number(metrics.get('lag_mean'), 1)} (max {number(metrics.get('lag_max'), 0)})",
+        f"reward {number(reward, 2)}",
+        f"success {number(actor.get(ActorMetric.SUCCESS) if is_actors else None, 2)}",
+        f"lag {number(metrics.get(TrainerMetric.LAG_MEAN), 1)} (max {number(metrics.get(TrainerMetric.LAG_MAX), 0)})",
         f"{number(speed, 0)} tok/s",
         f"pause {number(pause_ms, 0)} ms",
-        f"wait {number(metrics.get('wait_s'), 2)} s",
-        f"prefix hits {number(actor.get('prefix_hit_rate'), 2)}",
+        f"wait {number(metrics.get(TrainerMetric.WAIT_S), 2)} s",
+        f"prefix hits {number(actor.get(ActorMetric.PREFIX_HIT_RATE), 2)}",
     ]
     return "  ".join(parts)
 

@@ -1,6 +1,7 @@
-"""Every metric, declared once: name, unit and meaning.
+"""Every metric, declared once: name, unit, meaning and role.
 
-A role emits only what is declared here. `MetricsLogger` warns of another name, and the warning is an error in tests.
+Emitters and readers name a metric by its declaration: `{TrainerMetric.LOSS: 0.5}`, `point[ActorMetric.REWARD]`. The
+names in `MetricsLogger.log` and `Points` are of the type `MetricName`, so the type checker refuses a bare string.
 A part of a name in braces stands for any text without a slash, e.g. `dropped/{reason}`.
 `python -m pipelinerl.observability.catalogue` writes docs/metrics.md.
 """
@@ -9,8 +10,9 @@ import re
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from enum import ReprEnum
 from functools import cache
+from typing import Any
 
 DOMAIN_METRIC = "{metric}"
 """The place of a metric that the domain's rollouts report."""
@@ -20,152 +22,211 @@ class UndeclaredMetricWarning(UserWarning):
     """A role emits a metric that the catalogue does not know."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric of one role."""
+class MetricName(str):
+    """A name that a declaration gave. Only this module and the reader of metrics files make one."""
 
-    name: str
-    """As emitted, without the role; `{…}` stands for a part that is known only at run time."""
+
+STEP, TIME = MetricName("step"), MetricName("time")
+"""What every point has beside its metrics: the optimizer step or weight version, and the Unix time."""
+
+
+class Metric(MetricName, ReprEnum):
+    """A metric of one role. The value is its name as emitted, without the role."""
+
     unit: str
     meaning: str
 
+    def __new__(cls, name: str, unit: str, meaning: str) -> "Metric":
+        self = str.__new__(cls, name)
+        self._value_, self.unit, self.meaning = name, unit, meaning
+        return self
 
-CATALOGUE: Mapping[str, tuple[Metric, ...]] = {
-    "actor": (
-        Metric("rollouts", "rollouts", "finished since the process began"),
-        Metric("rollouts_per_s", "1/s", "rate since the previous point"),
-        Metric("groups", "groups", "finished since the process began"),
-        Metric("groups_retried", "groups", "with attempts that were tried again"),
-        Metric("groups_dropped/{reason}", "groups", "that will never be trained, by reason"),
-        Metric("groups_held", "groups", "finished, and waiting for a domain that is behind its weight"),
-        Metric("failures/{reason}", "rollouts", "failed attempts, by reason"),
-        Metric("domain_errors", "exceptions", "of the domain's own code"),
-        Metric("aborted_requests", "requests", "that a server did not complete"),
-        Metric("tokens_generated", "tokens", "sampled since the process began"),
-        Metric("tokens_generated_per_s", "tokens/s", "rate since the previous point"),
-        Metric("generating_s", "s", "time in which training rollouts were under way"),
-        Metric("versions_in_one_rollout_max", "versions", "most weight versions that sampled one rollout"),
-        Metric("latency_s", "s", "of a rollout"),
-        Metric("output_tokens", "tokens", "sampled in a rollout"),
-        Metric("output_tokens_max", "tokens", "sampled in the longest rollout"),
-        Metric("prompt_tokens", "tokens", "of a rollout that were not sampled"),
-        Metric("llm_calls", "calls", "of a rollout"),
-        Metric("prefix_hit_rate", "share", "of the prompt tokens of all calls that servers found computed"),
-        Metric("unmerged_turns", "turns", "of a rollout that became training sequences of their own"),
-        Metric("cut_by_length", "share", "of rollouts with a completion that the server cut for its length"),
-        Metric("rollouts_under_way", "rollouts", "at this time"),
-        Metric("samples_dispatched", "rollouts", "started for training"),
-        Metric("samples_published", "rollouts", "finished and published for training"),
-        Metric("samples_dropped", "rollouts", "that will never be trained, in the actor and behind it"),
-        Metric("epoch", "epochs", "of the training problems"),
-        Metric("version", "version", "of the live weights, -1 before the first"),
-        Metric("problems_removed", "problems", "that left the pool because they are solved"),
-        Metric("mix/{domain}", "share", "of a domain in the samples that are published and not dropped since"),
-        Metric("reward", "", "mean reward of a rollout"),
-        Metric("success", "share", "of rollouts that succeeded"),
-        Metric("no_error", "share", "of rollouts without an error, as the domain reports it"),
-        Metric("no_answer", "share", "of rollouts without an answer, as the domain reports it"),
-        Metric(DOMAIN_METRIC, "", "mean of any other metric that the domain reports"),
-        Metric(f"{DOMAIN_METRIC}_min", "", "smallest value of a metric that the domain reports, reward among them"),
-        Metric(f"{DOMAIN_METRIC}_max", "", "its largest value"),
-        Metric(f"{DOMAIN_METRIC}_std", "", "its standard deviation"),
-        Metric("groups_always_solved", "share", "of the newest groups whose attempts all succeeded"),
-        Metric("groups_never_solved", "share", "of the newest groups none of whose attempts succeeded"),
-        Metric(
-            f"{{part}}/{DOMAIN_METRIC}", "", "the domain's metrics of one domain or data set, where there are several"
-        ),
-        Metric("{part}/latency_s", "s", "of a rollout of one domain or data set, where there are several"),
-        Metric("eval/success", "share", "of evaluation rollouts that succeeded"),
-        Metric("eval/reward", "", "mean reward of an evaluation rollout"),
-        Metric("eval/complete", "share", "of the evaluation's rollouts that were finished"),
-        Metric(f"eval/{{dataset}}/{DOMAIN_METRIC}", "", "the domain's metrics of one test data set"),
-        Metric(f"eval/{{domain}}/{{dataset}}/{DOMAIN_METRIC}", "", "the same where there are several domains"),
-    ),
-    "preprocessor": (
-        Metric("samples", "rollouts", "in the optimizer batch"),
-        Metric("sequences", "sequences", "in the optimizer batch"),
-        Metric("tokens", "tokens", "in the optimizer batch"),
-        Metric("tokens_trained", "tokens", "in the optimizer batch that were sampled"),
-        Metric("tokens_per_s", "tokens/s", "tokens of the batch per time since the previous batch"),
-        Metric("reward", "", "mean over the batch"),
-        Metric("advantage_std", "", "standard deviation of the batch's advantages"),
-        Metric("zero_weight", "rollouts", "in the batch that have weight 0"),
-        Metric("packed_lag_mean", "steps", "between the batch and the oldest token of a rollout, mean"),
-        Metric("packed_lag_max", "steps", "between the batch and its oldest token"),
-        Metric("micro_batches", "micro-batches", "of the batch over all ranks"),
-        Metric("sentinels", "micro-batches", "without data, which keep the ranks in step"),
-        Metric("filled", "share", "of the micro-batches' capacity that tokens fill"),
-        Metric("rank_imbalance", "share", "largest deviation of a rank's tokens from the mean"),
-        Metric("lockstep", "share", "of the time that the ranks compute, when each round lasts as long as its longest"),
-        Metric("dropped/{reason}", "rollouts", "that will not be trained, by reason, since the run began"),
-        Metric(
-            "dropped_by_length/{decile}",
-            "share",
-            "of the sampled tokens of the shortest (1) to the longest (10) tenth of the last 2,000 rollouts that "
-            "max_lag_steps takes away, mean over the rollouts",
-        ),
-        Metric("tokens_masked_by_lag", "tokens", "of the batch's rollouts that are not trained since they are too old"),
-        Metric("survivorship/{fate}/count", "rollouts", "that met this fate since the previous batch"),
-        Metric("survivorship/{fate}/mean_tokens", "tokens", "sampled in a rollout of this fate"),
-        Metric("survivorship/{fate}/mean_reward", "", "of the rollouts of this fate"),
-    ),
-    "finetune": (
-        Metric("loss", "", "sum over the batch as the aggregation weights it"),
-        Metric("value_loss", "", "loss of the value head"),
-        Metric("samples", "rollouts", "trained since the run began"),
-        Metric("tokens", "tokens", "trained in the step: they were sampled and carry a loss"),
-        Metric("sequences", "sequences", "trained in the step"),
-        Metric("input_tokens", "tokens", "that went through the model in the step"),
-        Metric("padding_fraction", "share", "of the computed positions that are padding"),
-        Metric("micro_batches", "micro-batches", "of one rank"),
-        Metric("reward", "", "mean over the sequences of the step"),
-        Metric("entropy", "nats", "of the policy at the training temperature, mean over tokens"),
-        Metric("entropy_bonus", "", "weight of the entropy bonus in this step"),
-        Metric("kl_ref", "nats", "KL to the reference model, mean over tokens (§3)"),
-        Metric("kl_coef", "", "weight of the KL term in this step"),
-        Metric("ess", "share", "effective sample size over tokens, (Σρ)² / (N Σρ²); 1 on policy"),
-        Metric("ess_sequence", "share", "the same over sequences, where ρ is the product over the tokens"),
-        Metric("kl_k1", "nats", "mean of log μ − log π"),
-        Metric("kl_k3", "nats", "mean of ρ − log ρ − 1, an estimate of KL(μ‖π)"),
-        Metric("chi_squared", "", "mean of ρ² − 1"),
-        Metric("logratio_abs_mean", "nats", "mean size of log ρ"),
-        Metric("logratio_abs_max", "nats", "largest size of log ρ"),
-        Metric(
-            "logratio_abs_max_lag0",
-            "nats",
-            "the same over sequences that the current version sampled alone. It measures nothing but numerical "
-            "difference between server and trainer",
-        ),
-        Metric("clip_fraction", "share", "of tokens on which the loss's clip acts"),
-        Metric("clip_fraction_lag0", "share", "of the tokens of such sequences on which it acts: numerical noise"),
-        Metric("corrected_fraction", "share", "of tokens that an off-policy correction truncates or drops"),
-        Metric(
-            "lag_min", "steps", "smallest lag of a token: from the version that sampled it to the one that trains it"
-        ),
-        Metric("lag_mean", "steps", "mean lag of a token"),
-        Metric("lag_max", "steps", "largest lag of a token"),
-        Metric("lag_in_flight_mean", "steps", "the part of the lag that passed while the sequence was generated"),
-        Metric("lag_queued_mean", "steps", "the rest of the lag"),
-        Metric(
-            "lag_histogram/{part}/{bin}",
-            "share",
-            "of tokens with a lag in the bin (0, 1, 2, 3-4, 5-8, 9-16, 17+), of the whole lag (`trained`) and of its "
-            "parts (`in_flight`, `queued`)",
-        ),
-        Metric("grad_norm", "", "norm of the gradient before clipping"),
-        Metric("lr", "", "learning rate of the step"),
-        Metric("step_s", "s", "computation of the step"),
-        Metric("tokens_per_s", "tokens/s", "trained tokens per second of computation"),
-        Metric(
-            "input_tokens_per_s_per_device", "tokens/s", "tokens, prompts included, per second of computation and rank"
-        ),
-        Metric("mfu", "share", "of the GPU's peak that 6 operations per active parameter and token used"),
-        Metric("wait_s", "s", "wait of the trainer for data before the step"),
-        Metric("push_wait_s", "s", "training stood still for the weight update after the step: its snapshot"),
-        Metric("pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"),
-        Metric("transfer_ms", "ms", "transfer of the newest weight update, while the server decodes"),
-        Metric("live_version", "version", "of the weights that the servers hold"),
-    ),
+    @property
+    def role(self) -> str:
+        """The role that emits it."""
+        return next(role for role, metrics in CATALOGUE.items() if isinstance(self, metrics))
+
+    def of(self, **parts: object) -> MetricName:
+        """The name with texts in the place of its braces.
+
+        >>> ActorMetric.FAILURES.of(reason="timeout")
+        'failures/timeout'
+        """
+        return MetricName(self.format(**parts))
+
+    def found(self, point: Mapping[MetricName, Any]) -> dict[str, Any]:
+        """The values of a point under this name, by the text in the place of its only brace."""
+        pattern = re.compile(re.sub(r"\\\{\w+\\\}", "([^/]+)", re.escape(self)))
+        return {match[1]: value for name, value in point.items() if (match := pattern.fullmatch(name))}
+
+
+def plain(values: Mapping[MetricName, float]) -> dict[str, float]:
+    """The same values under texts, for a record."""
+    return {str(name): value for name, value in values.items()}
+
+
+class ActorMetric(Metric):
+    """Of role `actor`."""
+
+    ROLLOUTS = "rollouts", "rollouts", "finished since the process began"
+    ROLLOUTS_PER_S = "rollouts_per_s", "1/s", "rate since the previous point"
+    GROUPS = "groups", "groups", "finished since the process began"
+    GROUPS_RETRIED = "groups_retried", "groups", "with attempts that were tried again"
+    GROUPS_DROPPED = "groups_dropped/{reason}", "groups", "that will never be trained, by reason"
+    GROUPS_HELD = "groups_held", "groups", "finished, and waiting for a domain that is behind its weight"
+    FAILURES = "failures/{reason}", "rollouts", "failed attempts, by reason"
+    DOMAIN_ERRORS = "domain_errors", "exceptions", "of the domain's own code"
+    ABORTED_REQUESTS = "aborted_requests", "requests", "that a server did not complete"
+    TOKENS_GENERATED = "tokens_generated", "tokens", "sampled since the process began"
+    TOKENS_GENERATED_PER_S = "tokens_generated_per_s", "tokens/s", "rate since the previous point"
+    GENERATING_S = "generating_s", "s", "time in which training rollouts were under way"
+    VERSIONS_IN_ONE_ROLLOUT_MAX = (
+        "versions_in_one_rollout_max",
+        "versions",
+        "most weight versions that sampled one rollout",
+    )
+    LATENCY_S = "latency_s", "s", "of a rollout"
+    OUTPUT_TOKENS = "output_tokens", "tokens", "sampled in a rollout"
+    OUTPUT_TOKENS_MAX = "output_tokens_max", "tokens", "sampled in the longest rollout"
+    PROMPT_TOKENS = "prompt_tokens", "tokens", "of a rollout that were not sampled"
+    LLM_CALLS = "llm_calls", "calls", "of a rollout"
+    PREFIX_HIT_RATE = "prefix_hit_rate", "share", "of the prompt tokens of all calls that servers found computed"
+    UNMERGED_TURNS = "unmerged_turns", "turns", "of a rollout that became training sequences of their own"
+    CUT_BY_LENGTH = "cut_by_length", "share", "of rollouts with a completion that the server cut for its length"
+    ROLLOUTS_UNDER_WAY = "rollouts_under_way", "rollouts", "at this time"
+    SAMPLES_DISPATCHED = "samples_dispatched", "rollouts", "started for training"
+    SAMPLES_PUBLISHED = "samples_published", "rollouts", "finished and published for training"
+    SAMPLES_DROPPED = "samples_dropped", "rollouts", "that will never be trained, in the actor and behind it"
+    EPOCH = "epoch", "epochs", "of the training problems"
+    VERSION = "version", "version", "of the live weights, -1 before the first"
+    PROBLEMS_REMOVED = "problems_removed", "problems", "that left the pool because they are solved"
+    MIX = "mix/{domain}", "share", "of a domain in the samples that are published and not dropped since"
+    REWARD = "reward", "", "mean reward of a rollout"
+    SUCCESS = "success", "share", "of rollouts that succeeded"
+    NO_ERROR = "no_error", "share", "of rollouts without an error, as the domain reports it"
+    NO_ANSWER = "no_answer", "share", "of rollouts without an answer, as the domain reports it"
+    OF_DOMAIN = "{metric}", "", "mean of any other metric that the domain reports"
+    OF_DOMAIN_MIN = "{metric}_min", "", "smallest value of a metric that the domain reports, reward among them"
+    OF_DOMAIN_MAX = "{metric}_max", "", "its largest value"
+    OF_DOMAIN_STD = "{metric}_std", "", "its standard deviation"
+    GROUPS_ALWAYS_SOLVED = "groups_always_solved", "share", "of the newest groups whose attempts all succeeded"
+    GROUPS_NEVER_SOLVED = "groups_never_solved", "share", "of the newest groups none of whose attempts succeeded"
+    OF_PART = "{part}/{metric}", "", "the domain's metrics of one domain or data set, where there are several"
+    PART_LATENCY_S = "{part}/latency_s", "s", "of a rollout of one domain or data set, where there are several"
+    EVAL_SUCCESS = "eval/success", "share", "of evaluation rollouts that succeeded"
+    EVAL_REWARD = "eval/reward", "", "mean reward of an evaluation rollout"
+    EVAL_COMPLETE = "eval/complete", "share", "of the evaluation's rollouts that were finished"
+    EVAL_OF_DATASET = "eval/{dataset}/{metric}", "", "the domain's metrics of one test data set"
+    EVAL_OF_DOMAIN_AND_DATASET = "eval/{domain}/{dataset}/{metric}", "", "the same where there are several domains"
+
+
+class PreprocessorMetric(Metric):
+    """Of role `preprocessor`."""
+
+    SAMPLES = "samples", "rollouts", "in the optimizer batch"
+    SEQUENCES = "sequences", "sequences", "in the optimizer batch"
+    TOKENS = "tokens", "tokens", "in the optimizer batch"
+    TOKENS_TRAINED = "tokens_trained", "tokens", "in the optimizer batch that were sampled"
+    TOKENS_PER_S = "tokens_per_s", "tokens/s", "tokens of the batch per time since the previous batch"
+    REWARD = "reward", "", "mean over the batch"
+    ADVANTAGE_STD = "advantage_std", "", "standard deviation of the batch's advantages"
+    ZERO_WEIGHT = "zero_weight", "rollouts", "in the batch that have weight 0"
+    PACKED_LAG_MEAN = "packed_lag_mean", "steps", "between the batch and the oldest token of a rollout, mean"
+    PACKED_LAG_MAX = "packed_lag_max", "steps", "between the batch and its oldest token"
+    MICRO_BATCHES = "micro_batches", "micro-batches", "of the batch over all ranks"
+    SENTINELS = "sentinels", "micro-batches", "without data, which keep the ranks in step"
+    FILLED = "filled", "share", "of the micro-batches' capacity that tokens fill"
+    RANK_IMBALANCE = "rank_imbalance", "share", "largest deviation of a rank's tokens from the mean"
+    LOCKSTEP = "lockstep", "share", "of the time that the ranks compute, when each round lasts as long as its longest"
+    DROPPED = "dropped/{reason}", "rollouts", "that will not be trained, by reason, since the run began"
+    DROPPED_BY_LENGTH = (
+        "dropped_by_length/{decile}",
+        "share",
+        "of the sampled tokens of the shortest (1) to the longest (10) tenth of the last 2,000 rollouts that "
+        "max_lag_steps takes away, mean over the rollouts",
+    )
+    TOKENS_MASKED_BY_LAG = (
+        "tokens_masked_by_lag",
+        "tokens",
+        "of the batch's rollouts that are not trained since they are too old",
+    )
+    SURVIVORSHIP_COUNT = "survivorship/{fate}/count", "rollouts", "that met this fate since the previous batch"
+    SURVIVORSHIP_MEAN_TOKENS = "survivorship/{fate}/mean_tokens", "tokens", "sampled in a rollout of this fate"
+    SURVIVORSHIP_MEAN_REWARD = "survivorship/{fate}/mean_reward", "", "of the rollouts of this fate"
+
+
+class TrainerMetric(Metric):
+    """Of role `finetune`."""
+
+    LOSS = "loss", "", "sum over the batch as the aggregation weights it"
+    VALUE_LOSS = "value_loss", "", "loss of the value head"
+    SAMPLES = "samples", "rollouts", "trained since the run began"
+    TOKENS = "tokens", "tokens", "trained in the step: they were sampled and carry a loss"
+    SEQUENCES = "sequences", "sequences", "trained in the step"
+    INPUT_TOKENS = "input_tokens", "tokens", "that went through the model in the step"
+    PADDING_FRACTION = "padding_fraction", "share", "of the computed positions that are padding"
+    MICRO_BATCHES = "micro_batches", "micro-batches", "of one rank"
+    REWARD = "reward", "", "mean over the sequences of the step"
+    ENTROPY = "entropy", "nats", "of the policy at the training temperature, mean over tokens"
+    ENTROPY_BONUS = "entropy_bonus", "", "weight of the entropy bonus in this step"
+    KL_REF = "kl_ref", "nats", "KL to the reference model, mean over tokens (§3)"
+    KL_COEF = "kl_coef", "", "weight of the KL term in this step"
+    ESS = "ess", "share", "effective sample size over tokens, (Σρ)² / (N Σρ²); 1 on policy"
+    ESS_SEQUENCE = "ess_sequence", "share", "the same over sequences, where ρ is the product over the tokens"
+    KL_K1 = "kl_k1", "nats", "mean of log μ − log π"
+    KL_K3 = "kl_k3", "nats", "mean of ρ − log ρ − 1, an estimate of KL(μ‖π)"
+    CHI_SQUARED = "chi_squared", "", "mean of ρ² − 1"
+    LOGRATIO_ABS_MEAN = "logratio_abs_mean", "nats", "mean size of log ρ"
+    LOGRATIO_ABS_MAX = "logratio_abs_max", "nats", "largest size of log ρ"
+    LOGRATIO_ABS_MAX_LAG0 = (
+        "logratio_abs_max_lag0",
+        "nats",
+        "the same over sequences that the current version sampled alone. It measures nothing but numerical "
+        "difference between server and trainer",
+    )
+    CLIP_FRACTION = "clip_fraction", "share", "of tokens on which the loss's clip acts"
+    CLIP_FRACTION_LAG0 = (
+        "clip_fraction_lag0",
+        "share",
+        "of the tokens of such sequences on which it acts: numerical noise",
+    )
+    CORRECTED_FRACTION = "corrected_fraction", "share", "of tokens that an off-policy correction truncates or drops"
+    LAG_MIN = "lag_min", "steps", "smallest lag of a token: from the version that sampled it to the one that trains it"
+    LAG_MEAN = "lag_mean", "steps", "mean lag of a token"
+    LAG_MAX = "lag_max", "steps", "largest lag of a token"
+    LAG_IN_FLIGHT_MEAN = (
+        "lag_in_flight_mean",
+        "steps",
+        "the part of the lag that passed while the sequence was generated",
+    )
+    LAG_QUEUED_MEAN = "lag_queued_mean", "steps", "the rest of the lag"
+    LAG_HISTOGRAM = (
+        "lag_histogram/{part}/{bin}",
+        "share",
+        "of tokens with a lag in the bin (0, 1, 2, 3-4, 5-8, 9-16, 17+), of the whole lag (`trained`) and of its "
+        "parts (`in_flight`, `queued`)",
+    )
+    GRAD_NORM = "grad_norm", "", "norm of the gradient before clipping"
+    LR = "lr", "", "learning rate of the step"
+    STEP_S = "step_s", "s", "computation of the step"
+    TOKENS_PER_S = "tokens_per_s", "tokens/s", "trained tokens per second of computation"
+    INPUT_TOKENS_PER_S_PER_DEVICE = (
+        "input_tokens_per_s_per_device",
+        "tokens/s",
+        "tokens, prompts included, per second of computation and rank",
+    )
+    MFU = "mfu", "share", "of the GPU's peak that 6 operations per active parameter and token used"
+    WAIT_S = "wait_s", "s", "wait of the trainer for data before the step"
+    PUSH_WAIT_S = "push_wait_s", "s", "training stood still for the weight update after the step: its snapshot"
+    PAUSE_MS = "pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"
+    TRANSFER_MS = "transfer_ms", "ms", "transfer of the newest weight update, while the server decodes"
+    LIVE_VERSION = "live_version", "version", "of the weights that the servers hold"
+
+
+CATALOGUE: Mapping[str, type[Metric]] = {
+    "actor": ActorMetric,
+    "preprocessor": PreprocessorMetric,
+    "finetune": TrainerMetric,
 }
 
 
@@ -190,7 +251,7 @@ def warn_undeclared(role: str, names: Iterable[str]) -> None:
 @cache
 def _patterns(role: str, domain_metrics: tuple[str, ...] | None) -> tuple[re.Pattern[str], ...]:
     given = "[^/]+" if domain_metrics is None else "|".join(map(re.escape, domain_metrics)) or "(?!)"
-    return tuple(re.compile(_pattern(metric.name, given)) for metric in CATALOGUE.get(role, ()))
+    return tuple(re.compile(_pattern(metric, given)) for metric in CATALOGUE.get(role, ()))
 
 
 def _pattern(name: str, given: str) -> str:
@@ -207,7 +268,7 @@ def markdown() -> str:
 
 
 def _table(role: str, metrics: Iterable[Metric]) -> str:
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in metrics]
+    rows = [f"| `{metric}` | {metric.unit} | {metric.meaning} |" for metric in metrics]
     return "\n".join([f"## `{role}`", "", "| metric | unit | meaning |", "|---|---|---|", *rows])
 
 

@@ -21,12 +21,14 @@ from typing import Any, TextIO
 
 from pipelinerl.config.sections import Config
 from pipelinerl.host.disk import replace_file, replacement
-from pipelinerl.observability.catalogue import warn_undeclared
+from pipelinerl.observability.catalogue import STEP, MetricName, warn_undeclared
 from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen
 
 log = logging.getLogger(__name__)
 
-Points = Sequence[dict[str, Any]]
+Point = Mapping[MetricName, Any]
+"""One line of a role's metrics: `STEP`, `TIME` and values."""
+Points = Sequence[Point]
 """A role's metrics as `read_metrics` returns them."""
 
 
@@ -40,7 +42,7 @@ class MetricsLogger:
         once_per_step: a tracker gets one point of a step in the whole run, however often processes repeat the step.
 
     >>> metrics = MetricsLogger(cfg, run_dir, "finetune")
-    >>> metrics.log({"loss": 0.1}, step=3)
+    >>> metrics.log({TrainerMetric.LOSS: 0.1}, step=3)
     """
 
     def __init__(self, cfg: Config, run_dir: Path | str, kind: str, *, once_per_step: bool = False):
@@ -49,14 +51,14 @@ class MetricsLogger:
         self._kind = kind
         self._file = _open_lines(self._path)
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
-        self._known: set[str] = set()
+        self._known: set[MetricName] = set()
         self._lock = threading.Lock()
         self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in chosen(cfg)}
         self._sent = {
             name: SentSteps(self._path.with_suffix(f".{name}")) for name in (self._trackers if once_per_step else ())
         }
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(self, values: Mapping[MetricName, float], step: int) -> None:
         """Append one point. NaN and infinities are written as null. A name that is not declared gives a warning."""
         warn_undeclared(self._kind, values.keys() - self._known)
         self._known |= values.keys()
@@ -106,13 +108,13 @@ def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
     """Delete the points after `step`, because a resumed trainer repeats these steps. Returns the number of steps."""
     path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
     points = read_metrics(run_dir, kind)
-    kept = [point for point in points if point["step"] <= step]
+    kept = [point for point in points if point[STEP] <= step]
     if len(kept) < len(points):
         replace_file(path, "".join(json.dumps(point) + "\n" for point in kept), mode=0o600)
-    return len({point["step"] for point in points if point["step"] > step})
+    return len({point[STEP] for point in points if point[STEP] > step})
 
 
-def read_metrics(run_dir: Path | str, kind: str) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
     """Return all points of a kind in order, without lines that are incomplete."""
     points = []
     with contextlib.suppress(FileNotFoundError):

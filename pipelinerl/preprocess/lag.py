@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import TrainingSequence
 
@@ -23,6 +24,7 @@ FEWEST = 100
 LARGEST_LOSS = 0.1
 """Lost share of the longest decile above which there is a warning."""
 DECILES = 10
+SHORTEST, LONGEST = (PreprocessorMetric.DROPPED_BY_LENGTH.of(decile=i) for i in (1, DECILES))
 
 
 def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
@@ -88,27 +90,32 @@ class LengthDeciles:
         self._seen[self._count % WINDOW] = num_trained, lag, lost
         self._count += 1
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[MetricName, float]:
         """`dropped_by_length/1` (the shortest tenth) … `/10` (the longest). Empty until there are enough rollouts."""
         if self._count < FEWEST:
             return {}
-        return {f"dropped_by_length/{i}": float(part[:, 2].mean()) for i, part in enumerate(self._parts(), start=1)}
+        return {
+            PreprocessorMetric.DROPPED_BY_LENGTH.of(decile=i): float(part[:, 2].mean())
+            for i, part in enumerate(self._parts(), start=1)
+        }
 
-    def warning(self, values: Mapping[str, float], max_lag_steps: int | None) -> str | None:
+    def warning(self, values: Mapping[MetricName, float], max_lag_steps: int | None) -> str | None:
         """A warning when the longest decile first loses too much, with the bound that would keep it. Else None.
 
         Args:
             values: what ``values()`` returned.
             max_lag_steps: the bound.
         """
-        if self._warned or not values or values[f"dropped_by_length/{DECILES}"] <= LARGEST_LOSS:
+        if self._warned or not values:
+            return None
+        lost, lost_by_shortest = values[LONGEST], values[SHORTEST]
+        if lost <= LARGEST_LOSS:
             return None
         self._warned = True
         needed = int(np.ceil(np.quantile(self._parts()[-1][:, 1], 0.99)))
-        lost = values[f"dropped_by_length/{DECILES}"]
         return (
             f"max_lag_steps={max_lag_steps} takes {lost:.0%} of the longest tenth of the rollouts and "
-            f"{values['dropped_by_length/1']:.0%} of the shortest: what is trained is shorter than what is sampled. "
+            f"{lost_by_shortest:.0%} of the shortest: what is trained is shorter than what is sampled. "
             f"Raise max_lag_steps to {needed}, or lower actor.llm_max_rollouts or the longest completion; "
             "preprocess.lag_drop=token keeps what is young enough of them"
         )

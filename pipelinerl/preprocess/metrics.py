@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import MicroBatch
@@ -44,27 +45,26 @@ class Survivorship:
         """Add a decided rollout. ``drop_reason`` None: it is trained."""
         self._fates[drop_reason or TRAINED].add(sample)
 
-    def take(self) -> dict[str, float]:
-        """Return `survivorship/<fate>/{count,mean_tokens,mean_reward}` and reset."""
-        values: dict[str, float] = {}
+    def take(self) -> dict[MetricName, float]:
+        """Return count, mean tokens and mean reward of every fate, and reset."""
+        values: dict[MetricName, float] = {}
         for name, fate in sorted(self._fates.items()):
-            values[f"survivorship/{name}/count"] = fate.count
-            values[f"survivorship/{name}/mean_tokens"] = fate.tokens / fate.count
+            values[PreprocessorMetric.SURVIVORSHIP_COUNT.of(fate=name)] = fate.count
+            values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=name)] = fate.tokens / fate.count
             if fate.rewarded:
-                values[f"survivorship/{name}/mean_reward"] = fate.reward / fate.rewarded
+                values[PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=name)] = fate.reward / fate.rewarded
         self._fates.clear()
         return values
 
 
-def survivorship_line(values: Mapping[str, float]) -> str:
+def survivorship_line(values: Mapping[MetricName, float]) -> str:
     """One line for the log: `trained n=64 tokens=812.0 reward=0.413, lag n=2 tokens=5120.0 reward=0.100`."""
-    fates = [key.split("/")[1] for key in values if key.startswith("survivorship/") and key.endswith("/count")]
+    counts = PreprocessorMetric.SURVIVORSHIP_COUNT.found(values)
     parts = []
-    for fate in sorted(fates, key=lambda name: (name != TRAINED, name)):
-        prefix = f"survivorship/{fate}/"
-        reward = values.get(prefix + "mean_reward", float("nan"))
-        count, tokens = values[prefix + "count"], values[prefix + "mean_tokens"]
-        parts.append(f"{fate} n={count:.0f} tokens={tokens:.1f} reward={reward:.3f}")
+    for fate in sorted(counts, key=lambda name: (name != TRAINED, name)):
+        tokens = values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=fate)]
+        reward = values.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=fate), float("nan"))
+        parts.append(f"{fate} n={counts[fate]:.0f} tokens={tokens:.1f} reward={reward:.3f}")
     return ", ".join(parts)
 
 
@@ -113,24 +113,24 @@ def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> Packin
     return packing_quality(tokens, sum(mb.sentinel for rank in batches for mb in rank), capacity)
 
 
-def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[str, float]:
+def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[MetricName, float]:
     """Metrics of one published optimizer batch."""
     lags = np.array([batch.step - sample.oldest_version for sample in batch.samples])
     advantages = np.concatenate([np.asarray(sample.advantages) for sample in batch.samples])
     return {
-        "samples": len(batch.samples),
-        "sequences": len(advantages),
-        "tokens": quality.tokens,
-        "tokens_trained": sum(sample.num_trained for sample in batch.samples),
-        "reward": float(np.mean([sample.reward for sample in batch.samples])),
-        "advantage_std": float(advantages.std()),
-        "tokens_masked_by_lag": sum(sample.num_masked for sample in batch.samples),
-        "zero_weight": sum(not sample.weighted for sample in batch.samples),
-        "packed_lag_mean": float(lags.mean()),
-        "packed_lag_max": int(lags.max()),
-        "micro_batches": quality.micro_batches,
-        "sentinels": quality.sentinels,
-        "filled": quality.filled,
-        "rank_imbalance": quality.rank_imbalance,
-        "lockstep": quality.lockstep,
+        PreprocessorMetric.SAMPLES: len(batch.samples),
+        PreprocessorMetric.SEQUENCES: len(advantages),
+        PreprocessorMetric.TOKENS: quality.tokens,
+        PreprocessorMetric.TOKENS_TRAINED: sum(sample.num_trained for sample in batch.samples),
+        PreprocessorMetric.REWARD: float(np.mean([sample.reward for sample in batch.samples])),
+        PreprocessorMetric.ADVANTAGE_STD: float(advantages.std()),
+        PreprocessorMetric.TOKENS_MASKED_BY_LAG: sum(sample.num_masked for sample in batch.samples),
+        PreprocessorMetric.ZERO_WEIGHT: sum(not sample.weighted for sample in batch.samples),
+        PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
+        PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
+        PreprocessorMetric.MICRO_BATCHES: quality.micro_batches,
+        PreprocessorMetric.SENTINELS: quality.sentinels,
+        PreprocessorMetric.FILLED: quality.filled,
+        PreprocessorMetric.RANK_IMBALANCE: quality.rank_imbalance,
+        PreprocessorMetric.LOCKSTEP: quality.lockstep,
     }

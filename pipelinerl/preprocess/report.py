@@ -3,6 +3,7 @@
 import logging
 import time
 
+from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
@@ -32,7 +33,7 @@ class BatchReport:
             lag = cutter.step - sample.oldest_version
             self._deciles.add(sample.num_trained, lag, cutter.lost_share(sample, reason))
 
-    def published(self, batch: OptimizerBatch, values: dict[str, float], totals: Totals) -> None:
+    def published(self, batch: OptimizerBatch, values: dict[MetricName, float], totals: Totals) -> None:
         """Report a published optimizer batch. ``values``: its metrics. ``totals``: the replica's."""
         now = time.monotonic()
         seconds, self._last_publish = now - self._last_publish, now
@@ -41,18 +42,24 @@ class BatchReport:
         warning = self._deciles.warning(deciles, self._max_lag_steps)
         if warning:
             log.warning(warning)
-        dropped = {f"dropped/{reason}": count for reason, count in totals.dropped.items()}
+        dropped: dict[MetricName, float] = {
+            PreprocessorMetric.DROPPED.of(reason=reason): count for reason, count in totals.dropped.items()
+        }
         self._metrics.log(
-            values | fates | dropped | {"tokens_per_s": values["tokens"] / max(seconds, 1e-9)}, step=batch.step
+            values
+            | fates
+            | dropped
+            | {PreprocessorMetric.TOKENS_PER_S: values[PreprocessorMetric.TOKENS] / max(seconds, 1e-9)},
+            step=batch.step,
         )
         log.info(
             "event=packed step=%d samples=%d tokens=%d micro_batches=%d lockstep=%.3f lag_max=%d survivorship=%s",
             batch.step,
             len(batch.samples),
-            values["tokens"],
-            values["micro_batches"],
-            values["lockstep"],
-            values["packed_lag_max"],
+            values[PreprocessorMetric.TOKENS],
+            values[PreprocessorMetric.MICRO_BATCHES],
+            values[PreprocessorMetric.LOCKSTEP],
+            values[PreprocessorMetric.PACKED_LAG_MAX],
             survivorship_line(fates),
         )
         self._status.progress(step=batch.step, samples_packed=totals.samples_packed, dropped=dict(totals.dropped))

@@ -112,7 +112,7 @@ class EvaluationDone(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_
     reward: float
     num_rollouts: int
     metrics: dict[str, float]
-    """Per dataset: `<dataset>/success`, `<dataset>/reward`, …"""
+    """`complete`: share of the attempts with a result. Per dataset: `<dataset>/success`, `<dataset>/reward`, …"""
     timestamp: float = 0.0
 
 

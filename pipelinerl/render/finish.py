@@ -10,6 +10,7 @@ from pipelinerl.config.load import load_run
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.report import read_metrics_tail, summary_lines, write_report
+from pipelinerl.observability.catalogue import STEP
 from pipelinerl.streams import backend_from_config
 
 EXIT_STOPPED = 143
@@ -19,7 +20,7 @@ def main() -> int:
     run_dir = Path(sys.argv[1]).resolve()
     cfg = load_run(run_dir)
     backend_from_config(cfg, run_dir)
-    step, steps = int((read_metrics_tail(run_dir, "finetune") or {}).get("step", 0)), cfg.finetune.max_train_steps
+    step, steps = int((read_metrics_tail(run_dir, "finetune") or {}).get(STEP, 0)), cfg.finetune.max_train_steps
     if step < steps:
         print(f"stopped after step {step} of {steps}: a job that is queued again resumes {run_dir}")
         return EXIT_STOPPED

@@ -16,6 +16,7 @@ from pipelinerl.errors import CheckpointError, ConfigError, CorruptStreamError
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import checkpoint_root, list_steps, read_counters
 from pipelinerl.finetune.proximal import ProximalPolicy
+from pipelinerl.observability.catalogue import STEP, TrainerMetric
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ArchivedStep, MicroBatch, ScoredStep
 from pipelinerl.records.topics import TRAINING_DATA
@@ -25,7 +26,12 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.streams.epoch import read_epoch
 from pipelinerl.world import WorldMap
 
-TIMINGS = {"step_s", "tokens_per_s", "input_tokens_per_s_per_device", "mfu"}
+TIMINGS = {
+    TrainerMetric.STEP_S,
+    TrainerMetric.TOKENS_PER_S,
+    TrainerMetric.INPUT_TOKENS_PER_S_PER_DEVICE,
+    TrainerMetric.MFU,
+}
 """Metrics of a step that differ in every repetition."""
 
 
@@ -77,7 +83,7 @@ def start_of(step: int, saved: Iterable[int], block: int) -> int:
 def replayable(run_dir: Path) -> str:
     """Which steps of a run can be replayed, as a phrase for messages."""
     saved = [number for number, _ in list_steps(checkpoint_root(run_dir))]
-    trained = [point["step"] for point in read_metrics(run_dir, "finetune")]
+    trained = [point[STEP] for point in read_metrics(run_dir, "finetune")]
     if not trained:
         return "the run has trained no step"
     first = min(saved, default=0)
@@ -86,7 +92,7 @@ def replayable(run_dir: Path) -> str:
 
 def recorded(run_dir: Path, step: int) -> Recorded:
     """What the run recorded about ``step``: in the metrics, in the trainer's archive and in the preprocessor's."""
-    points = [point for point in read_metrics(run_dir, "finetune") if point["step"] == step + 1]
+    points = [point for point in read_metrics(run_dir, "finetune") if point[STEP] == step + 1]
     metrics = points[-1] if points else {}
     advantages = {
         f"{found.sample_id}/{index}": advantage
@@ -103,7 +109,7 @@ def recorded(run_dir: Path, step: int) -> Recorded:
         for sequence in record.sequences
     ]
     return Recorded(
-        metrics={name: value for name, value in metrics.items() if value is not None and name not in TIMINGS},
+        metrics={str(name): value for name, value in metrics.items() if value is not None and name not in TIMINGS},
         sequences=tuple(sequences),
         advantages=advantages,
     )

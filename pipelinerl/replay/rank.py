@@ -31,6 +31,7 @@ from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.rl.objective import LossSettings, settings_at, token_losses
 from pipelinerl.finetune.saving import load_newest
+from pipelinerl.observability.catalogue import plain
 from pipelinerl.records import MicroBatch
 from pipelinerl.replay import folder as files
 from pipelinerl.replay.folder import ReplayedSequence, ReplayedStep, ReplayPlan, StepBatches
@@ -202,7 +203,7 @@ class _Run:
         norm, other_norm = self._product(change, change) ** 0.5, self._product(other, other) ** 0.5
         cosine = self._product(change, other) / (norm * other_norm) if norm and other_norm else 0.0
         found = ReplayedStep(
-            metrics=metrics, sequences=tuple(figures.sequences), update_norm=norm, update_cosine=cosine
+            metrics=plain(metrics), sequences=tuple(figures.sequences), update_norm=norm, update_cosine=cosine
         )
         return found, change
 

@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelinerl.inspect.decode import TokenText
+from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.replay.compare import Agreement, StepComparison
 from pipelinerl.replay.folder import ReplayedSequence, ReplayedStep, ReplayPlan
 
-HEADLINES = ("loss", "grad_norm", "reward", "entropy", "kl_k3", "ess", "clip_fraction", "corrected_fraction")
+HEADLINES = (
+    TrainerMetric.LOSS,
+    TrainerMetric.GRAD_NORM,
+    TrainerMetric.REWARD,
+    TrainerMetric.ENTROPY,
+    TrainerMetric.KL_K3,
+    TrainerMetric.ESS,
+    TrainerMetric.CLIP_FRACTION,
+    TrainerMetric.CORRECTED_FRACTION,
+)
 DIFFERENCES = 8
 TOKEN_COLUMNS = ("version", "sampler", "trainer", "ratio", "advantage", "entropy", "loss", "slope")
 

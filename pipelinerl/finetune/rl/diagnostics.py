@@ -14,6 +14,7 @@ from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.objective import LossSettings, kl_k3, policy_term
 from pipelinerl.finetune.rl.tokens import LagInputs, segment_sum
+from pipelinerl.observability.catalogue import MetricName, TrainerMetric
 
 SUMS = (
     "loss",
@@ -45,7 +46,7 @@ LAG_PARTS = ("trained", "in_flight", "queued")
 """The whole lag of a trained token, the part that passed while its sequence was being sampled, and the rest."""
 LAG_BIN_ENDS = (0, 1, 2, 4, 8, 16)
 LAG_BINS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-LAG_COUNTS = tuple(f"lag_histogram/{part}/{name}" for part in LAG_PARTS for name in LAG_BINS)
+LAG_COUNTS = tuple(TrainerMetric.LAG_HISTOGRAM.of(part=part, bin=name) for part in LAG_PARTS for name in LAG_BINS)
 
 
 class StepDiagnostics:
@@ -130,46 +131,48 @@ class StepDiagnostics:
         return dict(zip(names, torch.cat([sums, maxima[:-1]]).tolist(), strict=True))
 
 
-def step_metrics(totals: dict[str, float]) -> dict[str, float]:
+def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
     """Compute the metrics of a step, by name, from the totals of ``StepDiagnostics.reduce``."""
     tokens, sequences = max(totals["tokens"], 1.0), max(totals["sequences"], 1.0)
     trained = totals["tokens"] > 0
     mean_square = totals["ratio_squared"] / tokens
     return {
-        "loss": totals["loss"],
-        "value_loss": totals["value_loss"],
-        "tokens": totals["tokens"],
-        "sequences": totals["sequences"],
-        "input_tokens": totals["total_tokens"],
-        "padding_fraction": 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
-        "reward": totals["reward"] / sequences,
-        "entropy": totals["entropy"] / tokens,
-        "kl_ref": totals["kl"] / tokens,
-        "ess": _ess(totals["ratio"], totals["ratio_squared"], totals["tokens"]),
-        "ess_sequence": _ess(totals["sequence_ratio"], totals["sequence_ratio_squared"], totals["sequences"]),
-        "kl_k1": -totals["log_ratio"] / tokens,
-        "kl_k3": totals["k3"] / tokens,
-        "chi_squared": mean_square - 1.0 if trained else 0.0,
-        "logratio_abs_mean": totals["abs_log_ratio"] / tokens,
-        "logratio_abs_max": totals["max_abs_log_ratio"] if trained else 0.0,
-        "logratio_abs_max_lag0": totals["max_abs_log_ratio_fresh"] if trained else 0.0,
-        "clip_fraction": totals["clipped"] / tokens,
-        "clip_fraction_lag0": totals["clipped_fresh"] / max(totals["fresh"], 1.0),
-        "corrected_fraction": totals["corrected"] / tokens,
-        "lag_min": -totals["max_negative_lag"] if trained else 0.0,
-        "lag_mean": totals["lag"] / tokens,
-        "lag_max": totals["max_lag"] if trained else 0.0,
-        "lag_in_flight_mean": totals["in_flight_lag"] / tokens,
-        "lag_queued_mean": (totals["lag"] - totals["in_flight_lag"]) / tokens,
+        TrainerMetric.LOSS: totals["loss"],
+        TrainerMetric.VALUE_LOSS: totals["value_loss"],
+        TrainerMetric.TOKENS: totals["tokens"],
+        TrainerMetric.SEQUENCES: totals["sequences"],
+        TrainerMetric.INPUT_TOKENS: totals["total_tokens"],
+        TrainerMetric.PADDING_FRACTION: 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
+        TrainerMetric.REWARD: totals["reward"] / sequences,
+        TrainerMetric.ENTROPY: totals["entropy"] / tokens,
+        TrainerMetric.KL_REF: totals["kl"] / tokens,
+        TrainerMetric.ESS: _ess(totals["ratio"], totals["ratio_squared"], totals["tokens"]),
+        TrainerMetric.ESS_SEQUENCE: _ess(
+            totals["sequence_ratio"], totals["sequence_ratio_squared"], totals["sequences"]
+        ),
+        TrainerMetric.KL_K1: -totals["log_ratio"] / tokens,
+        TrainerMetric.KL_K3: totals["k3"] / tokens,
+        TrainerMetric.CHI_SQUARED: mean_square - 1.0 if trained else 0.0,
+        TrainerMetric.LOGRATIO_ABS_MEAN: totals["abs_log_ratio"] / tokens,
+        TrainerMetric.LOGRATIO_ABS_MAX: totals["max_abs_log_ratio"] if trained else 0.0,
+        TrainerMetric.LOGRATIO_ABS_MAX_LAG0: totals["max_abs_log_ratio_fresh"] if trained else 0.0,
+        TrainerMetric.CLIP_FRACTION: totals["clipped"] / tokens,
+        TrainerMetric.CLIP_FRACTION_LAG0: totals["clipped_fresh"] / max(totals["fresh"], 1.0),
+        TrainerMetric.CORRECTED_FRACTION: totals["corrected"] / tokens,
+        TrainerMetric.LAG_MIN: -totals["max_negative_lag"] if trained else 0.0,
+        TrainerMetric.LAG_MEAN: totals["lag"] / tokens,
+        TrainerMetric.LAG_MAX: totals["max_lag"] if trained else 0.0,
+        TrainerMetric.LAG_IN_FLIGHT_MEAN: totals["in_flight_lag"] / tokens,
+        TrainerMetric.LAG_QUEUED_MEAN: (totals["lag"] - totals["in_flight_lag"]) / tokens,
     } | {name: totals[name] / tokens for name in LAG_COUNTS}
 
 
-def clip_warning(metrics: dict[str, float]) -> str | None:
+def clip_warning(metrics: dict[MetricName, float]) -> str | None:
     """A warning with a remedy if the clip acts on many tokens of the version in training, else None.
 
     The ratio of such tokens is only numerical noise.
     """
-    share = metrics["clip_fraction_lag0"]
+    share = metrics[TrainerMetric.CLIP_FRACTION_LAG0]
     if share <= LARGEST_CLIP_FRACTION_LAG0:
         return None
     return (

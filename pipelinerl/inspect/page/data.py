@@ -17,54 +17,67 @@ from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
+from pipelinerl.observability.catalogue import (
+    STEP,
+    TIME,
+    ActorMetric,
+    Metric,
+    MetricName,
+    PreprocessorMetric,
+    TrainerMetric,
+)
 from pipelinerl.observability.metrics import Points, read_metrics
 from pipelinerl.records import EvaluationDone, TrainingDone
 
 MAX_POINTS = 1200
 Z_95 = 1.959964
 """Standard normal quantile of a two-sided 95 % interval."""
-TRAINER_PARTS = {"step_s": "training", "wait_s": "waiting for data", "push_wait_s": "waiting for a weight update"}
+TRAINER_PARTS = {
+    TrainerMetric.STEP_S: "training",
+    TrainerMetric.WAIT_S: "waiting for data",
+    TrainerMetric.PUSH_WAIT_S: "waiting for a weight update",
+}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page: lines of metrics (role, metric, label) over optimizer steps."""
+    """A chart of the page: lines of metrics, each with its label, over optimizer steps."""
 
     title: str
     unit: str
-    lines: tuple[tuple[str, str, str], ...]
+    lines: tuple[tuple[Metric, str], ...]
     parts: bool = False
     """Whether to add the first line's metric of every domain or data set."""
 
 
 CHARTS = (
-    Chart("Reward", "", (("actor", "reward", "sampled"), ("finetune", "reward", "trained")), parts=True),
-    Chart("Success", "share", (("actor", "success", "training problems"),), parts=True),
-    Chart("Lag", "steps", (("finetune", "lag_mean", "mean"), ("finetune", "lag_max", "max"))),
-    Chart("Effective sample size", "share", (("finetune", "ess", "tokens"), ("finetune", "ess_sequence", "sequences"))),
-    Chart("Entropy", "nats", (("finetune", "entropy", "entropy"),)),
+    Chart("Reward", "", ((ActorMetric.REWARD, "sampled"), (TrainerMetric.REWARD, "trained")), parts=True),
+    Chart("Success", "share", ((ActorMetric.SUCCESS, "training problems"),), parts=True),
+    Chart("Lag", "steps", ((TrainerMetric.LAG_MEAN, "mean"), (TrainerMetric.LAG_MAX, "max"))),
+    Chart("Effective sample size", "share", ((TrainerMetric.ESS, "tokens"), (TrainerMetric.ESS_SEQUENCE, "sequences"))),
+    Chart("Entropy", "nats", ((TrainerMetric.ENTROPY, "entropy"),)),
     Chart(
         "Clipped and corrected tokens",
         "share",
-        (("finetune", "clip_fraction", "clipped"), ("finetune", "corrected_fraction", "corrected")),
+        ((TrainerMetric.CLIP_FRACTION, "clipped"), (TrainerMetric.CORRECTED_FRACTION, "corrected")),
     ),
-    Chart("KL", "nats", (("finetune", "kl_k3", "to the sampler"), ("finetune", "kl_ref", "to the reference"))),
-    Chart("Gradient norm", "", (("finetune", "grad_norm", "before clipping"),)),
-    Chart("Loss", "", (("finetune", "loss", "loss"),)),
-    Chart("Length", "tokens", (("actor", "output_tokens", "mean"), ("actor", "output_tokens_max", "max"))),
+    Chart("KL", "nats", ((TrainerMetric.KL_K3, "to the sampler"), (TrainerMetric.KL_REF, "to the reference"))),
+    Chart("Gradient norm", "", ((TrainerMetric.GRAD_NORM, "before clipping"),)),
+    Chart("Loss", "", ((TrainerMetric.LOSS, "loss"),)),
+    Chart("Length", "tokens", ((ActorMetric.OUTPUT_TOKENS, "mean"), (ActorMetric.OUTPUT_TOKENS_MAX, "max"))),
     Chart(
-        "Cut or without an answer", "share", (("actor", "cut_by_length", "cut"), ("actor", "no_answer", "no answer"))
+        "Cut or without an answer", "share", ((ActorMetric.CUT_BY_LENGTH, "cut"), (ActorMetric.NO_ANSWER, "no answer"))
     ),
     Chart(
         "Throughput",
         "tokens/s",
-        (("actor", "tokens_generated_per_s", "generated"), ("finetune", "tokens_per_s", "trained, while training")),
+        ((ActorMetric.TOKENS_GENERATED_PER_S, "generated"), (TrainerMetric.TOKENS_PER_S, "trained, while training")),
     ),
-    Chart("Weight update", "ms", (("finetune", "pause_ms", "pause"), ("finetune", "transfer_ms", "transfer"))),
+    Chart("Weight update", "ms", ((TrainerMetric.PAUSE_MS, "pause"), (TrainerMetric.TRANSFER_MS, "transfer"))),
     Chart(
         "Where a step's time went",
         "s",
-        (("finetune", "step_s", "training"), ("finetune", "wait_s", "data"), ("finetune", "push_wait_s", "update")),
+        ((TrainerMetric.STEP_S, "training"), (TrainerMetric.WAIT_S, "data"), (TrainerMetric.PUSH_WAIT_S, "update")),
     ),
 )
 
@@ -79,6 +92,9 @@ class RunSource:
     finetune: Points
     actor: Points
     preprocessor: Points
+
+    def points(self, role: str) -> Points:
+        return {"finetune": self.finetune, "actor": self.actor, "preprocessor": self.preprocessor}[role]
 
 
 def read_source(run_dir: Path) -> RunSource:
@@ -112,7 +128,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
 
 def state_of(source: RunSource) -> str:
     """Describe the state of the run with its newest step."""
-    step = source.finetune[-1]["step"] if source.finetune else 0
+    step = source.finetune[-1][STEP] if source.finetune else 0
     total = source.cfg.finetune.max_train_steps
     done = any(isinstance(m, TrainingDone) and m.step >= total for m in source.records.trainer)
     return f"finished, {step} steps" if done else f"step {step} of {total}"
@@ -158,27 +174,27 @@ def _duration(seconds: float | None) -> str:
 
 def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
     """Return a chart with the lines that have values other than 0. Of several points of a step the last one counts."""
-    wanted = list(chart.lines)
+    wanted = [(source.points(metric.role), metric, label) for metric, label in chart.lines]
     if chart.parts:
-        role, metric, _ = chart.lines[0]
-        wanted += [(role, name, name.rpartition("/")[0]) for name in part_names(getattr(source, role), metric)]
+        points, first, _ = wanted[0]
+        wanted += [(points, name, name.rpartition("/")[0]) for name in part_names(points, first)]
     lines = []
-    for role, metric, label in wanted:
-        xs, ys = series(getattr(source, role), metric)
+    for points, name, label in wanted:
+        xs, ys = series(points, name)
         if xs and any(ys):
             lines.append({"label": label, "x": xs, "y": ys})
     return {"title": chart.title, "unit": chart.unit, "lines": lines}
 
 
-def part_names(points: Points, metric: str) -> list[str]:
-    """Names like `<domain>/success` in the newest point."""
+def part_names(points: Points, metric: MetricName) -> list[MetricName]:
+    """The names of the metric's values of one domain or data set in the newest point, like `<domain>/success`."""
     names = {name for point in points[-1:] for name in point if name.endswith(f"/{metric}")}
     return sorted(name for name in names if name.count("/") == 1 and not name.startswith("eval/"))
 
 
-def series(points: Points, metric: str) -> tuple[list[int], list[float]]:
+def series(points: Points, metric: MetricName) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, thinned so that no spike is lost."""
-    last = {point["step"]: point[metric] for point in points if point.get(metric) is not None}
+    last = {point[STEP]: point[metric] for point in points if point.get(metric) is not None}
     xs = sorted(last)
     kept = thinned([float(last[x]) for x in xs])
     return [xs[i] for i in kept], [_short(last[xs[i]]) for i in kept]
@@ -233,19 +249,19 @@ def survivorship(points: Points) -> dict[str, Any]:
     """Counts and means of every fate over the run, and the newest share of dropped rollouts per length decile."""
     totals: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0.0, "tokens": 0.0, "reward": 0.0})
     for point in points:
-        for name, count in point.items():
-            parts = name.split("/")
-            if len(parts) == 3 and parts[0] == "survivorship" and parts[2] == "count" and count:
-                own, base = totals[parts[1]], f"survivorship/{parts[1]}"
+        for fate, count in PreprocessorMetric.SURVIVORSHIP_COUNT.found(point).items():
+            if count:
+                own = totals[fate]
                 own["count"] += count
-                own["tokens"] += count * (point.get(f"{base}/mean_tokens") or 0.0)
-                own["reward"] += count * (point.get(f"{base}/mean_reward") or 0.0)
+                own["tokens"] += count * (point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=fate)) or 0.0)
+                own["reward"] += count * (point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=fate)) or 0.0)
     fates = [
         {"fate": fate, "count": int(t["count"]), "tokens": t["tokens"] / t["count"], "reward": t["reward"] / t["count"]}
         for fate, t in sorted(totals.items(), key=lambda item: -item[1]["count"])
     ]
-    newest = next((p for p in reversed(points) if p.get("dropped_by_length/1") is not None), {})
-    deciles = [newest[f"dropped_by_length/{i}"] for i in range(1, 11)] if newest else []
+    shares = (PreprocessorMetric.DROPPED_BY_LENGTH.found(point) for point in reversed(points))
+    newest = next((found for found in shares if found.get("1") is not None), {})
+    deciles = [newest[decile] for decile in sorted(newest, key=int)]
     return {"fates": fates, "deciles": deciles}
 
 
@@ -253,14 +269,14 @@ def time_by_role(source: RunSource) -> list[dict[str, Any]]:
     """Seconds that trainer and servers spent on each activity, from their first to their last metrics."""
     roles = []
     if len(source.finetune) > 1:
-        wall = source.finetune[-1]["time"] - source.finetune[0]["time"]
+        wall = source.finetune[-1][TIME] - source.finetune[0][TIME]
         sums = {text: sum(p.get(name) or 0.0 for p in source.finetune[1:]) for name, text in TRAINER_PARTS.items()}
         roles.append({"role": "trainer", "parts": _with_rest(sums, wall, "other: checkpoints, evaluation")})
     if len(source.actor) > 1:
         first, last = source.actor[0], source.actor[-1]
-        wall = last["time"] - first["time"]
-        busy = (last.get("generating_s") or 0.0) - (first.get("generating_s") or 0.0)
-        pauses = sum(p.get("pause_ms") or 0.0 for p in source.finetune) / 1000
+        wall = last[TIME] - first[TIME]
+        busy = (last.get(ActorMetric.GENERATING_S) or 0.0) - (first.get(ActorMetric.GENERATING_S) or 0.0)
+        pauses = sum(p.get(TrainerMetric.PAUSE_MS) or 0.0 for p in source.finetune) / 1000
         parts = {"generating": max(0.0, busy - pauses), "paused for weight updates": pauses}
         roles.append({"role": "servers", "parts": _with_rest(parts, wall, "evaluation, or nothing under way")})
     return roles

@@ -4,16 +4,15 @@ The inputs are the rates of each side while it has work: the trainer's tokens pe
 data, and the servers' tokens per second while rollouts are in progress. The outputs are throughput and lag.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.observability.catalogue import STEP, TIME, ActorMetric, MetricName, TrainerMetric
+from pipelinerl.observability.metrics import Points, read_metrics
 from pipelinerl.plan.lengths import Lengths
 from pipelinerl.records import ActorRecord, EvaluationDone, RolloutGroup
 from pipelinerl.records.messages import EvaluationMessage
@@ -84,20 +83,20 @@ def predict(facts: RunFacts) -> Prediction:
     )
 
 
-def compare(facts: RunFacts, steps: Sequence[dict[str, Any]]) -> tuple[Prediction, tuple[Line, ...]]:
+def compare(facts: RunFacts, steps: Points) -> tuple[Prediction, tuple[Line, ...]]:
     """Compare prediction and measurement. ``steps`` are the trainer's points after the warm-up."""
     prediction = predict(facts)
-    seconds = steps[-1]["time"] - steps[0]["time"]
+    seconds = steps[-1][TIME] - steps[0][TIME]
     lines = [
         Line(
             name="trained tokens/s",
             predicted=prediction.rate,
-            measured=sum(point["tokens"] for point in steps[1:]) / seconds,
+            measured=sum(point[TrainerMetric.TOKENS] for point in steps[1:]) / seconds,
         ),
         Line(
             name="trainer waits for data (share of time)",
             predicted=prediction.trainer_waits,
-            measured=sum(point["wait_s"] for point in steps[1:]) / seconds,
+            measured=sum(point[TrainerMetric.WAIT_S] for point in steps[1:]) / seconds,
         ),
     ]
     if prediction.mean_in_flight_lag is not None:
@@ -105,14 +104,14 @@ def compare(facts: RunFacts, steps: Sequence[dict[str, Any]]) -> tuple[Predictio
             Line(
                 name="mean in-flight lag (optimizer steps)",
                 predicted=prediction.mean_in_flight_lag,
-                measured=_weighted(steps, "lag_in_flight_mean"),
+                measured=_weighted(steps, TrainerMetric.LAG_IN_FLIGHT_MEAN),
             )
         )
     lines.append(
         Line(
             name="largest lag (in flight / with queues, optimizer steps)",
             predicted=prediction.largest_in_flight_lag,
-            measured=max(point["lag_max"] for point in steps),
+            measured=max(point[TrainerMetric.LAG_MAX] for point in steps),
         )
     )
     return prediction, tuple(lines)
@@ -120,8 +119,8 @@ def compare(facts: RunFacts, steps: Sequence[dict[str, Any]]) -> tuple[Predictio
 
 def facts_of_run(
     cfg: Config,
-    actor_points: Sequence[dict[str, Any]],
-    steps: Sequence[dict[str, Any]],
+    actor_points: Points,
+    steps: Points,
     lengths: Lengths | None,
 ) -> RunFacts:
     """Return the rates of a run from its metrics and, if they still exist, the lengths of its rollouts.
@@ -129,41 +128,43 @@ def facts_of_run(
     Raises:
         ConfigError: the run has too few metrics.
     """
-    known = [point for point in actor_points if point.get("generating_s") and "latency_s" in point]
+    known = [point for point in actor_points if point.get(ActorMetric.GENERATING_S) and ActorMetric.LATENCY_S in point]
     if not known or len(steps) < 3:
         raise ConfigError("the run has too few metrics to compare: it needs at least 4 optimizer steps")
     latest = known[-1]
-    seconds = steps[-1]["time"] - steps[0]["time"]
-    busy = seconds - sum(point["wait_s"] for point in steps[1:])
+    seconds = steps[-1][TIME] - steps[0][TIME]
+    busy = seconds - sum(point[TrainerMetric.WAIT_S] for point in steps[1:])
     return RunFacts(
         batch_size=cfg.batch_size,
         generation_tokens_per_s=_generation_rate(known, steps),
-        latency_s=latest["latency_s"],
-        train_tokens_per_s=sum(point["tokens"] for point in steps[1:]) / busy,
-        mean_tokens=lengths.mean if lengths else latest["output_tokens"],
-        longest_tokens=lengths.longest if lengths else latest["output_tokens_max"],
+        latency_s=latest[ActorMetric.LATENCY_S],
+        train_tokens_per_s=sum(point[TrainerMetric.TOKENS] for point in steps[1:]) / busy,
+        mean_tokens=lengths.mean if lengths else latest[ActorMetric.OUTPUT_TOKENS],
+        longest_tokens=lengths.longest if lengths else latest[ActorMetric.OUTPUT_TOKENS_MAX],
         mean_square_tokens=lengths.mean_square if lengths else None,
     )
 
 
-def _generation_rate(points: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> float:
+def _generation_rate(points: Points, steps: Points) -> float:
     """Tokens per second of generation between the actor's first and last points during the steps."""
-    totals = [point["generating_s"] for point in points]
+    totals = [point[ActorMetric.GENERATING_S] for point in points]
     started = max((i for i in range(1, len(totals)) if totals[i] < totals[i - 1]), default=0)
-    inside = [point for point in points[started:] if steps[0]["time"] <= point["time"] <= steps[-1]["time"]]
-    if len(inside) < 2 or inside[0]["generating_s"] == inside[-1]["generating_s"]:
+    inside = [point for point in points[started:] if steps[0][TIME] <= point[TIME] <= steps[-1][TIME]]
+    if len(inside) < 2 or inside[0][ActorMetric.GENERATING_S] == inside[-1][ActorMetric.GENERATING_S]:
         raise ConfigError(
             f"the actor logged {len(inside)} time(s) while {len(steps)} steps were trained, two are needed: "
             "compare a longer run, or lower actor.log_every_s"
         )
     first, last = inside[0], inside[-1]
-    return (last["tokens_generated"] - first["tokens_generated"]) / (last["generating_s"] - first["generating_s"])
+    return (last[ActorMetric.TOKENS_GENERATED] - first[ActorMetric.TOKENS_GENERATED]) / (
+        last[ActorMetric.GENERATING_S] - first[ActorMetric.GENERATING_S]
+    )
 
 
 def compare_run(run_dir: Path) -> tuple[RunFacts, Prediction, tuple[Line, ...]]:
     """Compare prediction and measurement of a finished or running run folder."""
     cfg = load_run(run_dir)
-    points = {point["step"]: point for point in read_metrics(run_dir, "finetune")}
+    points = {point[STEP]: point for point in read_metrics(run_dir, "finetune")}
     steps = [points[step] for step in sorted(points)]
     steps = steps[int(len(steps) * WARM_UP_SHARE) :]
     facts = facts_of_run(cfg, read_metrics(run_dir, "actor"), steps, run_lengths(cfg, run_dir))
@@ -203,7 +204,7 @@ def _read_files_of(cfg: Config) -> None:
     set_streams_backend("files")
 
 
-def _weighted(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+def _weighted(steps: Points, name: MetricName) -> float | None:
     known = [point for point in steps if point.get(name) is not None]
-    total = sum(point["tokens"] for point in known)
-    return sum(point[name] * point["tokens"] for point in known) / total if total else None
+    total = sum(point[TrainerMetric.TOKENS] for point in known)
+    return sum(point[name] * point[TrainerMetric.TOKENS] for point in known) / total if total else None
