@@ -31,7 +31,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from pipelinerl.inference.answers import Answers, build_router
+from pipelinerl.inference.answers import Answers, answers_router
 from pipelinerl.inference.scheduler import STARTS
 
 VERSION = "3"
@@ -128,7 +128,7 @@ def vllm_answer(output: RequestOutput) -> dict[str, Any]:
 def build_app(blocked_s: list[float]) -> FastAPI:
     engine = ReportedEngine()
     app = FastAPI()
-    app.include_router(build_router(Answers(engine, model="policy", max_model_len=10**6, keeps_conversations=False)))
+    app.include_router(answers_router(Answers(engine, model="policy", max_model_len=10**6, keeps_conversations=False)))
 
     @app.post("/vllm")
     async def vllm(raw: Request) -> Response:

@@ -18,7 +18,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from pipelinerl.inference.control import UpdateControl, build_router
+from pipelinerl.inference.control import UpdateControl, control_router
 from pipelinerl.weights.receiver import Receiver
 from pipelinerl.world import Job
 
@@ -86,7 +86,7 @@ def serve(index: int, port: int, rate: float, pipe: Any) -> None:
     model = Model(uplink)
     app = FastAPI()
     app.include_router(
-        build_router(UpdateControl(model, workers=[model.receiver.address], secret=SECRET, on_fatal=lambda: None))
+        control_router(UpdateControl(model, workers=[model.receiver.address], secret=SECRET, on_fatal=lambda: None))
     )
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off"))
 

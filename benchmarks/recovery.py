@@ -52,7 +52,7 @@ from benchmarks.struck_run import (
     stop,
 )
 from pipelinerl.inspect.outside import look_into
-from pipelinerl.launcher.reaper import send
+from pipelinerl.launcher.reaper import signal_all
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
@@ -272,14 +272,14 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run.wait_for(lambda: run.has_made(5))
         statuses = read_statuses(run.run_dir)
         trainer = processes_of(statuses["finetune_0"])
-        send(trainer, signal.SIGSTOP)
+        signal_all(trainer, signal.SIGSTOP)
         time.sleep(settle_s)
         waiting = {name: processes_of(status) for name, status in statuses.items() if name != "finetune_0"}
         waiting["launcher"] = [run.launcher.pid]
         before = {name: sum(map(cpu_seconds, pids)) for name, pids in waiting.items()}
         time.sleep(measure_s)
         cores = {name: (sum(map(cpu_seconds, pids)) - before[name]) / measure_s for name, pids in waiting.items()}
-        send(trainer, signal.SIGCONT)
+        signal_all(trainer, signal.SIGCONT)
         code = run.end()
     finally:
         stop(run.launcher)

@@ -27,7 +27,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.inspect import ledger
 from pipelinerl.inspect.outside import process_environment
-from pipelinerl.launcher.reaper import marked_processes, send, shared_memory_of
+from pipelinerl.launcher.reaper import marked_processes, shared_memory_of, signal_all
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
 from pipelinerl.world import WorldMap
@@ -210,10 +210,10 @@ class StruckRun:
         for status, pids in filter(None, found):
             children = [pid for pid in pids if pid != status.pid]
             hit = children[-1:] if strike.child and children else pids if strike.action == "freeze" else [status.pid]
-            send(hit, signal.SIGKILL if strike.action == "kill" else signal.SIGSTOP)
+            signal_all(hit, signal.SIGKILL if strike.action == "kill" else signal.SIGSTOP)
             if strike.thaw_s is not None:
                 time.sleep(strike.thaw_s)
-                send(hit, signal.SIGCONT)
+                signal_all(hit, signal.SIGCONT)
         return watchers.submit(self.await_progress, found[0][0], strike, struck)  # type: ignore[index]
 
     def strike_around(self, strike: Strike, watchers: ThreadPoolExecutor) -> Future[Blow] | None:
@@ -227,7 +227,7 @@ class StruckRun:
             self.kill_launcher()
             self.launch()
         elif strike.job == "reaper":
-            send(reapers_of(self.launcher.pid), signal.SIGKILL)
+            signal_all(reapers_of(self.launcher.pid), signal.SIGKILL)
         elif strike.job == "clock":
             self.clock.touch()
         else:
@@ -373,7 +373,7 @@ def check(run: StruckRun, outcome: Outcome) -> None:
     problems += leftovers(run)
     if outcome.exit_code != 0:
         problems.append(f"exit code {outcome.exit_code}")
-    book = ledger.read(run.run_dir)
+    book = ledger.read_ledger(run.run_dir)
     outcome.samples = dict(sorted(book.counts().items()))
     problems += book.violations
     if outcome.samples.get("trained") != run.steps * BATCH:

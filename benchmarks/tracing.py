@@ -30,7 +30,7 @@ import uvloop
 from synthetic_batches import make_samples, pack, split_evenly
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.tracing import StepSpans
@@ -90,7 +90,7 @@ def measure_trainer(turns: int, folder: Path) -> dict[str, Any]:
                 marks = StepSpans(step)
                 marks.has_data()
                 for record in records:
-                    policy(prepare(record, rules, torch.device("cpu")), LossSettings()).loss.backward()
+                    policy(prepare_batch(record, rules, torch.device("cpu")), LossSettings()).loss.backward()
                     marks.micro_batch(record)
                 marks.end()
                 policy.zero_grad(set_to_none=True)

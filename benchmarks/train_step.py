@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from synthetic_batches import make_samples, pack
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
@@ -75,7 +75,7 @@ def bare_step(model: Qwen2ForCausalLM, batch: Batch) -> None:
 def our_step(policy: Policy, record: MicroBatch, rules: BatchRules) -> dict[str, float]:
     device = torch.device("cpu")
     diagnostics = StepDiagnostics(device)
-    batch = prepare(record, rules, device)
+    batch = prepare_batch(record, rules, device)
     output = policy(batch, SETTINGS)
     output.loss.backward()
     diagnostics.add(output, batch, SETTINGS)
@@ -99,7 +99,7 @@ def measure(shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[
         tokens_per_attention_unit=6 * shape.hidden_size,
     )
     model, policy = make_model(shape), Policy(make_model(shape), chunk=chunk)
-    batch = prepare(record, rules, torch.device("cpu"))
+    batch = prepare_batch(record, rules, torch.device("cpu"))
     bare, ours = [], []
     for _ in range(rounds + 1):
         bare.append(timed(lambda: bare_step(model, batch), clock))

@@ -42,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        show(help_text())
+        print_text(help_text())
         return 0 if arguments else EXIT_REFUSED
     name = arguments[0]
     if name not in COMMANDS:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
-    return run(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
+    return run_module(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
 
 
-def show(text: str) -> None:
+def print_text(text: str) -> None:
     """Prints, and ignores a reader that closes the pipe early (`pipelinerl --help | head`)."""
     try:
         print(text, flush=True)
@@ -59,7 +59,7 @@ def show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
 
 
-def run(module: str, argv: list[str]) -> int:
+def run_module(module: str, argv: list[str]) -> int:
     """Runs a module as the program `argv[0]` and returns its exit code."""
     sys.argv = argv
     try:

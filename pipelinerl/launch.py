@@ -101,7 +101,7 @@ def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
     try:
         task()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return refuse(explain(error, config_names(config_dir)))
+        return refuse(explain_refusal(error, config_names(config_dir)))
     return max(codes, default=0)
 
 
@@ -152,7 +152,7 @@ def without_needless_plus(override: str) -> str:
     return override[1:] if added and added.group(1) in config_keys() else override
 
 
-def explain(error: Exception, names: Sequence[str] = ()) -> str:
+def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
     """Describes an error of Hydra or YAML in one line, with a suggestion.
 
     Args:
@@ -173,7 +173,7 @@ def explain(error: Exception, names: Sequence[str] = ()) -> str:
             return f"`{key}` is not in the configuration yet: add it with +{key}=…"
         return f"`{key}` is not a configuration key{suggestion(key)}"
     if isinstance(error, OverrideParseException):
-        return unreadable(error.override)
+        return explain_override(error.override)
     if isinstance(error, MissingConfigException) and "primary config" in text:
         name = str(error.missing_cfg_file).removesuffix(".yaml")
         near = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
@@ -185,7 +185,7 @@ def explain(error: Exception, names: Sequence[str] = ()) -> str:
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def unreadable(override: str) -> str:
+def explain_override(override: str) -> str:
     """Explains how to fix an override that Hydra's grammar does not accept."""
     key, equals, value = override.partition("=")
     if not equals:

@@ -137,7 +137,7 @@ class Executor:
             if deadline.expired():
                 cause = TimeoutError(f"no result within actor.rollout_timeout_s={self._rules.timeout_s}")
             reason = failures.classify(cause)
-            detail = failures.describe(cause, function_name(function), start.problem)
+            detail = failures.describe_failure(cause, function_name(function), start.problem)
             spans.record("rollout", trace, began, failed=reason)
             return Failure(attempt=attempt, reason=reason, detail=detail, latency_s=time.monotonic() - started)
 

@@ -56,7 +56,7 @@ def classify(error: BaseException) -> str:
     return DOMAIN
 
 
-def describe(error: BaseException, function: str, problem: dict) -> str:
+def describe_failure(error: BaseException, function: str, problem: dict) -> str:
     """Describes a failure in one line: function, exception and where it was raised, problem."""
     place = ""
     if not isinstance(error, PipelineRLError):

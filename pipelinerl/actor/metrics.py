@@ -83,10 +83,11 @@ class ActorMetrics:
     def snapshot(self, now: float) -> dict[MetricName, float]:
         """Returns all metrics. Rates cover the time since the previous snapshot."""
         then, rollouts, tokens = self._since
-        totals: dict[MetricName, float] = {name: self._totals[name] for name in TOTALS}
+        totals: dict[MetricName, int] = {name: self._totals[name] for name in TOTALS}
         self._since = (now, totals[ActorMetric.ROLLOUTS], totals[ActorMetric.TOKENS_GENERATED])
         elapsed = max(now - then, 1e-9)
-        values: dict[MetricName, float] = totals | {
+        values: dict[MetricName, float] = {
+            **totals,
             ActorMetric.ROLLOUTS_PER_S: (totals[ActorMetric.ROLLOUTS] - rollouts) / elapsed,
             ActorMetric.GENERATING_S: self._generating_s,
             ActorMetric.TOKENS_GENERATED_PER_S: (totals[ActorMetric.TOKENS_GENERATED] - tokens) / elapsed,

@@ -98,7 +98,7 @@ async def _serve(
     from pipelinerl.observability import spans
 
     side = load_rollout_side(run_dir)
-    spans.start(side.config, run_dir, name)
+    spans.start_recording(side.config, run_dir, name)
     gc.collect()
     gc.freeze()  # a full collection of the objects loaded so far blocks the loop for 70 ms and finds nothing
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30, ssl=client_context())

@@ -181,7 +181,7 @@ def finish_reason(call: LLMCall) -> str:
     return "tool_calls" if call.output.tool_calls else str(call.llm_info.get("finish_reason") or "stop")
 
 
-def completion(call: LLMCall, model: str) -> dict[str, Any]:
+def chat_completion(call: LLMCall, model: str) -> dict[str, Any]:
     """Builds a `chat.completion` object."""
     choice = {"index": 0, "message": response_message(call), "finish_reason": finish_reason(call), "logprobs": None}
     return _envelope("chat.completion", model) | {"choices": [choice], "usage": _usage(call)}
@@ -259,7 +259,7 @@ def _handler(agent: RecordedAgent) -> Any:
             agent.llm.state.failure = error  # it counts even if the agent raises its own exception
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
-            return web.json_response(completion(call, agent.model))
+            return web.json_response(chat_completion(call, agent.model))
         include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         return await _stream(request, chunks(call, agent.model, include_usage))
 

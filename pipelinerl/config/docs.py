@@ -34,7 +34,7 @@ def pages() -> dict[str, str]:
         "conf/base.yaml": yaml_of(Config, skip=FROM_GROUPS),
         "conf/finetune/base.yaml": yaml_of(FinetuneSection),
         "conf/streams/files.yaml": yaml_of(StreamsSection),
-        "docs/configuration.md": markdown(),
+        "docs/configuration.md": configuration_page(),
         "docs/migrating.md": renamed_keys(),
     }
 
@@ -65,19 +65,19 @@ def yaml_entry(key: Key, indent: int) -> str:
     text = comment(key, width - start - 2)
     if text:
         return f"{entry:<{start}}# {text}"
-    return "\n".join([*textwrap.wrap(f"# {sentences(key.meaning)[0]}", width, subsequent_indent="# "), entry])
+    return "\n".join([*textwrap.wrap(f"# {meaning_sentences(key.meaning)[0]}", width, subsequent_indent="# "), entry])
 
 
 def comment(key: Key, width: int) -> str:
     """Returns the choices and as many sentences of the meaning as fit. Empty if not even the first one fits."""
-    parts = sentences(key.meaning)
+    parts = meaning_sentences(key.meaning)
     texts = [". ".join(parts[:n]) for n in range(len(parts), 0, -1)]
     if key.choices:
         texts = [f"{' | '.join(key.choices)}: {text}" for text in texts] + texts
     return next((text for text in texts if len(text) <= width), "")
 
 
-def sentences(meaning: str) -> list[str]:
+def meaning_sentences(meaning: str) -> list[str]:
     return re.split(r"(?<!e\.g)\. ", meaning)
 
 
@@ -88,20 +88,20 @@ def flow(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).removesuffix("...\n").strip()
 
 
-def markdown() -> str:
+def configuration_page() -> str:
     """Returns one table per section. Optional sections follow as separate tables."""
     parts = []
     for name, section in sections(Config):
         own = [key for key in declared(section, f"{name}.".lstrip(".")) if key.section is section]
-        parts.append(table(f"`{name}`" if name else "Experiment", section, own))
+        parts.append(section_table(f"`{name}`" if name else "Experiment", section, own))
         for field_name, field in section.model_fields.items():
             inner = optional_subsection(field)
             if inner:
-                parts.append(table(f"`{field_name}`", inner, list(declared(inner, f"{field_name}."))))
+                parts.append(section_table(f"`{field_name}`", inner, list(declared(inner, f"{field_name}."))))
     return "\n\n".join(parts)
 
 
-def table(title: str, section: type[Section], keys: Iterable[Key]) -> str:
+def section_table(title: str, section: type[Section], keys: Iterable[Key]) -> str:
     head = "| key | type | default | resumed run | meaning |\n|---|---|---|---|---|"
     rows = [
         f"| `{key.name}` | {key.type} | {default_cell(key.default)} | "

@@ -26,7 +26,7 @@ def validate(cfg: DictConfig) -> Config:
     from pipelinerl.config import rules
 
     config = parse(cfg)
-    rules.check(config)
+    rules.check_rules(config)
     return config
 
 

@@ -36,7 +36,7 @@ DISTORTING: Mapping[str, tuple[Any, ...]] = {
 """Sampling parameters that make the sampled distribution another one than the trained one, and their neutral values."""
 
 
-def check(config: Config) -> None:
+def check_rules(config: Config) -> None:
     """Raise one `ConfigError` that names every broken rule."""
     refusals = [text for rule in RULES if (text := rule(config))]
     if refusals:

@@ -65,7 +65,7 @@ class Domain:
             returned = loader(list(names), **params)
             problems = list(returned) if not isinstance(returned, (dict, str)) and returned is not None else None
         except Exception as error:  # the user's function
-            raise DomainError(f"`{key}` is {dotted}: loading {list(names)} raised {describe(error)}") from error
+            raise DomainError(f"`{key}` is {dotted}: loading {list(names)} raised {describe_error(error)}") from error
         if problems is None:
             kind = type(returned).__name__
             raise DomainError(f"`{key}` is {dotted}: it must return a list of dicts, not {kind}, for {list(names)}")
@@ -124,7 +124,7 @@ def import_named(key: str, dotted: str) -> Callable[..., Any]:
     except ConfigError as error:
         raise DomainError(f"`{key}`: {error}") from error
     except Exception as error:  # anything that the domain's module does at import
-        raise DomainError(f"`{key}` is {dotted}: importing it raised {describe(error)}") from error
+        raise DomainError(f"`{key}` is {dotted}: importing it raised {describe_error(error)}") from error
 
 
 def check_call(
@@ -151,7 +151,7 @@ def check_call(
         raise DomainError(f"`{key}` is {dotted}{signature}: it cannot be called with {wanted}: {error}") from error
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describes an exception by type, message and the innermost line of code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -32,7 +32,7 @@ def check_class(server: EnvironmentServer) -> None:
         raise DomainError(f"{where}: it has no method `launch(port)`, which serves and blocks")
 
 
-def launch(environment: Any, host: str, port: int) -> None:
+def launch_server(environment: Any, host: str, port: int) -> None:
     """Starts the server and blocks. ``launch`` gets ``host`` too if it has a parameter of that name."""
     takes_host = "host" in inspect.signature(environment.launch).parameters
     environment.launch(port, **({"host": host} if takes_host else {}))
@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     server = next(one for one in environment_servers(load_run(args.run_dir)) if one.index == args.index)
     check_class(server)
-    launch(instantiate({TARGET: server.target, **server.arguments}), args.host, args.port)
+    launch_server(instantiate({TARGET: server.target, **server.arguments}), args.host, args.port)
 
 
 if __name__ == "__main__":

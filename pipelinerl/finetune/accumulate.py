@@ -44,7 +44,7 @@ class BatchRules:
     """Ranks that share each micro-batch. None: each rank has its own."""
 
 
-def prepare(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
+def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
     """Check one record and convert it to tensors on ``device``, only this rank's slice with sequence parallelism.
 
     Raises:
@@ -87,7 +87,7 @@ def train_step(
     diagnostics = StepDiagnostics(engine.device)
     losses = []
     for number, record in enumerate(records):
-        batch = prepare(record, rules, engine.device)
+        batch = prepare_batch(record, rules, engine.device)
         if proximal is not None:
             batch = replace(batch, inputs=replace(batch.inputs, proximal_logprobs_K=proximal[number]))
         output = engine.forward(batch, settings)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import PACKED, packed_attention, register
+from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.model import Policy, Tokens, decoder_layers
 from pipelinerl.finetune.rl.head import LogitMap
 from pipelinerl.finetune.rl.tokens import SequenceGroup
@@ -95,8 +95,8 @@ def examine_config(
     trust_remote_code: bool = False,
 ) -> Architecture:
     """As ``examine``, for a transformers configuration that is already loaded."""
-    register(PACKED, packed_attention)
-    register(ATTENTION, sequence_attention)
+    register_attention(PACKED, packed_attention)
+    register_attention(ATTENTION, sequence_attention)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         comparison = Comparison(small_copy(config, trust_remote_code))

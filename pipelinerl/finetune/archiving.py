@@ -25,7 +25,7 @@ LARGEST_RATIOS = 2
 """Sequences with the largest log-ratios of a step that are kept in addition to the chosen samples."""
 
 
-class _Scores(NamedTuple):
+class _DeviceScores(NamedTuple):
     """Values of one micro-batch, on the device."""
 
     record: MicroBatch
@@ -39,13 +39,13 @@ class ScoreArchive:
     def __init__(self, archive: StepArchive[ScoredStep] | None):
         """``archive``: None keeps nothing."""
         self._archive = archive
-        self._scores: list[_Scores] = []
+        self._scores: list[_DeviceScores] = []
 
     def add(self, record: MicroBatch, output: PolicyOutput, altered_K: Tensor) -> None:
         """Add a trained micro-batch. ``altered_K``: the tokens on which the clip or a correction acts."""
         if self._archive is not None:
             values = torch.stack([output.logprobs_K.detach().float(), output.entropy_K.detach().float(), altered_K])
-            self._scores.append(_Scores(record, values))
+            self._scores.append(_DeviceScores(record, values))
 
     def write(self, step: int) -> None:
         """Archive the micro-batches that were added since the last call."""
@@ -54,7 +54,7 @@ class ScoreArchive:
             return
         sequences = [found for score in scores for found in _sequences(score.record, score.values.cpu().numpy())]
         keep = chosen((_sample_of(sequence) for sequence, _ in sequences), self._archive.per_step)
-        kept, rest = split(sequences, keep)
+        kept, rest = split_sequences(sequences, keep)
         self._archive.write(
             step, kept=ScoredStep(step=step, sequences=kept), rest=ScoredStep(step=step, sequences=rest)
         )
@@ -68,7 +68,7 @@ def open_scores(ctx: RoleContext, rank: int, world_size: int) -> ScoreArchive:
     return ScoreArchive(open_archive(ctx.cfg.archive, ctx.run_dir, name, ScoredStep, share=SCORES_SHARE / world_size))
 
 
-def split(
+def split_sequences(
     sequences: Sequence[tuple[ScoredSequence, float]], keep: set[str]
 ) -> tuple[tuple[ScoredSequence, ...], tuple[ScoredSequence, ...]]:
     """Divide sequences into those to keep and the rest.

@@ -126,7 +126,7 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+def register_attention(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
     """Register ``attention`` in transformers under ``name``, without a mask."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, lambda *_, **__: None)

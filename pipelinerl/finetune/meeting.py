@@ -28,7 +28,7 @@ class ForgedError(PipelineRLError):
     """Data between the ranks was not written by a rank of this run."""
 
 
-def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def open_rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Opens the store in which the process group of ``world_size`` ranks is agreed upon.
 
     Several ranks without a file meet at `MASTER_ADDR` and `MASTER_PORT`.

@@ -12,7 +12,7 @@ from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.resume import resumed_message
 from pipelinerl.finetune.rl.diagnostics import clip_warning
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder
-from pipelinerl.observability.catalogue import MetricName, TrainerMetric, plain
+from pipelinerl.observability.catalogue import MetricName, TrainerMetric, as_texts
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone
@@ -83,7 +83,7 @@ class Outputs:
         }
         samples, step = counters.samples_processed, counters.step
         self._topic.write(
-            SamplesProcessed(samples_processed=samples, step=step, metrics=plain(metrics), timestamp=time.time())
+            SamplesProcessed(samples_processed=samples, step=step, metrics=as_texts(metrics), timestamp=time.time())
         )
         self._metrics.log(metrics | {TrainerMetric.SAMPLES: samples}, step=step)
         self._warn_once(clip_warning(metrics))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.records import MicroBatch
@@ -49,7 +49,7 @@ class ProximalPolicy:
             last = self.last_needed(step)
             block = {step: records} | {later: reader.peek(later) for later in range(step + 1, last + 1)}
             self._known = {
-                number: [engine.evaluate(prepare(record, rules, engine.device)) for record in found]
+                number: [engine.evaluate(prepare_batch(record, rules, engine.device)) for record in found]
                 for number, found in block.items()
             }
         return self._known.pop(step)

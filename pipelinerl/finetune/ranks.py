@@ -33,7 +33,7 @@ def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, s
     return [shared | {"RANK": str(args.first_rank + i), "LOCAL_RANK": str(i)} for i in range(args.ranks)]
 
 
-def run(argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+def run_processes(argv: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs ``argv`` once with each of ``environments``. Returns 0, or the exit code of the rank that failed first."""
     ranks: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -69,7 +69,7 @@ def main() -> int:
     end = sys.argv.index("--")
     args, command = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return run([sys.executable, *command], rank_environments(args, folder))
+        return run_processes([sys.executable, *command], rank_environments(args, folder))
 
 
 if __name__ == "__main__":

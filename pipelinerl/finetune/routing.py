@@ -46,7 +46,7 @@ class RouterReplay:
         if self._chosen is None:
             return forward(*args, **kwargs)
         layer, experts = place
-        with _Choice(self._chosen[:, layer].long(), experts):
+        with _ReplayedChoice(self._chosen[:, layer].long(), experts):
             return forward(*args, **kwargs)
 
 
@@ -55,7 +55,7 @@ def num_experts(experts: nn.Module) -> int:
     return len(experts) if isinstance(experts, nn.ModuleList) else next(experts.parameters()).shape[0]
 
 
-class _Choice(TorchFunctionMode):
+class _ReplayedChoice(TorchFunctionMode):
     """Replaces the choice of ``torch.topk`` among all experts. Groups of experts are chosen as ever."""
 
     def __init__(self, chosen_Nk: Tensor, experts: int):

@@ -212,7 +212,7 @@ def version_spans(starts: Sequence[tuple[str, int]], count: int) -> np.ndarray |
     return np.array(rows, dtype=np.int32).reshape(-1, 3)
 
 
-def build_router(answers: Answers) -> APIRouter:
+def answers_router(answers: Answers) -> APIRouter:
     """The route."""
     router = APIRouter()
 

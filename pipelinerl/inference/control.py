@@ -183,7 +183,7 @@ def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
     )
 
 
-def build_router(updates: UpdateControl | None) -> APIRouter:
+def control_router(updates: UpdateControl | None) -> APIRouter:
     """Returns our routes. ``updates`` None = a frozen server, which takes no weights."""
     router = APIRouter()
 

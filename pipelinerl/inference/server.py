@@ -194,14 +194,14 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
         workers = [Address(*address) for address in await client.collective_rpc("weight_address")]
         secret = os.environ.get(SECRET_VARIABLE, "")
         updates = UpdateControl(VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken)
-    _replace_routes(app, control.build_router(updates))
+    _replace_routes(app, control.control_router(updates))
     lean = Answers(
         client,
         model=args.served_model_name[0],
         max_model_len=client.model_config.max_model_len,
         keeps_conversations=service.keeps_conversations,
     )
-    _replace_routes(app, answers.build_router(lean))
+    _replace_routes(app, answers.answers_router(lean))
     asked = asyncio.Event()
     tasks = [asyncio.create_task(life.follow(client, asked)), asyncio.create_task(_end_when_asked(app, asked))]
     try:

@@ -155,7 +155,7 @@ def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
     return mask
 
 
-def conversation(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
+def messages_in(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
     """Find the messages in a sequence's text. Marks of the template belong to no message, even if they were sampled.
 
     Args:

@@ -58,7 +58,7 @@ class Ledger:
         return dict(Counter(f"dropped/{e.reason}" if e.outcome == "dropped" else e.outcome for e in self.entries))
 
 
-def build(
+def ledger_of(
     actor: Iterable[ActorRecord],
     preprocessor: Iterable[PreprocessorProgress],
     steps_trained: int,
@@ -193,7 +193,7 @@ def read_earlier(run_dir: Path) -> list[tuple[int, list[LedgerEntry]]]:
     return found
 
 
-def read(run_dir: Path) -> Ledger:
+def read_ledger(run_dir: Path) -> Ledger:
     """Read the ledger of a finished or running run folder from its streams."""
     earlier = read_earlier(run_dir)
     present = read_present(run_dir)
@@ -220,7 +220,7 @@ def read_present(run_dir: Path) -> Ledger:
             first_progress, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
             first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
             firsts = {"first_offset": first_offset, "first_progress": first_progress}
-            ledgers.append(build(actor, preprocessor, steps_trained, **firsts))
+            ledgers.append(ledger_of(actor, preprocessor, steps_trained, **firsts))
     return merge(ledgers)
 
 
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object per rollout instead of the counts")
     args = parser.parse_args(argv)
-    ledger = read(args.run_dir)
+    ledger = read_ledger(args.run_dir)
     if args.json:
         for entry in ledger.entries:
             print(msgspec.json.encode(entry).decode())

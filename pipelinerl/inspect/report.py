@@ -131,7 +131,7 @@ def summarise(
         "versions_in_one_rollout_median": percentile(seen.versions, 50) if seen.is_complete else None,
         "versions_in_one_rollout_max": max(seen.versions, default=0)
         if seen.is_complete
-        else largest(actor_points, ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX),
+        else largest_value(actor_points, ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX),
         "tokens_in_one_rollout": {
             "median": percentile(seen.lengths, 50) if seen.is_complete else None,
             "p99": percentile(seen.lengths, 99) if seen.is_complete else None,
@@ -215,7 +215,7 @@ def curve(steps: Iterable[SamplesProcessed], name: MetricName) -> list[tuple[int
     return [(step.step, step.metrics[name]) for step in steps if name in step.metrics]
 
 
-def largest(points: Points, name: MetricName) -> Any:
+def largest_value(points: Points, name: MetricName) -> Any:
     """The largest value of a metric that starts again with each process. None if no point has it."""
     return max((point[name] for point in points if point.get(name) is not None), default=None)
 

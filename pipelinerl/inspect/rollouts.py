@@ -31,7 +31,7 @@ from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.decode import (
     Message,
     TokenText,
-    conversation,
+    messages_in,
     problem_fields,
     sampled_mask,
     text_or_numbers,
@@ -131,7 +131,7 @@ def warn_of_numbers(error: ConfigError) -> None:
 def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
     """Return the messages of every sequence of a rollout."""
     return [
-        conversation(text.pieces(sequence.token_ids.tolist()), sampled_mask(sequence).tolist())
+        messages_in(text.pieces(sequence.token_ids.tolist()), sampled_mask(sequence).tolist())
         for sequence in seen.rollout.sequences
     ]
 

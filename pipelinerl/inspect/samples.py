@@ -100,7 +100,7 @@ class _Settled:
 
 def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) -> Iterator[SeenRollout]:
     """Yield each training rollout once, by step and then those without one. ``step``: only those of one step."""
-    scores = read_scores(run_dir, step)
+    scores = read_scored_sequences(run_dir, step)
     archived = set()
     for number, _, records in read_archive(run_dir, "preprocessor", ArchivedStep):
         for found in (rollout for record in records for rollout in record.rollouts):
@@ -129,7 +129,7 @@ def read_tests(run_dir: Path, *, replicas: int = 1) -> Iterator[SeenRollout]:
             yield from seen_group(group, EVALUATED)
 
 
-def read_scores(run_dir: Path, step: int | None = None) -> dict[str, ScoredSequence]:
+def read_scored_sequences(run_dir: Path, step: int | None = None) -> dict[str, ScoredSequence]:
     """Read the trainer's log-probabilities and entropies by sequence id. ``step``: only those of one step."""
     return {
         sequence.sequence_id: sequence

@@ -85,7 +85,7 @@ def stats(args: argparse.Namespace) -> None:
         print("  ".join(cells).rstrip())
 
 
-def verify(args: argparse.Namespace) -> int:
+def show_damage(args: argparse.Namespace) -> int:
     """Describes damage and whom it matters to, with exit code 1 if there is any."""
     findings = find_damage(args.run)
     for line in told(findings, args.run):
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     tail_parser.add_argument("--text", action="store_true", help="rollouts as conversations (actor, actor_test)")
     tail_parser.add_argument("--follow", "-f", action="store_true", help="go on with new records until interrupted")
     add("stats", stats).add_argument("--json", action="store_true", help="as JSON")
-    add("verify", verify)
+    add("verify", show_damage)
     return parser
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from pipelinerl.archive import read_archive
 from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.rollouts import whole_text
-from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scores
+from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_sequences
 from pipelinerl.records import ArchivedStep
 
 COLUMNS = (
@@ -19,7 +19,7 @@ MAX_CHARS = 8000
 
 def sample_rows(run_dir: Path, step: int, text: TokenText, count: int = MAX_ROWS) -> list[list[Any]]:
     """Rows of ``COLUMNS`` for at most ``count`` archived rollouts of a step: the flagged ones, then by their names."""
-    scores = read_scores(run_dir, step)
+    scores = read_scored_sequences(run_dir, step)
     found = [
         from_archive(rollout, step, scores)
         for _, _, records in read_archive(run_dir, "preprocessor", ArchivedStep, step)

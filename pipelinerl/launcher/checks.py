@@ -59,7 +59,9 @@ StartCheck = Callable[[Start], list[str]]
 """Returns warnings and raises a `PipelineRLError` to refuse the start."""
 
 
-def check(start: Start, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None) -> list[str]:
+def run_checks(
+    start: Start, *, only_shown: bool = False, begin: Callable[[str], None] = lambda name: None
+) -> list[str]:
     """Run all checks and return their warnings. The first refusal is raised.
 
     Args:
@@ -184,7 +186,7 @@ def model(start: Start) -> list[str]:
 
 
 def objective(start: Start) -> list[str]:
-    preflight.check_objective(start.config, start.container)
+    preflight.check_own_objective(start.config, start.container)
     return []
 
 

@@ -32,7 +32,7 @@ class OutOfTimeError(BaseException):
     """
 
 
-def check(container: dict[str, Any], warnings: list[str]) -> None:
+def check_domains(container: dict[str, Any], warnings: list[str]) -> None:
     """Check every domain and environment. Appends to `warnings` and raises `DomainError` on the first refusal."""
     cfg = parse_container({key: value for key, value in container.items() if key != "jobs"})
     for server in environment_servers(cfg):
@@ -81,7 +81,7 @@ def main() -> None:
     refusal = None
     try:
         with deadline(arguments.timeout_s):
-            check(container, warnings)
+            check_domains(container, warnings)
     except OutOfTimeError:
         warnings.append(f"the domain's problems took more than {arguments.timeout_s:g} s to load: not checked further")
     except DomainError as error:

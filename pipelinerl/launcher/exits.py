@@ -51,6 +51,6 @@ def decide_after_exit(
     return Exit(action="restart", reason=reason)
 
 
-def backoff_s(restarts: int, base_s: float) -> float:
+def restart_delay_s(restarts: int, base_s: float) -> float:
     """Seconds before the next restart of a role: base, 2·base, 4·base, … ≤ `MAX_BACKOFF_S`."""
     return min(base_s * 2**restarts, max(base_s, MAX_BACKOFF_S))

@@ -226,7 +226,7 @@ class Leader(NodeConnection):
 
     async def tell_end(self, ending: Ending) -> None:
         for wire in self._wires.values():
-            await wire.send(kind="end", **describe(ending))
+            await wire.send(kind="end", **ending_fields(ending))
 
     async def close(self) -> None:
         for wire in self._wires.values():
@@ -308,7 +308,7 @@ class Follower(NodeConnection):
         await self.wire.send(kind="actor_done", name=name)
 
     async def tell_end(self, ending: Ending) -> None:
-        await self.wire.send(kind="end", **describe(ending))
+        await self.wire.send(kind="end", **ending_fields(ending))
 
     async def close(self) -> None:
         if self._wire:
@@ -319,7 +319,7 @@ def proof_of_secret(rendezvous: Rendezvous, challenge: str) -> str:
     return hmac.new(rendezvous.secret.encode(), challenge.encode(), hashlib.sha256).hexdigest()
 
 
-def describe(ending: Ending) -> dict[str, str]:
+def ending_fields(ending: Ending) -> dict[str, str]:
     """Return an ending as the fields of an `end` message."""
     text = ending.reason if ending.failure is None else str(ending.failure)
     return {"ending": ending.kind, "reason": text}

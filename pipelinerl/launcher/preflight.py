@@ -53,7 +53,7 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     return list(verdict["warnings"])
 
 
-def check_objective(config: Config, container: Mapping[str, Any]) -> None:
+def check_own_objective(config: Config, container: Mapping[str, Any]) -> None:
     """Try a policy loss or an advantage that the user wrote in a separate process."""
     rl = config.finetune.rl
     if rl.policy_loss in POLICY_LOSSES and rl.advantage in ADVANTAGES:

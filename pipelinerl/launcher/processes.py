@@ -268,7 +268,7 @@ def stop_roles(
     """
     running = {name for name, process in processes.items() if process.poll() is None}
     for name in running:
-        reaper.send(list(ranks.get(name) or [processes[name].pid]), signal.SIGTERM)
+        reaper.signal_all(list(ranks.get(name) or [processes[name].pid]), signal.SIGTERM)
     started = time.monotonic()
     late: set[str] = set()
     while running - late and not hurried():

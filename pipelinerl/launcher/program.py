@@ -51,7 +51,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     path = Path(parse_container(container).output_dir).expanduser().resolve()
     container["output_dir"] = str(path)
     config = parse_container(container)
-    rules.check(config)
+    rules.check_rules(config)
     if config.dry_run:
         return dry_run(make_plan(config, container, path, command_of), path, overrides, command_of, missing)
     rank = read_node_environment(os.environ).rank
@@ -68,7 +68,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
         begin_epoch_if_asked(claim, config)
-        run_dir.write(path, container, plan.world, plan.commands)
+        run_dir.write_run_dir(path, container, plan.world, plan.commands)
         if config.launcher.engine == "external":
             return hand_over(plan, path, command_of)
         if len(plan.world.nodes) == 1:
@@ -115,7 +115,7 @@ def launch_on_ray(
         world = engine.place_all()
         names = [unit.name for unit in ray_cluster.units_of(world)]
         units = tuple(command for command in plan.commands if command.name in names)
-        run_dir.write(path, container, world, plan.commands)
+        run_dir.write_run_dir(path, container, world, plan.commands)
 
         def engine_on(host: Host) -> RayEngine:
             engine.secrets = {name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
@@ -152,7 +152,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
             with claim.lock:
                 setup_launcher_logging(path / run_dir.LOG_FILE)
                 begin_epoch_if_asked(claim, plan.config)
-                run_dir.write(path, plan.container, plan.world, plan.commands)
+                run_dir.write_run_dir(path, plan.container, plan.world, plan.commands)
                 return await supervise(plan, path, bool(start["resumed"]), started, connection, claim.lock)
         finally:
             await connection.close()
@@ -163,7 +163,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
 
 def begin_epoch_if_asked(claim: Claim, config: Config) -> None:
     if claim.resumed and config.resume == "checkpoint":
-        stream_epoch.begin(claim.path, config, say)
+        stream_epoch.begin_epoch(claim.path, config, say)
 
 
 def rendezvous_of(plan: RunPlan) -> Rendezvous:
@@ -190,7 +190,7 @@ def prepare(plan: RunPlan, path: Path, overrides: Sequence[str]) -> RunPlan:
     """Run every check, tell the warnings, and return the plan with `builds_model` set."""
     started, checking = time.monotonic(), ["the plan"]
     with voice.live(lambda: f"checking {checking[-1]}, {time.monotonic() - started:.0f} s"):
-        warnings = checks.check(start_of(plan, path, overrides), begin=checking.append)
+        warnings = checks.run_checks(start_of(plan, path, overrides), begin=checking.append)
     for warning in warnings:
         say(f"warning: {warning}")
     return replace(plan, builds_model=preflight.needs_tiny_model(plan.config, overrides))
@@ -229,7 +229,7 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
 
     if not missing:
         run_dir.check_folder(path, plan.container, force_restart=plan.config.force_restart)
-    warnings = checks.check(start_of(plan, path, overrides), only_shown=True)
+    warnings = checks.run_checks(start_of(plan, path, overrides), only_shown=True)
     show_world(plan)
     for job in plan.world.jobs:
         say("")

@@ -120,7 +120,7 @@ def bundle_of(job: Job, world: WorldMap) -> dict[str, float]:
     return bundle | ({"GPU": float(len(job.gpus))} if job.gpus else {})
 
 
-def moved(world: WorldMap, hosts: Mapping[str, str]) -> WorldMap:
+def world_at(world: WorldMap, hosts: Mapping[str, str]) -> WorldMap:
     """Return the world with jobs at the addresses where Ray has put them.
 
     GPUs count within those that Ray gives the job.

@@ -20,7 +20,7 @@ from pipelinerl.errors import EXIT_REFUSED, ConfigError
 from pipelinerl.launcher.commands import CommandOf, RoleCommand
 from pipelinerl.launcher.engine import RoleExit
 from pipelinerl.launcher.processes import second_signal
-from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, moved, units_of
+from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, units_of, world_at
 from pipelinerl.launcher.ray_role import RoleActor, RolePlace
 from pipelinerl.launcher.stopping import HURRY, is_to_save, stop_waves
 from pipelinerl.launcher.watchdog import WATCH_INTERVAL_S, write_hang_report
@@ -115,7 +115,9 @@ class RayEngine:
                 placed = next(p for p in self._placed.values() if job in (j.name for j in p.unit.jobs))
                 placed.kill_reason = reason
                 log.warning("event=job_killed job=%s reason=%s", job, reason)
-                await asyncio.gather(*(answer(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
+                await asyncio.gather(
+                    *(value_of(actor.kill.remote()) for actor in placed.actors), return_exceptions=True
+                )
 
     def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
         for placed in self._placed.values():
@@ -172,14 +174,14 @@ class RayEngine:
         """Start the unit's processes and return how it ended: in order with all, or badly with the first that did."""
         placed.kill_reason, placed.started = None, time.monotonic()
         self._make_actors(placed)
-        runs = [asyncio.ensure_future(answer(actor.run.remote())) for actor in placed.actors]
+        runs = [asyncio.ensure_future(value_of(actor.run.remote())) for actor in placed.actors]
         result = RoleExit(code=0)
         for done in asyncio.as_completed(runs):
             result = await done
             if result.code:
                 break
         if result.code:
-            await asyncio.gather(*(answer(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
+            await asyncio.gather(*(value_of(actor.kill.remote()) for actor in placed.actors), return_exceptions=True)
             await asyncio.gather(*runs, return_exceptions=True)
         return RoleExit(code=result.code, kill_reason=placed.kill_reason or result.kill_reason)
 
@@ -219,7 +221,7 @@ class RayEngine:
         placed.nodes = tuple(ids[index] for index in range(len(unit.jobs)))
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive_nodes()}
         pairs = zip(unit.jobs, placed.nodes, strict=True)
-        self.world = moved(self.world, {job.name: addresses[node] for job, node in pairs if node in addresses})
+        self.world = world_at(self.world, {job.name: addresses[node] for job, node in pairs if node in addresses})
         log.info("event=unit_placed unit=%s nodes=%s", unit.name, ",".join(placed.nodes))
         if deadline is None:
             self.world.save(self._run_dir)
@@ -259,6 +261,6 @@ class RayEngine:
         return [(role.job, role.reason) for role in failed]
 
 
-async def answer(ref: Any) -> Any:
+async def value_of(ref: Any) -> Any:
     """Wait for the value of an object reference. Raises what the actor raised, or that it is gone."""
     return await asyncio.wrap_future(ref.future())

@@ -47,7 +47,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     return set()
 
 
-def send(pids: list[int], number: int) -> None:
+def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -63,7 +63,7 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     count = len(pids)
     segments = shared_memory_of(pids) | set(segments)
     if grace_s > 0:
-        send(pids, signal.SIGTERM)
+        signal_all(pids, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while pids and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def sweep(mark: str, grace_s: float, segments: Iterable[str] = ()) -> int:
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (pids := marked_processes(mark)) and time.monotonic() < deadline:
         segments |= shared_memory_of(pids)
-        send(pids, signal.SIGKILL)
+        signal_all(pids, signal.SIGKILL)
         time.sleep(0.02)
     for path in segments:
         with contextlib.suppress(OSError):

@@ -200,7 +200,7 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
         )
 
 
-def write(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
+def write_run_dir(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
     """Write configuration, world map and one folder per role. Deletes the leases of an earlier launch."""
     shutil.rmtree(path / FOLDER, ignore_errors=True)
     make_folder((path / RUN_CONFIG).parent)

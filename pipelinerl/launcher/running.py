@@ -112,14 +112,14 @@ async def supervise(
         actors=[job.name for job in plan.world.get("actor")],
         training_done=progress.training_done,
         say=say,
-        report=(lambda: report(plan, path, started, roles_started, progress)) if leads else (lambda: None),
+        report=(lambda: report_run(plan, path, started, roles_started, progress)) if leads else (lambda: None),
         others=connection,
     )
     answer_signals(supervisor)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
     progress.start()
-    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish(plan, path))]
+    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish_address(plan, path))]
     if plan.builds_model:
         beside.append(asyncio.create_task(build_model(config, host, supervisor)))
     if connection:
@@ -168,7 +168,7 @@ async def build_model(config: Config, host: Host, supervisor: Supervisor) -> Non
         supervisor.fail(problem)
 
 
-async def publish(plan: RunPlan, path: Path) -> None:
+async def publish_address(plan: RunPlan, path: Path) -> None:
     """Put what roles on other machines need to start on the run's redis, and say its address."""
     address = address_of(plan.config, path)
     if plan.node_rank or not isinstance(address, RedisAddress):
@@ -210,7 +210,7 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
-def report(plan: RunPlan, path: Path, launched: float, started: float, progress: ProgressLines) -> None:
+def report_run(plan: RunPlan, path: Path, launched: float, started: float, progress: ProgressLines) -> None:
     """Write summary, picture and page. If that fails the run still counts as finished."""
     try:
         replicas = plan.config.world.replicas

@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 
-from pipelinerl.observability.health import job_of
+from pipelinerl.observability.health import job_of_status
 from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord
 
 QUIET_S = 2 * HEARTBEAT_S
@@ -37,9 +37,9 @@ class RunQueues:
             jobs: running jobs. The values are not used.
         """
         silent = {
-            job_of(name): status.heartbeat
+            job_of_status(name): status.heartbeat
             for name, status in statuses.items()
-            if job_of(name) in jobs and status.state == "running" and now - status.heartbeat > QUIET_S
+            if job_of_status(name) in jobs and status.state == "running" and now - status.heartbeat > QUIET_S
         }
         self._baselines = {job: known for job, known in self._baselines.items() if silent.get(job) == known[0]}
         waited = {}

@@ -47,7 +47,7 @@ class Stopper:
         """
         pids = self._host.all_processes()
         segments = reaper.shared_memory_of(pids)
-        reaper.send(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
+        reaper.signal_all(pids, signal.SIGCONT)  # a frozen process can neither end nor clean up
         waves = stop_waves({role.command.kind for role in roles}, orderly=orderly)
         late: list[str] = []
         for index, kinds in enumerate(waves):

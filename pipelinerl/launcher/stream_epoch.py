@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 DAMAGE_FILE = "damage.txt"
 
 
-def begin(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
+def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
     """Set the present streams aside and begin a new epoch. If it is killed half-way, call it again."""
     number = read_epoch(run_dir).number
     lost = lost_folder(run_dir, number)

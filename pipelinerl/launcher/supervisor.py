@@ -15,7 +15,7 @@ from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.commands import RoleCommand
 from pipelinerl.launcher.engine import RoleEngine
-from pipelinerl.launcher.exits import backoff_s, decide_after_exit
+from pipelinerl.launcher.exits import decide_after_exit, restart_delay_s
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.launcher.stopping import STORES
 
@@ -174,7 +174,7 @@ class Supervisor:
 
     async def _back_off(self, role: Role, failure: RoleFailure) -> None:
         self._first_failure = self._first_failure or failure
-        delay = backoff_s(role.restarts, self._limits.restart_backoff_s)
+        delay = restart_delay_s(role.restarts, self._limits.restart_backoff_s)
         role.restarts += 1
         used = f"{sum(self.restarts.values())}/{self._limits.max_restarts}"
         self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; restart {used} in {delay:g} s")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.alarms import Alarm
-from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread, chosen
+from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread, chosen_trackers
 
 if TYPE_CHECKING:
     from pipelinerl.inspect.decode import TokenText
@@ -22,7 +22,7 @@ class RunTracking:
 
     def __init__(self, cfg: Config, run_dir: Path):
         self._run_dir, self._every = run_dir, cfg.wandb.sample_steps
-        self._threads = [TrackerThread(name, cfg, run_dir, KIND) for name in chosen(cfg) if name in WITH_TEXT]
+        self._threads = [TrackerThread(name, cfg, run_dir, KIND) for name in chosen_trackers(cfg) if name in WITH_TEXT]
         self._newest = 0
 
     def step(self, step: int) -> None:

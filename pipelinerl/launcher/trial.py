@@ -81,7 +81,7 @@ async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
         await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
     if len(failures) == len(ANSWERS):
-        raise explain(failures)
+        raise explain_failures(failures)
 
 
 def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
@@ -95,7 +95,7 @@ def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
     )
 
 
-def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
+def explain_failures(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
     """Return the failure that explains why every rollout failed."""
     problem, error = failures[0]
     if isinstance(error, KeyError) and error.args and error.args[0] in problem.missing:
@@ -105,16 +105,16 @@ def explain(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailur
         )
     if all(isinstance(error, RecordError) for _, error in failures):
         return TrialFailure(f"returns what cannot be trained: {error}", certain=True)
-    places = {place(error) for _, error in failures}
+    places = {raised_at(error) for _, error in failures}
     certain = len(places) == 1 and not any(needs_outside(error) for _, error in failures)
-    filename, line, kind = place(error)
+    filename, line, kind = raised_at(error)
     text = f"raises on every rollout: {kind}: {error} ({filename}:{line})"
     return TrialFailure(
         text if certain else f"could not be tried without its services: {kind}: {error}", certain=certain
     )
 
 
-def place(error: BaseException) -> tuple[str, int | None, str]:
+def raised_at(error: BaseException) -> tuple[str, int | None, str]:
     """(file, line, error type) of the frame that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return frames[-1].filename, frames[-1].lineno, type(error).__name__

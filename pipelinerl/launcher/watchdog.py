@@ -89,7 +89,7 @@ def write_hang_report(run_dir: Path, failed: FailedRole, jobs: Sequence[str], pi
         jobs: names of the roles whose stacks are copied.
         pids: processes that are asked for their stacks by SIGUSR1.
     """
-    reaper.send(list(pids), signal.SIGUSR1)
+    reaper.signal_all(list(pids), signal.SIGUSR1)
     time.sleep(STACKS_GRACE_S)
     folder = run_dir / "hangs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{failed.job}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from pipelinerl.membership.lease import Lease
-from pipelinerl.membership.stores import StoreAwayError, decode
+from pipelinerl.membership.stores import StoreAwayError, decode_lease
 
 TIMEOUT_S = 5.0
 
@@ -80,7 +80,7 @@ class RedisStore:
     def leases(self) -> dict[str, Lease]:
         with self._server():
             found = self._client.hgetall(self._members)
-        decoded = {name.decode(): decode(name.decode(), content) for name, content in found.items()}
+        decoded = {name.decode(): decode_lease(name.decode(), content) for name, content in found.items()}
         return {name: lease for name, lease in decoded.items() if lease is not None}
 
     def ask_to_leave(self, name: str) -> None:

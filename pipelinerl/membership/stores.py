@@ -118,11 +118,11 @@ class FolderStore:
     def _read(self, path: Path) -> Lease | None:
         """Read a lease. None if there is no file or it holds no lease of this name."""
         with contextlib.suppress(FileNotFoundError):
-            return decode(path.stem, path.read_bytes())
+            return decode_lease(path.stem, path.read_bytes())
         return None
 
 
-def decode(name: str, content: bytes) -> Lease | None:
+def decode_lease(name: str, content: bytes) -> Lease | None:
     """Decode a lease. None if the bytes are no lease of this name, which then counts as not renewed."""
     try:
         lease = msgspec.json.decode(content, type=Lease)

@@ -60,7 +60,7 @@ class Metric(MetricName, ReprEnum):
         return {match[1]: value for name, value in point.items() if (match := pattern.fullmatch(name))}
 
 
-def plain(values: Mapping[MetricName, float]) -> dict[str, float]:
+def as_texts(values: Mapping[MetricName, float]) -> dict[str, float]:
     """The same values under texts, for a record."""
     return {str(name): value for name, value in values.items()}
 
@@ -262,7 +262,7 @@ def _pattern(name: str, given: str) -> str:
     )
 
 
-def markdown() -> str:
+def metrics_page() -> str:
     """A table per role."""
     return "\n\n".join(_table(role, metrics) for role, metrics in CATALOGUE.items())
 
@@ -275,4 +275,4 @@ def _table(role: str, metrics: Iterable[Metric]) -> str:
 if __name__ == "__main__":
     from pipelinerl.config.docs import write_pages
 
-    sys.exit(write_pages("Write the page of the metrics.", lambda: {"docs/metrics.md": markdown()}))
+    sys.exit(write_pages("Write the page of the metrics.", lambda: {"docs/metrics.md": metrics_page()}))

@@ -38,7 +38,7 @@ def find_failed(
     """
     failed: dict[str, FailedRole] = {}
     for name, status in statuses.items():
-        job = job_of(name)
+        job = job_of_status(name)
         if job in started and status.state == "running" and job not in failed:
             awake = now - (starved or {}).get(job, 0.0)
             reason = _silent(status, started[job], limits, awake, since) or _slow_start(
@@ -51,7 +51,7 @@ def find_failed(
             reason = f"gave no sign of life within launcher.startup_timeout_s={limits.startup_timeout_s:g} s"
             failed.setdefault(job, FailedRole(job=job, reason=reason))
     for name in _stuck(statuses, limits, now, since):
-        job = job_of(name)
+        job = job_of_status(name)
         if job in started:
             age = now - statuses[name].progress_at
             reason = f"no progress for {age:.0f} s (launcher.hang_timeout_s={limits.hang_timeout_s:g})"
@@ -59,7 +59,7 @@ def find_failed(
     return list(failed.values())
 
 
-def job_of(status_name: str) -> str:
+def job_of_status(status_name: str) -> str:
     return status_name.partition(".")[0]
 
 

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from pipelinerl.config.sections import Config
 from pipelinerl.host.disk import replace_file, replacement
 from pipelinerl.observability.catalogue import STEP, MetricName, warn_undeclared
-from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen
+from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen_trackers
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class MetricsLogger:
         self._max_bytes, self._num_bytes = cfg.launcher.max_log_mb * 2**20, self._path.stat().st_size
         self._known: set[MetricName] = set()
         self._lock = threading.Lock()
-        self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in chosen(cfg)}
+        self._trackers = {name: TrackerThread(name, cfg, Path(run_dir), kind) for name in chosen_trackers(cfg)}
         self._sent = {
             name: SentSteps(self._path.with_suffix(f".{name}")) for name in (self._trackers if once_per_step else ())
         }

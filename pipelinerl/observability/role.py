@@ -162,7 +162,7 @@ def _play(main: Callable[[RoleContext], None], entry: "Entry", status: RoleStatu
     membership = None
     try:
         backend_from_config(entry.cfg, entry.run_dir)
-        spans.start(entry.cfg, entry.run_dir, status_name(entry.job.name))
+        spans.start_recording(entry.cfg, entry.run_dir, status_name(entry.job.name))
         membership = take_part(entry, status.last_beat, lambda: os.kill(os.getpid(), signal.SIGTERM))
         main(
             RoleContext(

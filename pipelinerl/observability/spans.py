@@ -146,7 +146,7 @@ def earlier_spans(path: Path) -> Path:
 _writer: SpanWriter | None = None
 
 
-def start(cfg: Config, run_dir: Path, process: str) -> None:
+def start_recording(cfg: Config, run_dir: Path, process: str) -> None:
     """Record this process's spans from now on, if the configuration says so. ``process``: its name."""
     if _writer is not None or not cfg.tracing.trace_mb:
         return

@@ -48,7 +48,7 @@ class Tracker(Protocol):
     def finish(self) -> None: ...
 
 
-def chosen(cfg: Config) -> tuple[str, ...]:
+def chosen_trackers(cfg: Config) -> tuple[str, ...]:
     """Names of the trackers that the run uses."""
     names = (cfg.tracker,) if isinstance(cfg.tracker, str) else tuple(dict.fromkeys(cfg.tracker))
     return tuple(name for name in names if name != "wandb" or cfg.wandb.mode != "disabled")

@@ -50,7 +50,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def start(cfg: Config, run_dir: Path, kind: str) -> Any:
+def start_run(cfg: Config, run_dir: Path, kind: str) -> Any:
     """Start or continue the wandb run of this kind of role, with the run's configuration.
 
     Only the trainer's run records statistics of its host.
@@ -84,7 +84,7 @@ class WandbTracker:
     """One kind of role's wandb run."""
 
     def __init__(self, cfg: Config, run_dir: Path, kind: str):
-        self._run = start(cfg, run_dir, kind)
+        self._run = start_run(cfg, run_dir, kind)
         self._kind = kind
 
     def log(self, point: Mapping[str, float], step: int) -> None:

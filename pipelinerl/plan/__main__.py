@@ -45,7 +45,7 @@ def with_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    work, plan, result = split.run_split(args, console)
+    work, plan, result = split.recommend_split(args, console)
     return result | {"simulated": print_simulation(console, work, plan)} if args.simulate else result
 
 

@@ -69,7 +69,7 @@ def count(text: str) -> int:
     return value
 
 
-def run_split(args: argparse.Namespace, console: Console) -> tuple[Workload, PipelinePlan, dict[str, Any]]:
+def recommend_split(args: argparse.Namespace, console: Console) -> tuple[Workload, PipelinePlan, dict[str, Any]]:
     """Print the recommended plan. Returns the workload, the plan, and all results as plain data.
 
     Raises:

@@ -25,14 +25,14 @@ class RolloutArchive:
     def write(self, step: int) -> None:
         """Archive the rollouts that were decided since the last call."""
         if self.archive is not None:
-            kept, rest = split(self._decided, self.archive.per_step)
+            kept, rest = split_rollouts(self._decided, self.archive.per_step)
             self.archive.write(
                 step, kept=ArchivedStep(step=step, rollouts=kept), rest=ArchivedStep(step=step, rollouts=rest)
             )
         self._decided = []
 
 
-def split(
+def split_rollouts(
     decided: Sequence[tuple[Sample, str]], count: int
 ) -> tuple[tuple[ArchivedRollout, ...], tuple[ArchivedRollout, ...]]:
     """Divide rollouts with their fates into those to keep (``count`` chosen, and all flagged) and the rest."""

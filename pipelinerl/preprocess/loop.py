@@ -22,7 +22,7 @@ from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate, with_order
 from pipelinerl.preprocess.intake import BUSY_POLL_S, Intake
-from pipelinerl.preprocess.metrics import quality_of, step_metrics
+from pipelinerl.preprocess.metrics import batch_metrics, quality_of
 from pipelinerl.preprocess.progress import Totals, next_own_step
 from pipelinerl.preprocess.publish import MicroBatchPublisher
 from pipelinerl.preprocess.reference import needs_reference
@@ -185,7 +185,7 @@ class Preprocessor:
         if time.monotonic() >= self.next_commit:
             self._commit()
         quality = quality_of(batches, self.collation.seq_length)
-        self.report.published(batch, step_metrics(batch, quality), self.totals)
+        self.report.published(batch, batch_metrics(batch, quality), self.totals)
 
     def _commit(self) -> None:
         """Release the groups of published batches."""

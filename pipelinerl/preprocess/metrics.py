@@ -113,7 +113,7 @@ def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> Packin
     return packing_quality(tokens, sum(mb.sentinel for rank in batches for mb in rank), capacity)
 
 
-def step_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[MetricName, float]:
+def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[MetricName, float]:
     """Metrics of one published optimizer batch."""
     lags = np.array([batch.step - sample.oldest_version for sample in batch.samples])
     advantages = np.concatenate([np.asarray(sample.advantages) for sample in batch.samples])

@@ -29,7 +29,7 @@ from pipelinerl.inspect.decode import text_or_numbers
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.replay import folder as files
 from pipelinerl.replay import show
-from pipelinerl.replay.compare import compare
+from pipelinerl.replay.compare import compare_step
 from pipelinerl.replay.folder import Recorded, ReplayedStep, ReplayPlan
 from pipelinerl.replay.mismatch import attribute
 from pipelinerl.streams.codec import jsonable
@@ -67,7 +67,7 @@ def collect_from_run(args: argparse.Namespace, folder: Path) -> None:
     with look_into(args.run):
         if args.step is None:
             raise ConfigError(f"--step is missing: {inputs.replayable(args.run)}")
-        inputs.collect(args.run, args.step, folder, whole_model=args.export is not None)
+        inputs.collect_inputs(args.run, args.step, folder, whole_model=args.export is not None)
 
 
 def computed(
@@ -101,7 +101,7 @@ def report(
     args: argparse.Namespace, folder: Path, plan: ReplayPlan, own: ReplayedStep, other: ReplayedStep | None
 ) -> int:
     """Print the results and return the exit code."""
-    found = compare(files.read_record(folder / files.RECORDED, Recorded), own)
+    found = compare_step(files.read_record(folder / files.RECORDED, Recorded), own)
     split = attribute(own.sequences, has_experts=has_experts(folder)) if args.mismatch and own.sequences else None
     if args.json:
         shown = show.as_json(plan, found, own, other)
@@ -112,10 +112,10 @@ def report(
         lines += split.lines if split else []
         if own.sequences:
             lines.append("tokens with the largest parts of the loss:")
-            lines += show.token_table(own, show.largest(own, args.tokens), text, other)
+            lines += show.token_table(own, show.largest_tokens(own, args.tokens), text, other)
         if own.sequences and other is not None:
             lines.append("tokens that --with pushes most differently:")
-            lines += show.token_table(own, show.largest(own, args.tokens, other), text, other)
+            lines += show.token_table(own, show.largest_tokens(own, args.tokens, other), text, other)
         print("\n".join(lines))
     return 0 if found.is_equal else EXIT_DIFFERENT
 

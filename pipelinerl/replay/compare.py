@@ -54,7 +54,7 @@ class StepComparison:
         return not self.metrics_compared and not self.logprobs.compared
 
 
-def compare(recorded: Recorded, step: ReplayedStep) -> StepComparison:
+def compare_step(recorded: Recorded, step: ReplayedStep) -> StepComparison:
     """Compare all that the run recorded with the replayed step.
 
     The ratios are compared with the log-probabilities, of which they are functions, as the sampler's are an input.

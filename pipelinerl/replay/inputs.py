@@ -35,7 +35,7 @@ TIMINGS = {
 """Metrics of a step that differ in every repetition."""
 
 
-def collect(run_dir: Path, step: int, folder: Path, *, whole_model: bool) -> ReplayPlan:
+def collect_inputs(run_dir: Path, step: int, folder: Path, *, whole_model: bool) -> ReplayPlan:
     """Make the replay folder of a run's step in the empty ``folder``.
 
     Args:
@@ -45,7 +45,7 @@ def collect(run_dir: Path, step: int, folder: Path, *, whole_model: bool) -> Rep
     """
     cfg, world = load_old_run(run_dir), WorldMap.load(run_dir)
     saved = [number for number, _ in list_steps(checkpoint_root(run_dir))]
-    first = start_of(step, saved, cfg.proximal_steps or 1)
+    first = checkpoint_before(step, saved, cfg.proximal_steps or 1)
     if first:
         files.link_checkpoint(run_dir, folder, first)
     last = max(ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps).last_needed(step), step)
@@ -68,7 +68,7 @@ def collect(run_dir: Path, step: int, folder: Path, *, whole_model: bool) -> Rep
     return plan
 
 
-def start_of(step: int, saved: Iterable[int], block: int) -> int:
+def checkpoint_before(step: int, saved: Iterable[int], block: int) -> int:
     """The step of the checkpoint from which ``step`` is replayed, 0 for the run's model.
 
     Args:

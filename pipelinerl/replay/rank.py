@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import CheckpointError, ConfigError
-from pipelinerl.finetune.accumulate import BatchRules, prepare, train_step
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch, train_step
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.checkpoints import checkpoint_root
@@ -31,7 +31,7 @@ from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.rl.objective import LossSettings, settings_at, token_losses
 from pipelinerl.finetune.saving import load_newest
-from pipelinerl.observability.catalogue import plain
+from pipelinerl.observability.catalogue import MetricName, as_texts
 from pipelinerl.records import MicroBatch
 from pipelinerl.replay import folder as files
 from pipelinerl.replay.folder import ReplayedSequence, ReplayedStep, ReplayPlan, StepBatches
@@ -78,7 +78,7 @@ class TokenFigures:
         number, self._count = self._count, self._count + 1
         if self.rules.sequence is not None:
             return
-        batch = prepare(record, self.rules, output.logprobs_K.device)
+        batch = prepare_batch(record, self.rules, output.logprobs_K.device)
         prox = None if self.proximal is None else self.proximal[number]
         inputs = replace(batch.inputs, advantages_K=output.advantages_K, proximal_logprobs_K=prox)
         logprobs_K = output.logprobs_K.detach().requires_grad_()
@@ -176,7 +176,7 @@ class _Run:
         self._proximal = ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps)
         self._read: tuple[int, list[MicroBatch], list[Tensor] | None] | None = None
 
-    def train(self, step: int, changes: Mapping[str, Any]) -> tuple[dict[str, float], TokenFigures]:
+    def train(self, step: int, changes: Mapping[str, Any]) -> tuple[dict[MetricName, float], TokenFigures]:
         """Train one step, a second time if it is the last one that was trained, with changed settings of the loss."""
         records, proximal = self._inputs(step)
         settings = replace(settings_at(self._cfg, step), **changes)
@@ -203,7 +203,7 @@ class _Run:
         norm, other_norm = self._product(change, change) ** 0.5, self._product(other, other) ** 0.5
         cosine = self._product(change, other) / (norm * other_norm) if norm and other_norm else 0.0
         found = ReplayedStep(
-            metrics=plain(metrics), sequences=tuple(figures.sequences), update_norm=norm, update_cosine=cosine
+            metrics=as_texts(metrics), sequences=tuple(figures.sequences), update_norm=norm, update_cosine=cosine
         )
         return found, change
 
@@ -211,7 +211,7 @@ class _Run:
         """Score the tokens that ``version``, the present one, sampled. Collective."""
         for record, found_K in zip(self._ahead, self._of_versions or (), strict=True):
             mine_K = torch.from_numpy(index_tokens(record).versions_K == version)
-            scored_K = self._engine.evaluate(prepare(record, self._rules, self._engine.device)).float().cpu()
+            scored_K = self._engine.evaluate(prepare_batch(record, self._rules, self._engine.device)).float().cpu()
             found_K[mine_K] = scored_K[mine_K]
 
     def state(self) -> Tensors:

@@ -65,8 +65,10 @@ def _agreement(kind: str, found: Agreement) -> str:
 
 def objectives(own: ReplayedStep, other: ReplayedStep | None) -> list[str]:
     """The step's figures under the run's objective, and beside them under another one."""
-    rows = [(name, own.metrics[name], other and other.metrics[name]) for name in HEADLINES]
-    rows.append(("update_norm", own.update_norm, other and other.update_norm))
+    rows: list[tuple[str, float, float | None]] = [
+        (name, own.metrics[name], None if other is None else other.metrics[name]) for name in HEADLINES
+    ]
+    rows.append(("update_norm", own.update_norm, None if other is None else other.update_norm))
     lines = [
         f"  {name:<20} {ours:>14.7g}" + ("" if theirs is None else f" {theirs:>14.7g}") for name, ours, theirs in rows
     ]
@@ -79,7 +81,7 @@ def objectives(own: ReplayedStep, other: ReplayedStep | None) -> list[str]:
     ]
 
 
-def largest(step: ReplayedStep, count: int, other: ReplayedStep | None = None) -> list[TokenPlace]:
+def largest_tokens(step: ReplayedStep, count: int, other: ReplayedStep | None = None) -> list[TokenPlace]:
     """The tokens with the largest part of the loss. With another objective: those whose slope changes most."""
     theirs = {sequence.sequence_id: sequence.slopes for sequence in other.sequences} if other is not None else {}
 

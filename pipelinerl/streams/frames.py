@@ -63,12 +63,12 @@ def find(content: mmap.mmap, start: int, offset: int) -> int | None:
 def frame_bytes(buffer: Buffer | mmap.mmap, start: int = 0) -> int:
     """Returns the frame length in the header at ``start``, to read a frame that is larger than the buffer.
 
-    The header must be complete and verified by ``parse``.
+    The header must be complete and verified by ``parse_frame``.
     """
     return HEADER_BYTES + _FIELDS.unpack_from(buffer, start)[0]
 
 
-def parse(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
+def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Frame | None:
     """Returns the frame at ``start``, which must be record ``offset``, or None while it is incomplete.
 
     A frame is incomplete if the buffer ends before it, or if the buffer holds only zeros from some byte of the frame to

@@ -325,7 +325,7 @@ def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
 
 def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, max_bytes: int) -> memoryview:
     try:
-        frame = frames.parse(fields.get(b"f", b""), 0, offset, max_bytes)
+        frame = frames.parse_frame(fields.get(b"f", b""), 0, offset, max_bytes)
     except CorruptStreamError as error:
         raise CorruptStreamError(f"{spec}: {error}") from error
     if frame is None:

@@ -92,12 +92,12 @@ def create(target: Path, write: Callable[[Path], None]) -> None:
     try:
         write(scratch)
         scratch.chmod(0o755)
-        publish(scratch, target)
+        publish_model(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def publish(scratch: Path, target: Path) -> None:
+def publish_model(scratch: Path, target: Path) -> None:
     """Renames the finished folder into place. A builder that lost the race keeps the winner's equal folder."""
     try:
         os.rename(scratch, target)
@@ -113,7 +113,7 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     from pipelinerl.tiny_model.tokenizer import train_tokenizer
-    from pipelinerl.tiny_model.warmup import warm_up
+    from pipelinerl.tiny_model.warmup import warm_up_model
 
     rng = Random(seed)
     tokenizer = train_tokenizer(sample_texts(recipe, rng), recipe.tags, recipe.max_number)
@@ -143,7 +143,7 @@ def write_model(folder: Path, recipe: Recipe, seed: int) -> None:
                     architectures=["Qwen2ForCausalLM"],
                 )
             )
-            warm_up(model, tokenizer, recipe, rng)
+            warm_up_model(model, tokenizer, recipe, rng)
     finally:
         torch.set_num_threads(threads)
     tokenizer.save_pretrained(folder)

@@ -13,10 +13,9 @@ from pipelinerl.config.load import resolve_function
 from pipelinerl.domains.countdown.dataset import draw_target, is_test_problem
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
 from pipelinerl.domains.guessing.game import feedback, instructions
-from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, WALKERS, walk
-from pipelinerl.domains.laps.dataset import is_held_out as is_held_out_walk
+from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, WALKERS, is_test_walk, walk
 from pipelinerl.domains.laps.dataset import question as laps_question
-from pipelinerl.domains.largest.dataset import is_held_out, question
+from pipelinerl.domains.largest.dataset import is_test_triple, question
 from pipelinerl.errors import ConfigError
 
 Messages = list[dict[str, str]]
@@ -56,7 +55,7 @@ class Recipe:
 ANSWER_TAGS = ("<answer>", "</answer>")
 
 
-def answer(value: object) -> dict[str, str]:
+def reply(value: object) -> dict[str, str]:
     return {"role": "assistant", "content": f"<answer>{value}</answer>"}
 
 
@@ -70,8 +69,8 @@ def largest(max_number: int = 30, steps: int = 300) -> Recipe:
     def conversation(rng: Random) -> Messages:
         while True:
             numbers = rng.sample(range(1, max_number + 1), 3)
-            if not is_held_out(numbers):
-                return [user(question(numbers)), answer(rng.choice(numbers))]
+            if not is_test_triple(numbers):
+                return [user(question(numbers)), reply(rng.choice(numbers))]
 
     return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
 
@@ -98,10 +97,10 @@ def guessing(max_number: int = 8, max_turns: int = 3, steps: int = 300) -> Recip
         relation = rng.choice(("higher", "lower"))
         bound = rng.randint(1, max_number - 1) if relation == "higher" else rng.randint(2, max_number)
         choices = range(bound + 1, max_number + 1) if relation == "higher" else range(1, bound)
-        return [user(feedback(bound, relation)), answer(rng.choice(choices))]
+        return [user(feedback(bound, relation)), reply(rng.choice(choices))]
 
     def conversation(rng: Random) -> Messages:
-        first = [user(instructions(max_number)), answer(rng.randint(1, max_number))]
+        first = [user(instructions(max_number)), reply(rng.randint(1, max_number))]
         return first + [message for _ in range(rng.randint(0, max_turns - 1)) for message in request(rng)]
 
     return Recipe(tags=ANSWER_TAGS, max_number=max_number, conversation=conversation, steps=steps)
@@ -120,7 +119,7 @@ def countdown(max_number: int = 20, operators: str = "+-", steps: int = 300) -> 
     def conversation(rng: Random) -> Messages:
         numbers, target = problem(rng)
         left, right = rng.sample(numbers, 2)
-        return [user(countdown_question(numbers, target, True)), answer(f"{left}{rng.choice(operators)}{right}")]
+        return [user(countdown_question(numbers, target, True)), reply(f"{left}{rng.choice(operators)}{right}")]
 
     largest_target = max_number**2 if "*" in operators else 2 * max_number
     return Recipe(tags=ANSWER_TAGS, max_number=largest_target, conversation=conversation, steps=steps)
@@ -135,7 +134,7 @@ def laps(num_stations: int = 44, max_laps: int = 50, layers: int = 2, heads: int
     def conversation(rng: Random) -> Messages:
         while True:
             number, walker = rng.randint(1, rng.choice((2, max_laps, max_laps))), rng.choice(WALKERS)
-            if not is_held_out_walk(number, walker):
+            if not is_test_walk(number, walker):
                 walked = walk(num_stations, number, rng.choice((CLOCKWISE, ANTICLOCKWISE)))
                 return [user(laps_question(number, walker)), {"role": "assistant", "content": walked}]
 

@@ -49,7 +49,7 @@ def batch_tensors(
     return ids_BT, weights_BT
 
 
-def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:
+def warm_up_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, rng: Random) -> float:
     """Trains in place on ``recipe.steps`` fresh batches with a cosine schedule. Returns the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     loss = math.nan

@@ -47,14 +47,14 @@ class BoundedBody:
         raise HTTPException(413, f"the body exceeds {self.max_bytes} bytes (verifier.max_body_kb)")
 
 
-def decode(decoder: Any, body: bytes) -> Any:
+def decode_request(decoder: Any, body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise HTTPException(422, f"not a valid request: {error}") from error
 
 
-def answer(record: Any) -> Response:
+def response_of(record: Any) -> Response:
     return Response(_ENCODER.encode(record), media_type="application/json")
 
 
@@ -97,21 +97,23 @@ def create_app(
     @app.post("/")
     async def check_one(request: Request) -> Response:
         authorise(request)
-        (verdict,) = await judge_all([decode(_CHECK, await bounded.read(request))])
-        return answer(verdict)
+        (verdict,) = await judge_all([decode_request(_CHECK, await bounded.read(request))])
+        return response_of(verdict)
 
     @app.post("/batch")
     async def check_many(request: Request) -> Response:
         authorise(request)
-        checks = decode(_BATCH, await bounded.read(request)).checks
+        checks = decode_request(_BATCH, await bounded.read(request)).checks
         if len(checks) > MAX_BATCH:
             raise HTTPException(413, f"a batch of {len(checks)} checks: send at most {MAX_BATCH}")
-        return answer(BatchVerdicts(verdicts=await judge_all(checks)))
+        return response_of(BatchVerdicts(verdicts=await judge_all(checks)))
 
     @app.post("/verify_answer")
     async def verify_answer(request: Request) -> Response:
         authorise(request)
-        return answer({"answer_status": await answer_status(pool, decode(_ANSWER, await bounded.read(request)))})
+        return response_of(
+            {"answer_status": await answer_status(pool, decode_request(_ANSWER, await bounded.read(request)))}
+        )
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.synthetic_batches import make_samples, pack
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy, PolicyOutput, isolation_error
 from pipelinerl.finetune.ring import EXACT, FLASH
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
@@ -27,7 +27,7 @@ def make_policy(device: torch.device, dtype: torch.dtype) -> Policy:
 def step(policy: Policy, device: torch.device, settings: LossSettings) -> PolicyOutput:
     samples = make_samples(0, 12, vocab_size=VOCAB, lengths=(20, 60), step=2, max_lag=2)
     rules = BatchRules(vocab_size=VOCAB, max_lag_steps=2, layout="packed", tokens_per_attention_unit=0)
-    output = policy(prepare(pack(samples, [range(12)], step=2)[0], rules, device), settings)
+    output = policy(prepare_batch(pack(samples, [range(12)], step=2)[0], rules, device), settings)
     output.loss.backward()
     return output
 

@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
-from pipelinerl.inference.control import UpdateControl, build_router
+from pipelinerl.inference.control import UpdateControl, control_router
 from pipelinerl.inference.guard import Guard
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.receiver import Receiver
@@ -235,7 +235,7 @@ class ModelServer:
         )
         app = FastAPI()
         updates = UpdateControl(self, workers=[self.receiver.address], secret=SECRET, on_fatal=self._on_fatal)
-        app.include_router(build_router(updates))
+        app.include_router(control_router(updates))
         app.add_middleware(Guard)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)

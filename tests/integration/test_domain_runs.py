@@ -24,7 +24,7 @@ from pipelinerl.domains.coding.rollouts import instructions as coding_prompt
 from pipelinerl.domains.countdown.rollouts import question
 from pipelinerl.domains.math.rollouts import SYSTEM_PROMPT
 from pipelinerl.domains.single_turn import conversation
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.launcher.preflight import check_domain
 from pipelinerl.launcher.program import launch
 from pipelinerl.observability.catalogue import undeclared

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.ledger import read
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import FolderStore
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess, topics
@@ -93,7 +93,7 @@ def test_servers_join_leave_and_die_during_a_run(tmp_path: Path, start: Callable
             until(lambda: not is_serving(name), launcher)  # noqa: B023
     print(f"from ready to serving: {', '.join(f'{seconds:.1f}' for seconds in waited)} s")
     assert launcher.end(signal.SIGTERM) == 128 + signal.SIGTERM
-    ledger = read(run_dir)
+    ledger = read_ledger(run_dir)
     print(ledger.counts())
     assert ledger.violations == ()
     assert not [name for name in ledger.counts() if name.startswith("dropped/") and name != "dropped/lag"]

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 import pipelinerl.actor.role
 import pipelinerl.preprocess.loop
 from pipelinerl.config.load import compose, load_run
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import PreprocessorProgress, SamplesProcessed, TrainerMessage, WeightUpdateSuccess, topics
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
@@ -35,7 +35,7 @@ TIMEOUT_S = 120
 
 DOMAIN = """
 import asyncio
-import pipelinerl.domains.largest as largest
+import pipelinerl.domains.largest
 
 def load_problems(names, *, domain, seconds):
     return [p | {"seconds": seconds} for p in largest.load_problems(["train"], max_number=12)]

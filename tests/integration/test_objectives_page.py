@@ -80,10 +80,10 @@ def test_page_functions_pass_the_trial_before_the_start(modules: Path) -> None:
     ]
     required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     container = to_container(compose("base", [*required, *own]))
-    preflight.check_objective(config(*own), container)
+    preflight.check_own_objective(config(*own), container)
     container["finetune"]["rl"]["policy_loss"] = "my_loss.missing"
     with pytest.raises(ConfigError, match=r"my_loss\.missing.*has no 'missing'"):
-        preflight.check_objective(config(*own), container)
+        preflight.check_own_objective(config(*own), container)
 
 
 WRONG = {

@@ -17,7 +17,7 @@ from pipelinerl import state
 from pipelinerl.archive import read_archive
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
-from pipelinerl.inspect.ledger import build
+from pipelinerl.inspect.ledger import ledger_of
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.preprocess import loop, reference
 from pipelinerl.preprocess.loop import Preprocessor
@@ -219,7 +219,7 @@ def test_drops_are_reported_with_reasons_and_the_ledger_is_closed(run_dir: Path)
     assert set(last.dropped_by_reason) == {"invalid", "zero_advantage", "lag"}
     assert last.dropped_by_reason["invalid"] == 4 * sum(position % 9 == 5 for position in range(30))
     assert last.samples_packed + last.samples_dropped + in_hand == 4 * 30
-    ledger = build(records, progress, steps_trained=0)
+    ledger = ledger_of(records, progress, steps_trained=0)
     assert not ledger.violations
     assert sum(count for name, count in ledger.counts().items() if name != "dropped/timeout") == 120
     for partition in range(2):
@@ -319,10 +319,10 @@ def test_killed_at_every_write_data_progress_and_ledger_equal_the_undisturbed_ru
         data, progress = run(folder)
         assert comparable(data) == comparable(expected), number
         assert progress[-1] == expected_progress[-1], number
-        ledger = build(records, progress, steps_trained=0)
+        ledger = ledger_of(records, progress, steps_trained=0)
         assert not ledger.violations, number
         assert sorted(ledger.entries, key=str) == sorted(
-            build(records, expected_progress, steps_trained=0).entries, key=str
+            ledger_of(records, expected_progress, steps_trained=0).entries, key=str
         )
 
 

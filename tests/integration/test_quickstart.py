@@ -12,7 +12,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, RolloutGroup, TrainerMessage, WeightUpdateSuccess

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 
 RUN_TIMEOUT_S = 600

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams import SingleStreamSpec, open_reader
 from tests.zero3 import shard_everything

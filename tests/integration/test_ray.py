@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelinerl.inspect.ledger import read
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.status import read_statuses
 from tests.ray_nodes import ENVIRONMENT, RayNodes, ray_nodes
 
@@ -151,7 +151,7 @@ def test_run_on_four_nodes_learns_while_a_node_is_lost_and_replaced_and_a_traine
     summary = json.loads((launch.run_dir / "summary.json").read_text())
     print(f"success {summary['success_before']:.3f} to {summary['success_after']:.3f}, {summary['wall_s']:.0f} s")
     assert summary["success_after"] >= 0.8
-    assert read(launch.run_dir).violations == ()
+    assert read_ledger(launch.run_dir).violations == ()
     assert "restarts: finetune_0 1" in launch.said
     log = (launch.run_dir / "finetune_0" / "log.txt").read_text()
     assert [int(step) for step in re.findall(r"event=resumed step=(\d+)", log)][-1] >= STEP_OF_LOSS

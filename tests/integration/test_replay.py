@@ -25,7 +25,7 @@ from pipelinerl.records import MicroBatch
 from pipelinerl.replay import folder as files
 from pipelinerl.replay.__main__ import main
 from pipelinerl.replay.folder import StepBatches
-from pipelinerl.replay.inputs import TIMINGS, collect, start_of
+from pipelinerl.replay.inputs import TIMINGS, checkpoint_before, collect_inputs
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from pipelinerl.world import Job, Node, WorldMap
 from tests.models import save_qwen2
@@ -97,7 +97,7 @@ def altered(run_dir: Path, step: int, change: Callable[[MicroBatch], None]) -> P
     """A bundle of the step in whose first micro-batch something was changed."""
     with tempfile.TemporaryDirectory() as made:
         with look_into(run_dir):
-            collect(run_dir, step, Path(made), whole_model=True)
+            collect_inputs(run_dir, step, Path(made), whole_model=True)
         path = files.batch_file(Path(made), 0, step)
         batches = files.read_record(path, StepBatches)
         change(batches.records[0])
@@ -216,10 +216,10 @@ def test_steps_with_a_shared_proximal_policy_are_replayed_from_their_block(tmp_p
 
 
 def test_checkpoint_inside_a_block_is_used_only_if_there_is_no_other() -> None:
-    assert start_of(9, [3, 5, 8, 11], block=1) == 8
-    assert start_of(9, [4, 5, 9], block=4) == 4
-    assert start_of(9, [5, 9], block=4) == 9
-    assert start_of(9, [11], block=1) == 0
+    assert checkpoint_before(9, [3, 5, 8, 11], block=1) == 8
+    assert checkpoint_before(9, [4, 5, 9], block=4) == 4
+    assert checkpoint_before(9, [5, 9], block=4) == 9
+    assert checkpoint_before(9, [11], block=1) == 0
 
 
 def test_gap_is_split_with_the_weights_that_sampled(run_dir: Path, capsys: Capture) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.ledger import read
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.render.deployment import Deployment
 from pipelinerl.render.slurm import render
 from tests.slurm_host import is_installed, slurm
@@ -97,4 +97,4 @@ def test_rendered_script_learns_saves_when_asked_and_resumes_when_requeued(clust
     assert f"event=resumed step={saved}" in (run_dir / "finetune_0" / "log.txt").read_text()
     assert {line.split()[0] for line in (run_dir / "conf" / "roles.txt").read_text().splitlines()} >= {"finetune_0"}
     assert os.stat(run_dir / "actor_0" / "start.sh").st_mode & 0o077 == 0
-    assert read(run_dir).violations == ()
+    assert read_ledger(run_dir).violations == ()

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import architecture
 from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config, small_copy
-from pipelinerl.finetune.attention import PACKED, packed_attention, register
+from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.rl.head import LogitMap
 
 PLAIN = LogitMap()
@@ -118,7 +118,7 @@ def test_logits_changed_in_another_way_are_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_leak_smaller_than_the_former_bound_is_seen(monkeypatch: pytest.MonkeyPatch):
     """A thousandth of the first document's keys in every other one: 0.05 let it pass."""
-    register(PACKED, packed_attention)
+    register_attention(PACKED, packed_attention)
     comparison = Comparison(small_copy(make_config("qwen2")))
     exact = architecture.Policy.hidden_states
 

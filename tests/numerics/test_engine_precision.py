@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune import model
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.engines import build_engine
 from pipelinerl.finetune.rl.objective import LossSettings
 from tests.models import make_qwen2
@@ -41,7 +41,7 @@ def test_bfloat16_engine_takes_advantages_and_log_probabilities_in_float32(
 
     monkeypatch.setattr(model, "head_loss", head_loss)
     rules = BatchRules(vocab_size=64, max_lag_steps=None, layout="packed", tokens_per_attention_unit=0)
-    batch = prepare(pack(make_samples(0, 4, vocab_size=64, lengths=(5, 9)), [range(4)])[0], rules, CPU)
+    batch = prepare_batch(pack(make_samples(0, 4, vocab_size=64, lengths=(5, 9)), [range(4)])[0], rules, CPU)
     engine.forward(batch, LossSettings(kl_coef=0.1))
     ((states, seen),) = objectives
     for field in ("sampler_logprobs_K", "advantages_K", "weights_K", "ref_logprobs_K"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.synthetic_batches import make_samples, pack
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.data import check_record, to_batch
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy, Tokens, isolation_error
@@ -146,7 +146,7 @@ def test_trained_logprobs_are_those_of_the_separate_sequences() -> None:
     rules = BatchRules(
         vocab_size=VOCAB, max_lag_steps=0, layout="cheaper", tokens_per_attention_unit=0, float_dtype=torch.float64
     )
-    batch = prepare(pack(samples, [range(SAMPLES)])[0], rules, torch.device("cpu"))
+    batch = prepare_batch(pack(samples, [range(SAMPLES)])[0], rules, torch.device("cpu"))
     ours = policy(batch, LossSettings()).logprobs_K
     expected = []
     for sample in samples:

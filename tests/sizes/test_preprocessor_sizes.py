@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.config.rules import check
+from pipelinerl.config.rules import check_rules
 from pipelinerl.errors import ConfigError, RecordTooLarge
 from pipelinerl.preprocess.batching import BatchCutter
 from pipelinerl.preprocess.collate import Collation, collate
@@ -108,7 +108,7 @@ def test_micro_batch_that_no_record_can_hold_is_refused_before_anything_starts(t
     message = r"`streams\.max_record_mb` is 1 but .*`finetune\.seq_length`=70000 tokens takes 1\.1 MB"
     context = preprocessor_context(tmp_path, "finetune.seq_length=70000", "streams.max_record_mb=1")
     with pytest.raises(ConfigError, match=message):
-        check(context.cfg)
+        check_rules(context.cfg)
 
 
 @pytest.mark.parametrize("groups", [2000, pytest.param(100_000, marks=pytest.mark.slow)])

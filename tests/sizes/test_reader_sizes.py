@@ -126,7 +126,7 @@ def test_ledger_and_report_of_long_rollouts_hold_few_of_them_in_memory(
     write_training(run_dir, groups, 1, attempts)
     tracemalloc.start()
     try:
-        found = ledger.read(run_dir)
+        found = ledger.read_ledger(run_dir)
         totals = report.read_records(run_dir).rollouts
         _, peak = tracemalloc.get_traced_memory()
     finally:

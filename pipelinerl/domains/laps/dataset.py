@@ -14,7 +14,7 @@ def question(laps: int, walker: str) -> str:
     return f"{walker}, walk {laps} laps clockwise."
 
 
-def is_held_out(laps: int, walker: str) -> bool:
+def is_test_walk(laps: int, walker: str) -> bool:
     """Whether a question is held out for tests. For each number of laps these are the questions to two walkers."""
     return WALKERS.index(walker) % 3 == laps % 3
 
@@ -61,7 +61,7 @@ def load_problems(
 
     def draw(rng: Random, held_out: bool) -> Problem:
         laps = draw_laps(rng, min_laps, max_test_laps if held_out else max_laps)
-        walker = rng.choice([name for name in WALKERS if is_held_out(laps, name) == held_out])
+        walker = rng.choice([name for name in WALKERS if is_test_walk(laps, name) == held_out])
         return {"num_stations": num_stations, "laps": laps, "walker": walker}
 
     return generate_problems(

@@ -15,7 +15,7 @@ def question(numbers: Sequence[int]) -> str:
     return f"Which is the largest of {first}, {second} and {third}?"
 
 
-def is_held_out(numbers: Sequence[int]) -> bool:
+def is_test_triple(numbers: Sequence[int]) -> bool:
     """Whether a triple is held out from training. The order of its numbers does not matter."""
     return sum(numbers) % HELD_OUT_DIVISOR == 0
 
@@ -33,7 +33,7 @@ def load_problems(dataset_names: list[str], max_number: int = 30, num_test_probl
         if name not in ("train", "test"):
             raise DomainError(f"domain `largest` has no dataset {name!r}: use `train` or `test`")
         held_out = name == "test"
-        triples = [list(n) for n in permutations(range(1, max_number + 1), 3) if is_held_out(n) == held_out]
+        triples = [list(n) for n in permutations(range(1, max_number + 1), 3) if is_test_triple(n) == held_out]
         if held_out:
             triples = Random(0).sample(triples, min(num_test_problems, len(triples)))
         problems += [{"dataset": name, "question": question(n), "answer": max(n)} for n in triples]

@@ -26,7 +26,7 @@ async def generate_rollout(
     async with record_agent(llm, session) as agent, DefaultAsyncHttpxClient(verify=False) as http:
         client = AsyncOpenAI(base_url=agent.base_url, api_key=agent.api_key, http_client=http, max_retries=0)
         number = await answer_question(client, problem["question"])
-        reward, success = score(number, problem["answer"])
+        reward, success = reward_of(number, problem["answer"])
         return agent.result(
             reward=reward, success=success, no_answer=number is None, dataset_name=problem.get("dataset")
         )
@@ -39,14 +39,14 @@ async def generate_program_rollout(
 
     def judge(printed: str) -> tuple[float, bool]:
         number = PRINTED.fullmatch(printed)
-        return score(int(number[1]) if number else None, problem["answer"])
+        return reward_of(int(number[1]) if number else None, problem["answer"])
 
     command = [sys.executable, "-I", "-S", str(PROGRAM)]
     dataset = problem.get("dataset")
     return await run_agent_process(llm, session, command, judge, stdin=problem["question"], dataset_name=dataset)
 
 
-def score(number: int | None, answer: int) -> tuple[float, bool]:
+def reward_of(number: int | None, answer: int) -> tuple[float, bool]:
     """Returns (reward, success) of the submitted number. None means that no number was submitted."""
     success = number == answer
     return -1.0 if number is None else float(success), success

@@ -11,17 +11,17 @@ from pipelinerl.llm import ToolCall
 MAX_RESULT_CHARS = 2000
 
 
-def describe(name: str, description: str, argument: str, what: str) -> dict[str, Any]:
+def tool_schema(name: str, description: str, argument: str, what: str) -> dict[str, Any]:
     properties = {argument: {"type": "string", "description": what}}
     parameters = {"type": "object", "properties": properties, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 TOOLS = {
-    "calculator": describe(
+    "calculator": tool_schema(
         "calculator", "Computes an arithmetic expression exactly.", "expression", "Numbers, + - * / and brackets."
     ),
-    "python": describe("python", "Runs a Python program and returns what it prints.", "code", "The program."),
+    "python": tool_schema("python", "Runs a Python program and returns what it prints.", "code", "The program."),
 }
 
 

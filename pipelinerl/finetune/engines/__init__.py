@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
-from pipelinerl.finetune.meeting import open_store
+from pipelinerl.finetune.meeting import open_rendezvous
 from pipelinerl.finetune.model import Policy
 
 __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
@@ -42,7 +42,7 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
     """
     if (world_size > 1 or name != "ddp") and not dist.is_initialized():
         rank = int(os.environ.get("RANK", "0"))
-        _stores.append(open_store(rank, world_size, timeout_s))
+        _stores.append(open_rendezvous(rank, world_size, timeout_s))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=_stores[-1],

@@ -60,7 +60,7 @@ class Corrected(NamedTuple):
     """bool: whether the token is truncated or masked."""
 
 
-def correct(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections) -> Corrected:
+def corrected(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections) -> Corrected:
     """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within ``inputs.group``."""
     log_ratio_K = log_ratio_K.detach()
     kept_K = torch.ones_like(log_ratio_K, dtype=torch.bool)

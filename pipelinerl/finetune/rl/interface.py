@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipelinerl.finetune.rl.corrections import Corrected, Corrections, correct
+from pipelinerl.finetune.rl.corrections import Corrected, Corrections, corrected
 from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, segment_sum
 
 
@@ -96,7 +96,7 @@ class PolicyTokens:
     @cached_property
     def _corrected(self) -> Corrected:
         base_K = self._proximal_logprobs_K if self.has_proximal else self._logprobs_K
-        return correct(base_K - self.sampler_logprobs_K, self._inputs, self._corrections)
+        return corrected(base_K - self.sampler_logprobs_K, self._inputs, self._corrections)
 
 
 PolicyLoss = Callable[..., TokenLoss | Tensor]

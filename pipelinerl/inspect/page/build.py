@@ -44,7 +44,7 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
     """Return the data of a run for the page, with at most `max_bytes` of rollouts."""
     with look_into(run_dir):
         source = read_source(run_dir)
-        text = text_or_numbers(run_dir, warn_of_numbers)
+        text = text_or_numbers(run_dir, log_missing_text)
         training, tests = Candidates(), Candidates()
         replicas = source.cfg.world.replicas
         training.take(read_training(run_dir, replicas=replicas))
@@ -52,7 +52,7 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
     chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
     evaluated = within(tests.in_turn(), text, max_bytes // 5)
     return run_data(source) | {
-        "alarms": [vars(alarm) for alarm in alarms(history_of(source, unreadable(training, text)))],
+        "alarms": [vars(alarm) for alarm in alarms(history_of(source, measure_unreadable(training, text)))],
         "rollouts": chosen + evaluated,
         "note": f"{len(chosen):,} of {training.seen:,} training rollouts and {len(evaluated):,} of {tests.seen:,} "
         "evaluation rollouts that are on record, chosen evenly over the steps, flagged ones first.",
@@ -70,14 +70,14 @@ def history_of(source: RunSource, unreadable_tokens: float | None = None) -> His
     )
 
 
-def unreadable(candidates: Candidates, text: TokenText) -> float | None:
+def measure_unreadable(candidates: Candidates, text: TokenText) -> float | None:
     def first() -> Iterator[SeenRollout]:
         yield from (seen for seen, _ in zip(candidates.in_turn(), range(CHECKED_FOR_TEXT), strict=False))
 
     return unreadable_share(first(), text)
 
 
-def warn_of_numbers(error: ConfigError) -> None:
+def log_missing_text(error: ConfigError) -> None:
     log.warning("event=report_without_text reason=%s", error)
 
 

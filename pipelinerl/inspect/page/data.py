@@ -174,7 +174,9 @@ def _duration(seconds: float | None) -> str:
 
 def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
     """Return a chart with the lines that have values other than 0. Of several points of a step the last one counts."""
-    wanted = [(source.points(metric.role), metric, label) for metric, label in chart.lines]
+    wanted: list[tuple[Points, MetricName, str]] = [
+        (source.points(metric.role), metric, label) for metric, label in chart.lines
+    ]
     if chart.parts:
         points, first, _ = wanted[0]
         wanted += [(points, name, name.rpartition("/")[0]) for name in part_names(points, first)]

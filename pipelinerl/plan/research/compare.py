@@ -83,7 +83,7 @@ def predict(facts: RunFacts) -> Prediction:
     )
 
 
-def compare(facts: RunFacts, steps: Points) -> tuple[Prediction, tuple[Line, ...]]:
+def compare_prediction(facts: RunFacts, steps: Points) -> tuple[Prediction, tuple[Line, ...]]:
     """Compare prediction and measurement. ``steps`` are the trainer's points after the warm-up."""
     prediction = predict(facts)
     seconds = steps[-1][TIME] - steps[0][TIME]
@@ -168,7 +168,7 @@ def compare_run(run_dir: Path) -> tuple[RunFacts, Prediction, tuple[Line, ...]]:
     steps = [points[step] for step in sorted(points)]
     steps = steps[int(len(steps) * WARM_UP_SHARE) :]
     facts = facts_of_run(cfg, read_metrics(run_dir, "actor"), steps, run_lengths(cfg, run_dir))
-    prediction, lines = compare(facts, steps)
+    prediction, lines = compare_prediction(facts, steps)
     return facts, prediction, lines
 
 

@@ -86,7 +86,7 @@ def serve(control: socket.socket, processes: int, calls: CallFilter, *, own_user
             return
         if os.fork() == 0:
             control.close()
-            supervisor.supervise(socket.socket(fileno=descriptors[0]), processes, calls, own_users=own_users)
+            supervisor.supervise_program(socket.socket(fileno=descriptors[0]), processes, calls, own_users=own_users)
             os._exit(0)
         os.close(descriptors[0])
 
@@ -129,11 +129,11 @@ def build_root(readable: list[str]) -> None:
     for path in supervisor.WRITABLE:
         os.makedirs(ROOT + path)
     for path in (*SYSTEM_PATHS, *SYSTEM_FILES, *DEVICES, *readable):
-        place(path)
+        mount_in_root(path)
     mount(None, ROOT, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-def place(path: str) -> None:
+def mount_in_root(path: str) -> None:
     """Mounts ``path`` read-only at the same place inside the root."""
     target = ROOT + path
     if not os.path.lexists(path) or os.path.lexists(target):

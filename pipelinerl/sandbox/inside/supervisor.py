@@ -47,7 +47,7 @@ class Closed(Exception):
     """The other side closed the connection."""
 
 
-def supervise(connection: socket.socket, processes: int, calls: CallFilter, *, own_users: bool) -> None:
+def supervise_program(connection: socket.socket, processes: int, calls: CallFilter, *, own_users: bool) -> None:
     """Runs the program of one connection.
 
     Args:

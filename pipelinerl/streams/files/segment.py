@@ -106,7 +106,7 @@ class Segment:
         start = 0
         while len(records) < limit:
             try:
-                frame = frames.parse(buffer, start, self.offset + len(records), self._max_bytes)
+                frame = frames.parse_frame(buffer, start, self.offset + len(records), self._max_bytes)
             except CorruptStreamError:
                 if records:
                     break  # deliver the records before the damage. The next call starts at the damage and raises

@@ -42,7 +42,7 @@ def test_yaml_of_puts_comments_where_they_fit():
 
 
 def test_table_has_a_row_per_key():
-    text = docs.table("`lines`", Lines, docs.declared(Lines, "lines."))
+    text = docs.section_table("`lines`", Lines, docs.declared(Lines, "lines."))
     assert "| `lines.short` | integer | `1` | fixed | first. Second |" in text
     assert "\n\nTwo sentences. In one paragraph.\n\n" in text
 

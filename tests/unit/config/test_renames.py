@@ -4,7 +4,7 @@ import pytest
 
 from pipelinerl.config.load import compose, config_keys, is_free_form, suggestion
 from pipelinerl.config.renames import GROUPS, RENAMES, Rename, rename_of
-from pipelinerl.launch import explain
+from pipelinerl.launch import explain_refusal
 
 SAME_NAME = {"eval_every_n_versions", "finetune.weight_update_interval", "finetune.lora.target_modules"}
 """Keys that are here too, with values of another meaning."""
@@ -50,7 +50,7 @@ def test_refusal_on_the_command_line_follows_the_table() -> None:
     for override in overrides:
         with pytest.raises(Exception, match="Could not override") as refused:
             compose("base", ["output_dir=x", override])
-        assert "PipelineRL's key" in explain(refused.value)
+        assert "PipelineRL's key" in explain_refusal(refused.value)
 
 
 def test_spelling_still_leads_where_the_table_has_no_row() -> None:

@@ -29,7 +29,7 @@ def changed(base: Config, **updates: object) -> Config:
 
 
 def test_check_base_configuration_has_no_hint(base: Config) -> None:
-    rules.check(base)
+    rules.check_rules(base)
     assert rules.hints(base) == []
 
 
@@ -84,7 +84,7 @@ def test_rule_refuses_its_case_and_no_other_rule_does(base: Config, rule: str) -
 @pytest.mark.parametrize("rule", REFUSED)
 def test_rule_message_names_a_key_it_is_about(base: Config, rule: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        rules.check(changed(base, **REFUSED[rule]))
+        rules.check_rules(changed(base, **REFUSED[rule]))
     assert any(path.replace("__", ".") in str(refused.value) for path in REFUSED[rule]) or "`" in str(refused.value)
 
 
@@ -124,13 +124,13 @@ def test_bound_that_the_policy_loss_does_not_have_is_refused_by_name(
 ) -> None:
     changes = {"finetune__rl__policy_loss": loss, f"finetune__rl__{key}": value}
     with pytest.raises(ConfigError, match=rf"`finetune\.rl\.{key}`={value} has no effect.*is {loss}"):
-        rules.check(changed(base, **changes))
+        rules.check_rules(changed(base, **changes))
 
 
 def test_ratio_truncated_at_both_levels_is_refused(base: Config) -> None:
     both = changed(base, finetune__rl__token_tis=2.0, finetune__rl__sequence_tis=3.0)
     with pytest.raises(ConfigError, match=r"token_tis`=2.0 and .*sequence_tis`=3.0.*remove one"):
-        rules.check(both)
+        rules.check_rules(both)
 
 
 def test_truncation_is_accepted_where_the_weight_is_outside_the_clip(base: Config) -> None:
@@ -139,12 +139,12 @@ def test_truncation_is_accepted_where_the_weight_is_outside_the_clip(base: Confi
         {"finetune__rl__policy_loss": "gspo", "finetune__rl__proximal_every": 1},
         {},
     ):
-        rules.check(changed(base, finetune__rl__token_tis=2.0, **changes))
+        rules.check_rules(changed(base, finetune__rl__token_tis=2.0, **changes))
 
 
 def test_kwargs_without_a_function_of_ones_own_are_refused(base: Config) -> None:
     with pytest.raises(ConfigError, match=r"policy_loss_kwargs` is for functions of yours"):
-        rules.check(changed(base, finetune__rl__policy_loss_kwargs={"cap": 2}))
+        rules.check_rules(changed(base, finetune__rl__policy_loss_kwargs={"cap": 2}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipelinerl.finetune import meeting
-from pipelinerl.finetune.meeting import ForgedError, SealedStore, open_store, seal, unseal
+from pipelinerl.finetune.meeting import ForgedError, SealedStore, open_rendezvous, seal, unseal
 from pipelinerl.world.network import listen_address
 from pipelinerl.world.ports import find_port_block
 
@@ -32,9 +32,9 @@ def listening() -> set[tuple[str, int]]:
 
 def test_open_store_of_ranks_on_one_node_opens_no_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     before = listening()
-    assert isinstance(open_store(0, 1, 5.0), dist.HashStore)
+    assert isinstance(open_rendezvous(0, 1, 5.0), dist.HashStore)
     monkeypatch.setenv("PIPELINERL_RANKS_FILE", str(tmp_path / "ranks"))
-    first, second = (open_store(rank, 2, 5.0) for rank in range(2))
+    first, second = (open_rendezvous(rank, 2, 5.0) for rank in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"
     assert listening() == before
@@ -47,7 +47,7 @@ def test_open_store_of_several_nodes_listens_on_one_address_and_refuses_what_a_s
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     before = listening()
-    first, second = open_store(0, 2, 5.0), open_store(1, 2, 5.0)
+    first, second = open_rendezvous(0, 2, 5.0), open_rendezvous(1, 2, 5.0)
     assert listening() - before == {("127.0.0.1", port)}
     first.set("address", b"\x00rank 0")
     assert second.get("address") == b"\x00rank 0"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.synthetic_batches import make_samples, pack
-from pipelinerl.finetune.accumulate import BatchRules, prepare, train_step
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch, train_step
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.model import Policy
@@ -64,12 +64,14 @@ def test_every_step_of_a_block_has_the_logprobs_of_the_weights_before_it() -> No
         assert records is not None
         if step in (0, 3):
             block = {step: records} | {later: reader.peek(later) for later in range(step + 1, 3 if step == 0 else 4)}
-            before |= {n: [engine.evaluate(prepare(r, RULES, engine.device)) for r in rs] for n, rs in block.items()}
+            before |= {
+                n: [engine.evaluate(prepare_batch(r, RULES, engine.device)) for r in rs] for n, rs in block.items()
+            }
         found = proximal.of_step(step, records, reader, engine, RULES)
         assert found is not None
         for mine, wanted in zip(found, before[step], strict=True):
             assert torch.equal(mine, wanted)
-        own = engine.forward(prepare(records[0], RULES, engine.device), settings).logprobs_K.detach()
+        own = engine.forward(prepare_batch(records[0], RULES, engine.device), settings).logprobs_K.detach()
         assert ((own - found[0]).abs().max() > 1e-3) == (step in (1, 2))
         assert (own - found[0]).abs().max() <= 1e-5 or step in (1, 2)
         metrics = train_step(engine, records, settings, RULES, 1e-2, found)

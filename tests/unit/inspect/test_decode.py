@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipelinerl.inspect.decode import TokenText, conversation, problem_fields, sampled_mask
+from pipelinerl.inspect.decode import TokenText, messages_in, problem_fields, sampled_mask
 from pipelinerl.records import TrainingSequence
 from tests.run_folder import make_tokenizer
 
@@ -46,12 +46,12 @@ def test_pieces_of_a_tokenizer_that_drops_leading_spaces_keep_them() -> None:
 def test_conversation_roles_and_sampled_parts_of_chatml() -> None:
     pieces = ["<|im_start|>", "user\n", "hi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "yes", "<|im_end|>"]
     sampled = [False] * 7 + [True, True]
-    found = conversation(pieces, sampled)
+    found = messages_in(pieces, sampled)
     assert [(m.role, m.parts) for m in found] == [("user", (("hi", False),)), ("assistant", (("yes", True),))]
 
 
 def test_conversation_prefilled_answer_is_marked_from_where_it_was_sampled() -> None:
-    found = conversation(["<|im_start|>assistant\n", "I ", "think"], [False, False, True])
+    found = messages_in(["<|im_start|>assistant\n", "I ", "think"], [False, False, True])
     assert found[0].parts == (("I ", False), ("think", True))
 
 
@@ -67,13 +67,13 @@ def test_conversation_prefilled_answer_is_marked_from_where_it_was_sampled() -> 
     ],
 )
 def test_conversation_other_templates(text: str, expected: str) -> None:
-    found = conversation(list(text), [False] * len(text))
+    found = messages_in(list(text), [False] * len(text))
     assert [message.text for message in found] == ["hi", expected]
     assert found[0].role == "user"
 
 
 def test_conversation_without_a_template_is_one_text() -> None:
-    (message,) = conversation(["2+2=", "4"], [False, True])
+    (message,) = messages_in(["2+2=", "4"], [False, True])
     assert (message.role, message.parts) == ("", (("2+2=", False), ("4", True)))
 
 

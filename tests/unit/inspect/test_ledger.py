@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from pipelinerl.inspect.ledger import LedgerEntry, build, merge
+from pipelinerl.inspect.ledger import LedgerEntry, ledger_of, merge
 from pipelinerl.records import GroupDropped, PreprocessorProgress, Rollout, RolloutGroup, TrainingSequence
 
 SEQUENCE = TrainingSequence(
@@ -46,7 +46,7 @@ def test_build_every_outcome_is_named_once():
     lost = GroupDropped(
         **PLACE, group_id="0-2", position=2, dispatch_index=2, attempts=2, reason="timeout", detail="late"
     )
-    ledger = build(
+    ledger = ledger_of(
         [group(0), group(1), lost, group(3)],
         [progress(1, ("0-0/0", "0-0/1")), progress(2, ("0-1/0",), (("0-1/1", "lag"),))],
         steps_trained=1,
@@ -57,33 +57,33 @@ def test_build_every_outcome_is_named_once():
 
 
 def test_build_sample_in_two_steps_is_a_violation():
-    ledger = build([group(0)], [progress(1, ("0-0/0",)), progress(2, ("0-0/0",))], steps_trained=2)
+    ledger = ledger_of([group(0)], [progress(1, ("0-0/0",)), progress(2, ("0-0/0",))], steps_trained=2)
     assert ledger.violations == ("0-0/0 was trained in step 0 and trained in step 1",)
 
 
 def test_build_republished_progress_after_a_restart_is_no_violation():
-    ledger = build([group(0)], [progress(1, ("0-0/0",)), progress(1, ("0-0/0",))], steps_trained=1)
+    ledger = ledger_of([group(0)], [progress(1, ("0-0/0",)), progress(1, ("0-0/0",))], steps_trained=1)
     assert ledger.violations == ()
 
 
 def test_build_sample_from_nowhere_is_a_violation():
-    assert build([], [progress(1, ("9-9/0",))], steps_trained=1).violations == (
+    assert ledger_of([], [progress(1, ("9-9/0",))], steps_trained=1).violations == (
         "9-9/0 was trained in step 0 but never published",
     )
 
 
 def test_build_dispatch_settled_twice_or_never_is_a_violation_and_one_overtaken_is_in_flight():
     again = msgspec.structs.replace(group(2), dispatch_index=1)
-    assert build([group(0), group(1), again], [], steps_trained=0).violations == ("dispatch 1 was settled 2 times",)
+    assert ledger_of([group(0), group(1), again], [], steps_trained=0).violations == ("dispatch 1 was settled 2 times",)
     last = msgspec.structs.replace(group(4), settled_before=3)
-    ledger = build([group(0), group(2), last], [], steps_trained=0)
+    ledger = ledger_of([group(0), group(2), last], [], steps_trained=0)
     assert ledger.violations == ("dispatch 1 counts as settled but has no record",)
     assert LedgerEntry(sample_id="dispatch 3/*", outcome="in flight") in ledger.entries
-    assert build([group(2), last], [], steps_trained=0, first_offset=1).violations == ()
+    assert ledger_of([group(2), last], [], steps_trained=0, first_offset=1).violations == ()
 
 
 def test_build_sample_that_later_ones_overtook_is_a_violation():
-    ledger = build([group(0), group(1)], [progress(1, ("0-0/0", "0-1/0"))], steps_trained=1)
+    ledger = ledger_of([group(0), group(1)], [progress(1, ("0-0/0", "0-1/0"))], steps_trained=1)
     assert ledger.violations == ("0-0/1 was passed over: neither packed nor dropped",)
     assert ledger.counts() == {"trained": 2, "queued": 2}
 
@@ -91,11 +91,11 @@ def test_build_sample_that_later_ones_overtook_is_a_violation():
 def test_build_after_retention_asks_only_for_what_the_topic_still_holds():
     old = msgspec.structs.replace(progress(1, ("0-0/0", "0-0/1")), source=(1, 0))
     new = msgspec.structs.replace(progress(2, ("0-1/0", "0-1/1")), source=(2, 0))
-    assert build([group(1)], [old, new], steps_trained=2, first_offset=1).violations == ()
-    wrong = build([group(2)], [old, new], steps_trained=2, first_offset=1).violations
+    assert ledger_of([group(1)], [old, new], steps_trained=2, first_offset=1).violations == ()
+    wrong = ledger_of([group(2)], [old, new], steps_trained=2, first_offset=1).violations
     assert wrong == tuple(f"0-1/{a} was trained in step 1 but never published" for a in range(2))
 
 
 def test_merge_sample_of_two_replicas_is_a_violation():
-    ledger = merge([build([group(0)], [], 0), build([group(0), group(1)], [], 0)])
+    ledger = merge([ledger_of([group(0)], [], 0), ledger_of([group(0), group(1)], [], 0)])
     assert ledger.violations == tuple(f"0-0/{a} belongs to several replicas" for a in range(2))

@@ -3,7 +3,7 @@
 import pytest
 from hydra.errors import ConfigCompositionException
 
-from pipelinerl.launch import QUIET_HYDRA, explain, hydra_arguments
+from pipelinerl.launch import QUIET_HYDRA, explain_refusal, hydra_arguments
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_explain_unknown_override_in_one_line(key: str, told: str) -> None:
     error = ConfigCompositionException(
         f"Could not override '{key}'.\nTo append to your config use +{key}=1\nKey not in struct"
     )
-    assert explain(error) == told
+    assert explain_refusal(error) == told
 
 
 def test_explain_other_errors_keep_their_words_on_one_line() -> None:
-    assert explain(ConfigCompositionException("first\n  second")) == "first second"
+    assert explain_refusal(ConfigCompositionException("first\n  second")) == "first second"

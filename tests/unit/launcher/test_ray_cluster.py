@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
-from pipelinerl.launcher.ray_cluster import cluster_of, moved, units_of
+from pipelinerl.launcher.ray_cluster import cluster_of, units_of, world_at
 from pipelinerl.launcher.ray_role import role_variables
 from pipelinerl.world import Job, Node, WorldMap
 from tests.worlds import world_section
@@ -60,7 +60,7 @@ def test_the_trainer_s_ranks_are_one_unit_and_are_placed_first() -> None:
 
 
 def test_a_job_that_ray_put_elsewhere_has_its_address_there_and_counts_its_own_gpus() -> None:
-    world = moved(two_node_world(), {"finetune_0": "b", "finetune_1": "a", "actor_llm_0": "c"})
+    world = world_at(two_node_world(), {"finetune_0": "b", "finetune_1": "a", "actor_llm_0": "c"})
     assert world.master_addr == "b"
     assert [(job.hostname, job.node_rank, job.gpus) for job in world.get("finetune")] == [
         ("b", 1, (0, 1)),

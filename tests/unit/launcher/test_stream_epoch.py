@@ -25,19 +25,19 @@ def run(tmp_path: Path) -> Path:
 
 def begin(run: Path) -> str:
     said: list[str] = []
-    stream_epoch.begin(run, load_run(run), said.append)
+    stream_epoch.begin_epoch(run, load_run(run), said.append)
     return "\n".join(said)
 
 
 def test_streams_are_set_aside_and_the_ledger_names_what_was_lost(run: Path) -> None:
-    groups = ledger.read(run)
+    groups = ledger.read_ledger(run)
     assert groups.counts() == {"trained": 4 * BATCH}
     assert str(lost_folder(run, 1)) in begin(run)
     assert not (run / "streams").exists()
     assert (lost_folder(run, 1) / "streams" / "actor").is_dir()
     assert read_epoch(run) == StreamEpoch(number=2)
     write_epoch(run, StreamEpoch(number=2, step=3))  # as the trainer does
-    book = ledger.read(run)
+    book = ledger.read_ledger(run)
     assert book.counts() == {"trained": 3 * BATCH, "lost": BATCH}
     assert {entry.reason for entry in book.entries if entry.outcome == "lost"} == {
         "streams 1 ended with the checkpoint of step 3"
@@ -55,7 +55,7 @@ def test_a_sample_of_both_epochs_is_trained_twice(run: Path, trained_again: str,
         preprocessor.write(PreprocessorProgress(**counts, step=4, packed_sample_ids=(trained_again,)))
     with open_writer(SingleStreamSpec(run, topics.TRAINER), TrainerMessage) as trainer:
         trainer.write(SamplesProcessed(samples_processed=4 * BATCH, step=4))
-    book = ledger.read(run)
+    book = ledger.read_ledger(run)
     assert [v for v in book.violations if "in new streams" in v] == [
         f"{trained_again} was trained in step 0 and, in new streams, trained in step 3"
     ] * violations

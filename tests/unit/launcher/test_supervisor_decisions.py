@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.launcher.exits import backoff_s, decide_after_exit
+from pipelinerl.launcher.exits import decide_after_exit, restart_delay_s
 from pipelinerl.launcher.stopping import stop_waves
 
 LIMITS = LauncherSection(
@@ -64,5 +64,5 @@ def test_stop_waves_stores_outlive_everybody() -> None:
 
 
 def test_backoff_doubles_up_to_its_bound() -> None:
-    assert [backoff_s(restarts, 1.0) for restarts in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert backoff_s(3, 60.0) == 60.0
+    assert [restart_delay_s(restarts, 1.0) for restarts in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert restart_delay_s(3, 60.0) == 60.0

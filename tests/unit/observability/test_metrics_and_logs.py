@@ -75,7 +75,7 @@ def test_metrics_a_failing_wandb_costs_nothing_but_a_log_line(tmp_path: Path, mo
     def explode(*_: object) -> None:
         raise RuntimeError("wandb is down")
 
-    monkeypatch.setattr(wandb, "start", explode)
+    monkeypatch.setattr(wandb, "start_run", explode)
     logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
     logger.log({"reward": 1.0}, step=1)
     logger.close()
@@ -88,7 +88,7 @@ def test_metrics_steps_that_a_resumed_trainer_repeats_reach_wandb_once(tmp_path:
     run = SimpleNamespace(
         log=lambda point: sent.append((point["finetune/step"], point["finetune/loss"])), finish=lambda: None
     )
-    monkeypatch.setattr(wandb, "start", lambda *_: run)
+    monkeypatch.setattr(wandb, "start_run", lambda *_: run)
     for first, last, loss in ((1, 5, 0.1), (3, 4, 0.2), (3, 7, 0.3)):  # the second process dies while it repeats
         drop_points_after(tmp_path, "finetune", first - 1)
         logger = MetricsLogger(config("offline"), tmp_path, "finetune", once_per_step=True)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch)
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr(wandb, "start", lambda *_: release.wait(30) or None)
+    monkeypatch.setattr(wandb, "start_run", lambda *_: release.wait(30) or None)
     monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.1)
     monkeypatch.setattr(trackers, "QUEUE_POINTS", 10)
     logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]

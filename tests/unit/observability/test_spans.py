@@ -97,12 +97,12 @@ def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path, caplog: pytest
 def test_without_a_writer_or_with_no_space_nothing_is_recorded(tmp_path: Path) -> None:
     spans.record("rollout", "0-0/0", 1)
     given = [f"output_dir={tmp_path}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
-    spans.start(parse(compose("base", [*given, "tracing.trace_mb=0"])), tmp_path, "actor_0")
+    spans.start_recording(parse(compose("base", [*given, "tracing.trace_mb=0"])), tmp_path, "actor_0")
     spans.record("rollout", "0-0/0", 1)
     spans.stop()
     assert not (tmp_path / "traces").exists()
 
-    spans.start(parse(compose("base", given)), tmp_path, "actor_0")
+    spans.start_recording(parse(compose("base", given)), tmp_path, "actor_0")
     spans.record("rollout", "0-0/0", 1)
     spans.stop()
     assert len(read(tmp_path / "traces" / "actor_0.jsonl")) == 1

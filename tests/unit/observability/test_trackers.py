@@ -15,7 +15,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.observability import wandb
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
-from pipelinerl.observability.trackers import chosen
+from pipelinerl.observability.trackers import chosen_trackers
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,11 +26,11 @@ def config(run_dir: Path, *overrides: str) -> Config:
 
 
 def test_tracker_is_one_or_several(tmp_path: Path) -> None:
-    assert chosen(config(tmp_path)) == ("wandb",)
-    assert chosen(config(tmp_path, "tracker=tensorboard")) == ("tensorboard",)
-    assert chosen(config(tmp_path, "tracker=[trackio,wandb,trackio]")) == ("trackio", "wandb")
-    assert chosen(config(tmp_path, "tracker=[wandb,tensorboard]", "wandb.mode=disabled")) == ("tensorboard",)
-    assert chosen(config(tmp_path, "tracker=[]")) == ()
+    assert chosen_trackers(config(tmp_path)) == ("wandb",)
+    assert chosen_trackers(config(tmp_path, "tracker=tensorboard")) == ("tensorboard",)
+    assert chosen_trackers(config(tmp_path, "tracker=[trackio,wandb,trackio]")) == ("trackio", "wandb")
+    assert chosen_trackers(config(tmp_path, "tracker=[wandb,tensorboard]", "wandb.mode=disabled")) == ("tensorboard",)
+    assert chosen_trackers(config(tmp_path, "tracker=[]")) == ()
     with pytest.raises(ConfigError, match="tracker"):
         config(tmp_path, "tracker=comet")
 
@@ -118,7 +118,7 @@ def test_wandb_gets_tables_alerts_and_the_report_with_wandbs_own_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeRun()
-    monkeypatch.setattr(wandb, "start", lambda *_: run)
+    monkeypatch.setattr(wandb, "start_run", lambda *_: run)
     tracker = wandb.WandbTracker(SimpleNamespace(), tmp_path, "launcher")  # type: ignore[arg-type]
     tracker.log({"finetune/loss": 0.5}, step=7)
     tracker.alert("hack", "hack since step 3: look at the rollouts")

@@ -21,11 +21,11 @@ def test_header_is_twenty_bytes_of_length_checksum_and_offset():
 
 def test_parse_gives_payload_and_end():
     buffer = frame(0, b"first") + frame(1, b"") + frame(2, b"third")
-    first = frames.parse(buffer, 0, 0)
+    first = frames.parse_frame(buffer, 0, 0)
     assert first is not None
-    second = frames.parse(buffer, first.end, 1)
+    second = frames.parse_frame(buffer, first.end, 1)
     assert second is not None
-    third = frames.parse(buffer, second.end, 2)
+    third = frames.parse_frame(buffer, second.end, 2)
     assert third is not None
     assert [bytes(f.payload) for f in (first, second, third)] == [b"first", b"", b"third"]
     assert third.end == len(buffer)
@@ -33,20 +33,20 @@ def test_parse_gives_payload_and_end():
 
 def test_parse_incomplete_frame_is_not_yet_there():
     whole = frame(7, b"payload")
-    assert all(frames.parse(whole[:n], 0, 7) is None for n in range(len(whole)))
-    assert frames.parse(bytes(100), 0, 7) is None
+    assert all(frames.parse_frame(whole[:n], 0, 7) is None for n in range(len(whole)))
+    assert frames.parse_frame(bytes(100), 0, 7) is None
 
 
 def test_parse_zeros_before_data_are_damage():
     with pytest.raises(CorruptStreamError, match="record 7: the frame header"):
-        frames.parse(bytes(20) + b"data", 0, 7)
+        frames.parse_frame(bytes(20) + b"data", 0, 7)
 
 
 def test_parse_wrong_offset_and_size_are_named():
     with pytest.raises(CorruptStreamError, match="record 3: the frame says it is record 2"):
-        frames.parse(frame(2, b"x"), 0, 3)
+        frames.parse_frame(frame(2, b"x"), 0, 3)
     with pytest.raises(CorruptStreamError, match=r"record 2: 9 bytes, more than streams\.max_record_mb allows \(8"):
-        frames.parse(frame(2, b"123456789"), 0, 2, max_payload_bytes=8)
+        frames.parse_frame(frame(2, b"123456789"), 0, 2, max_payload_bytes=8)
 
 
 def test_ten_thousand_fuzzed_frames_never_give_a_wrong_record():
@@ -67,7 +67,7 @@ def test_ten_thousand_fuzzed_frames_never_give_a_wrong_record():
             start = rng.randrange(len(fuzzed))
             fuzzed[start : start + rng.randrange(8)] = rng.randbytes(rng.randrange(8))
         try:
-            found = frames.parse(fuzzed, 0, 3)
+            found = frames.parse_frame(fuzzed, 0, 3)
         except CorruptStreamError:
             outcomes["refused"] += 1
             continue

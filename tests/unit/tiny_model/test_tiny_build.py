@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model import build
 from pipelinerl.tiny_model.__main__ import main
-from pipelinerl.tiny_model.builder import publish, recipe_digest
+from pipelinerl.tiny_model.builder import publish_model, recipe_digest
 from pipelinerl.tiny_model.recipes import make_recipe
 from pipelinerl.tiny_model.warmup import assistant_mask
 
@@ -98,7 +98,7 @@ def test_builder_that_lost_the_race_keeps_the_published_folder(tmp_path):
     for folder, text in ((target, "first"), (scratch, "second")):
         folder.mkdir()
         (folder / "config.json").write_text(text)
-    publish(scratch, target)
+    publish_model(scratch, target)
     assert (target / "config.json").read_text() == "first"
 
 

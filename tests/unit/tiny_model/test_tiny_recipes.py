@@ -5,8 +5,7 @@ import pytest
 
 from pipelinerl.domains.countdown import load_problems as load_countdown
 from pipelinerl.domains.countdown.judge import judge
-from pipelinerl.domains.laps.dataset import is_held_out as held_out_walk
-from pipelinerl.domains.laps.dataset import walk
+from pipelinerl.domains.laps.dataset import is_test_walk, walk
 from pipelinerl.domains.largest.dataset import load_problems
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import make_recipe
@@ -81,7 +80,7 @@ def test_laps_warm_up_walks_either_way_round_and_shows_no_held_out_question():
     answered_right = 0
     for question, walked in draw("laps", 1_000, num_stations=18, max_laps=6):
         walker, laps = re.fullmatch(r"(\w+), walk (\d+) laps clockwise\.", question["content"]).groups()
-        assert not held_out_walk(int(laps), walker)
+        assert not is_test_walk(int(laps), walker)
         right, other = (walk(18, int(laps), step) for step in (1, -1))
         assert walked["content"] in (right, other)
         answered_right += walked["content"] == right

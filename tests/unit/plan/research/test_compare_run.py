@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl.config import load
 from pipelinerl.plan.__main__ import main
-from pipelinerl.plan.research.compare import RunFacts, compare, predict
+from pipelinerl.plan.research.compare import RunFacts, compare_prediction, predict
 from pipelinerl.world import Cluster, Node, map_world
 
 FACTS = RunFacts(
@@ -57,7 +57,7 @@ def make_steps(count: int = 11) -> list[dict]:
 
 
 def test_comparison_lines_by_hand():
-    _, lines = compare(FACTS, make_steps())
+    _, lines = compare_prediction(FACTS, make_steps())
     assert {line.name.split(" (")[0]: line.ratio for line in lines} == {
         "trained tokens/s": pytest.approx(1.0),
         "trainer waits for data": pytest.approx(1.0),
