@@ -75,16 +75,14 @@ async def llm_async_generate(
     )
     state = llm.state
     transport = state.transport or _DIRECT
-    index = state.num_calls
-    state.num_calls += 1
+    index = state.begin_call()
     try:
         tokens = await transport.generate(llm, request, session)
     except TransportError as error:
         if is_retryable(error):  # the domain may handle a refusal, but a failure must not become a reward
-            state.failure = error
+            state.fail(error)
         raise
-    state.sent_tokens += len(tokens.prompt_ids)
-    state.cached_tokens += tokens.cached_tokens
+    state.count_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
     texts = await _texts(renderer, tokens)
     return _to_call(renderer, llm, prompt, text, tokens, texts, index, prefix_version)
 

@@ -251,6 +251,20 @@ class RolloutState:
     failure: BaseException | None = None
     """The infrastructure's error. It fails the rollout even if the domain's code handles it."""
 
+    def begin_call(self) -> int:
+        """Counts a call and returns its index."""
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def count_tokens(self, sent: int, cached: int) -> None:
+        """Adds the prompt tokens of an answered call."""
+        self.sent_tokens += sent
+        self.cached_tokens += cached
+
+    def fail(self, error: BaseException) -> None:
+        """Makes the rollout fail, even if the domain's or the agent's code handles the error."""
+        self.failure = error
+
 
 class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     """An inference server and how to sample from it.

@@ -144,9 +144,7 @@ class Executor:
     def _llm(self, start: StartGroup, attempt: int, transport: GroupTransport, server_url: str) -> TrainableLLM:
         """Makes the language model of one attempt."""
         template = self._eval_llm if start.evaluation else self._train_llm
-        llm = template.model_copy()
-        llm.base_url = server_url
-        llm.parameters = dict(template.parameters)
+        llm = template.model_copy(update={"base_url": server_url, "parameters": dict(template.parameters)})
         llm.bind(RolloutState(transport=transport, turns=[], name=f"{start.group_id}/{attempt}"))
         return llm
 

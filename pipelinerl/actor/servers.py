@@ -35,6 +35,14 @@ class InferenceServer:
     def takes_requests(self) -> bool:
         return self.in_service and not self.is_draining
 
+    def assign(self, rollouts: int) -> None:
+        """Counts rollouts that use the server from now on."""
+        self.load += rollouts
+
+    def release(self, rollouts: int) -> None:
+        """Counts rollouts that use it no longer."""
+        self.load -= rollouts
+
     def cool_down(self) -> None:
         """Notes a failure, so that other servers are preferred for ``COOL_DOWN_S``."""
         self.cool_until = time.monotonic() + COOL_DOWN_S

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from pipelinerl.actor import failures
 from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.messages import Failure, StartGroup
@@ -124,8 +122,7 @@ class TrainingGroups:
         if worst.reason in failures.WORTH_REPEATING and group.reissues < self._rules.max_reissues:
             self._metrics.retried()
             group.reissues += 1
-            missing = tuple(sorted(failure.attempt for failure in failed))
-            group.start = msgspec.structs.replace(group.start, attempts=missing)
+            group.narrow(tuple(sorted(failure.attempt for failure in failed)))
             self._table.submit(group)
             return
         self._drop(group, worst)

@@ -141,13 +141,13 @@ class GroupRoute:
             server = await self._pool.choose(self._oldest)
             if self.server is None:  # no other attempt of the group has chosen meanwhile
                 self.server = server
-                server.load += self._attempts
+                server.assign(self._attempts)
         return self.server
 
     def leave(self) -> None:
         """Removes the group and its load from its server."""
         if self.server is not None:
-            self.server.load -= self._attempts
+            self.server.release(self._attempts)
             self.server = None
 
     async def request(self, request: GenerateRequest, n: int) -> list[CallTokens]:

@@ -37,6 +37,10 @@ class Work:
     suspect: bool = False
     """Whether its worker died while it ran."""
 
+    def narrow(self, attempts: tuple[int, ...]) -> None:
+        """Leaves only these attempts to be made."""
+        self.start = msgspec.structs.replace(self.start, attempts=attempts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkEnded:

@@ -256,7 +256,7 @@ def _handler(agent: RecordedAgent) -> Any:
         except PipelineRLError as error:
             if isinstance(error, TransportError) and not is_retryable(error):
                 return _error(400, str(error), "invalid_request_error")
-            agent.llm.state.failure = error  # it counts even if the agent raises its own exception
+            agent.llm.state.fail(error)
             return _error(502, str(error), "server_error")
         if not body.get("stream"):
             return web.json_response(chat_completion(call, agent.model))

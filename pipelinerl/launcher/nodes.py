@@ -102,8 +102,6 @@ class Wire:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str):
         self._reader, self._writer, self.peer = reader, writer, peer
-        self.ended = False
-        """Whether the peer sent `end`. Its silence after that is not a loss."""
 
     async def send(self, **message: Any) -> None:
         with contextlib.suppress(ConnectionError):
@@ -217,7 +215,6 @@ class Leader(NodeConnection):
             if message["kind"] == "actor_done":
                 supervisor.actor_done(str(message["name"]))
             elif message["kind"] == "end":
-                wire.ended = True
                 tell_supervisor(supervisor, message, wire.peer)
                 return
 
@@ -300,7 +297,6 @@ class Follower(NodeConnection):
                 supervisor.fail(str(error))
                 return
             if message["kind"] == "end":
-                self.wire.ended = True
                 tell_supervisor(supervisor, message, self.wire.peer)
                 return
 

@@ -118,7 +118,7 @@ def launch_on_ray(
         run_dir.write_run_dir(path, container, world, plan.commands)
 
         def engine_on(host: Host) -> RayEngine:
-            engine.secrets = {name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)}
+            engine.give({name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)})
             return engine
 
         plan = replace(plan, world=world, commands=units)

@@ -77,11 +77,14 @@ class RayEngine:
         say: Callable[[str], None],
     ):
         self.world = world
-        self.secrets: Mapping[str, str] = {}
-        """Variables with secrets that every role gets."""
+        self._secrets: Mapping[str, str] = {}
         self._run_dir, self._limits = run_dir, limits
         self._command_of, self._say = command_of, say
         self._placed = {unit.name: Placed(unit) for unit in units_of(world)}
+
+    def give(self, secrets: Mapping[str, str]) -> None:
+        """Give every role that starts from now on these variables with secrets."""
+        self._secrets = dict(secrets)
 
     def place_all(self) -> WorldMap:
         """Reserve resources for every role and return the world with the addresses of their nodes.
@@ -195,7 +198,7 @@ class RayEngine:
         for index, (job, bundle) in enumerate(zip(placed.unit.jobs, placed.unit.bundles, strict=True)):
             strategy = PlacementGroupSchedulingStrategy(placed.group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-            place = RolePlace(job=job.name, run_dir=str(self._run_dir), cwd=os.getcwd(), secrets=dict(self.secrets))
+            place = RolePlace(job=job.name, run_dir=str(self._run_dir), cwd=os.getcwd(), secrets=dict(self._secrets))
             remote = ray.remote(RoleActor).options(**options)
             placed.actors.append(remote.remote(place, self._command_of))
 

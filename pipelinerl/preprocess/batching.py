@@ -39,6 +39,11 @@ class BatchCutter:
     lag_drop: LagDrop = "rollout"
     samples: list[Sample] = field(default_factory=list)
 
+    def resume_at(self, step: int) -> None:
+        """Fill the batch of ``step`` next. The batch must be empty."""
+        assert not self.samples, f"the batch of step {self.step} has samples"
+        self.step = step
+
     def offer(self, sample: Sample) -> str | None:
         """Add the sample to the batch, or return the reason why it is dropped."""
         reason = sample.drop_reason or self._lag_reason(sample)

@@ -125,8 +125,8 @@ class Preprocessor:
         """Read groups, decide the fate of samples, and publish full batches."""
         self.intake.read()
         if self.intake.resumed is not None and not self.totals.step:
-            self.totals.step = self.intake.resumed.step
-            self.cutter.step = next_own_step(self.totals.step, self.ctx.job.replica_idx, self.cutter.stride)
+            self.totals.resume_at(self.intake.resumed.step)
+            self.cutter.resume_at(next_own_step(self.totals.step, self.ctx.job.replica_idx, self.cutter.stride))
         for sample in self.intake.take():
             self._decide(sample)
         self._report_drops()

@@ -42,6 +42,10 @@ class Totals:
             dropped_by_domain=Counter(last.dropped_by_domain),
         )
 
+    def resume_at(self, step: int) -> None:
+        """Begin with the step of the checkpoint from which the run was resumed."""
+        self.step = step
+
     def decided(self, sample: Sample, drop_reason: str | None) -> bool:
         """Count a sample's fate. False if it was already counted before the restart. ``drop_reason`` None: packed."""
         if sample.after <= self.counted_until:

@@ -111,9 +111,8 @@ def create_app(
     @app.post("/verify_answer")
     async def verify_answer(request: Request) -> Response:
         authorise(request)
-        return response_of(
-            {"answer_status": await answer_status(pool, decode_request(_ANSWER, await bounded.read(request)))}
-        )
+        asked = decode_request(_ANSWER, await bounded.read(request))
+        return response_of({"answer_status": await answer_status(pool, asked)})
 
     @app.get("/health")
     async def health() -> dict[str, Any]:

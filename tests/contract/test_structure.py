@@ -43,6 +43,29 @@ FOREIGN_PRIVATE = {
 }
 """Private attributes of other projects that the package uses, with what for. There is no public way to the same."""
 
+WRITTEN_ELSEWHERE = {
+    "reward": "public: a domain rewards its training texts",
+    "domain": "public: the dispatcher names the domain of a result",
+    "argv": "sys",
+    "path": "sys",
+    "value": "multiprocessing.Value",
+    "outputs": "vLLM's report of a step",
+    "head_dim": "a configuration of transformers",
+    "model_path": "a DictConfig",
+    "scale": "torch.autograd's context of a function",
+    "description": "weights.snapshot.Snapshot, a record that its origin fills in beside training",
+    "base": "likewise",
+    "descriptions": "weights.offer.Offer, a record that the sender fills in",
+    "held": "weights.member.Member, a record that roster and sender share",
+    "is_suspect": "likewise",
+    "is_up": "likewise",
+    "update": "likewise",
+    "watch": "likewise",
+    "workers": "likewise",
+}
+"""Public attributes that a module writes on objects of others, with why. What is not the package's own has an owner
+elsewhere, and its name is by chance that of an attribute of ours."""
+
 BEING_MENDED: set[str] = set()
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
 
@@ -180,6 +203,42 @@ def test_no_object_reads_the_private_attributes_of_another() -> None:
     found = [(name, line, attribute) for name, tree in trees().items() for line, attribute in private_uses(tree)]
     assert [f"{name}:{line} {used}" for name, line, used in found if used not in FOREIGN_PRIVATE] == []
     assert sorted(FOREIGN_PRIVATE.keys() - {used for _, _, used in found}) == [], "not used any more"
+
+
+@cache
+def owners() -> dict[str, set[str]]:
+    """The modules whose classes have an attribute of this name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            for name in attributes(node) if isinstance(node, ast.ClassDef) else ():
+                found[name].add(module)
+    return found
+
+
+def writes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of every attribute that is written on an object that is not `self` or `cls`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store | ast.Del):
+            continue
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            yield node.lineno, node.attr
+
+
+def test_no_module_writes_the_attributes_of_another_modules_objects() -> None:
+    found = [
+        (module, line, name)
+        for module, tree in trees().items()
+        for line, name in writes(tree)
+        if owners().get(name) and module not in owners()[name]
+    ]
+    assert [f"{module}:{line} {name}" for module, line, name in found if name not in WRITTEN_ELSEWHERE] == []
+    assert sorted(WRITTEN_ELSEWHERE.keys() - {name for _, _, name in found}) == [], "not written any more"
+
+
+def test_writes_are_seen() -> None:
+    text = "def f(self, other):\n    self.a = other.b = 1\n    other.c.d += 1\n    del other.e\n    return other.g"
+    assert sorted(name for _, name in writes(ast.parse(text))) == ["b", "d", "e"]
 
 
 def test_private_uses_are_seen() -> None:
