@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +37,7 @@ from pipelinerl.launcher.local import LocalEngine
 from pipelinerl.launcher.nodes import NodeConnection
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.supervisor import Ending, Supervisor
-from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
@@ -103,35 +103,46 @@ async def supervise(
     guard = Reaper(mark := RunMark(), grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
     host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
     backend_from_config(config, path)
-    progress = follow_progress(config, path, leads)
+    tracking = RunTracking(config, path) if leads else None
+    follower = follow_topics(config, path, tracking)
     supervisor = Supervisor(
         plan.commands,
         (engine_on or local_engine(plan))(host),
         run_dir=path,
         limits=config.launcher,
         actors=[job.name for job in plan.world.get("actor")],
-        training_done=progress.training_done,
+        training_done=follower.training_done,
         say=say,
-        report=(lambda: report_run(plan, path, started, roles_started, progress)) if leads else (lambda: None),
+        report=(lambda: report_run(plan, path, started, roles_started, tracking)) if tracking else (lambda: None),
         others=connection,
     )
     answer_signals(supervisor)
     say(f"{'resuming' if resumed else 'starting'} {path}")
     show_world(plan)
-    progress.start()
-    beside = [asyncio.create_task(guard.keep()), asyncio.create_task(publish_address(plan, path))]
-    if plan.builds_model:
-        beside.append(asyncio.create_task(build_model(config, host, supervisor)))
-    if connection:
-        beside.append(asyncio.create_task(connection.follow(supervisor)))
+    follower.start()
+    beside = [asyncio.create_task(work) for work in work_beside(plan, host, supervisor, guard, connection)]
     try:
         with voice.live(RunLine(path, config.finetune.max_train_steps)) if leads else contextlib.nullcontext():
             return await supervisor.run()
     finally:
         for task in beside:
             task.cancel()
-        progress.stop()
+        follower.stop()
+        if tracking:
+            tracking.close()
         guard.dismiss()
+
+
+def work_beside(
+    plan: RunPlan, host: Host, supervisor: Supervisor, guard: Reaper, connection: NodeConnection | None
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """What goes on while the supervisor runs."""
+    yield guard.keep()
+    yield publish_address(plan, host.run_dir)
+    if plan.builds_model:
+        yield build_model(plan.config, host, supervisor)
+    if connection:
+        yield connection.follow(supervisor)
 
 
 def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
@@ -183,14 +194,16 @@ async def publish_address(plan: RunPlan, path: Path) -> None:
         say(f"servers may join with --run {address}")
 
 
-def follow_progress(config: Config, path: Path, leads: bool) -> ProgressLines:
-    return ProgressLines(
+def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> TopicFollower:
+    """Return what follows the run. Its lines go to the terminal where this launcher leads and has a tracking."""
+    lines = ProgressLines(
         path,
         max_train_steps=config.finetune.max_train_steps,
-        say=say if leads else log.info,
-        tracking=RunTracking(config, path) if leads else None,
+        say=say if tracking else log.info,
+        tracking=tracking,
         steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
     )
+    return TopicFollower(path, lines, last_step=config.finetune.max_train_steps)
 
 
 def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
@@ -210,7 +223,7 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
-def report_run(plan: RunPlan, path: Path, launched: float, started: float, progress: ProgressLines) -> None:
+def report_run(plan: RunPlan, path: Path, launched: float, started: float, tracking: RunTracking) -> None:
     """Write summary, picture and page. If that fails the run still counts as finished."""
     try:
         replicas = plan.config.world.replicas
@@ -222,16 +235,16 @@ def report_run(plan: RunPlan, path: Path, launched: float, started: float, progr
     say("")
     for line in summary_lines(summary, path):
         say(line)
-    write_html(path, progress)
+    write_html(path, tracking)
 
 
-def write_html(path: Path, progress: ProgressLines) -> None:
+def write_html(path: Path, tracking: RunTracking) -> None:
     """Write the HTML page about the run, which trackers keep."""
     from pipelinerl.inspect.page.build import REPORT_FILE, write_page
 
     try:
         write_page([path], path / REPORT_FILE)
-        progress.keep(path / REPORT_FILE)
+        tracking.keep(path / REPORT_FILE)
     except Exception as error:  # as above
         log.exception("event=page_failed")
         say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
 """Prints the lines that stay on the terminal: evaluations, alarms, and an optimizer step at most every 30 s.
 
-A thread consumes the topics `trainer` and `evaluation` and the newest actor metrics. It prints nothing about earlier
-launches and never decides anything. Because it reads the trainer's topic, it also knows whether training is done.
+`TopicFollower` is a thread that reads the topics `trainer` and `evaluation`. `ProgressLines` turns their messages and
+the newest actor metrics into lines. It prints nothing about earlier launches. Nothing here decides anything. Because
+the thread reads the trainer's topic, it also knows whether training is done.
 """
 
 import logging
@@ -34,15 +35,15 @@ POLL_S = 0.5
 STEP_S = 30.0
 
 
-class ProgressLines:  # structure: what was said last, the pace, and the thread
-    """Follows a run from its topics.
+class ProgressLines:
+    """Turns the messages of a run into lines for people. Used by one thread.
 
     Args:
         say: called with every line that stays.
         note: called with the lines of the other steps.
         every_s: least seconds between two steps that are said. The first and the last step are always said.
         steps_per_update: optimizer steps between two weight updates.
-        tracking: is told of steps and alarms, and closed with this.
+        tracking: is told of steps and alarms.
     """
 
     def __init__(
@@ -56,82 +57,20 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
         steps_per_update: int = 1,
         tracking: RunTracking | None = None,
     ):
+        self._run_dir, self._max_train_steps = run_dir, max_train_steps
+        self._say, self._note, self._every_s = say, note, every_s
         self._tracking = tracking
-        self._run_dir, self._note, self._every_s = run_dir, note, every_s
-        self._said_at = -math.inf
         self._alarms = AlarmWatch(run_dir, steps_per_update=steps_per_update)
-        self._max_train_steps = max_train_steps
-        self._say = say
-        self._stop = threading.Event()
-        self._training_done = threading.Event()
+        self._since, self._said_at = time.time(), -math.inf
         self._pause_ms: tuple[float, ...] = ()
         self._last: SamplesProcessed | None = None
-        self._since = time.time()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=10)
-        if self._tracking is not None:
-            self._tracking.close()
-
-    def keep(self, path: Path) -> None:
-        """Let the trackers keep a file."""
-        if self._tracking is not None:
-            self._tracking.keep(path)
-
-    def training_done(self) -> bool:
-        """Whether the trainer made its last step. Reads the topic if the thread does not know it yet."""
-        return self._training_done.is_set() or any(
-            isinstance(m, TrainingDone) and m.step >= self._max_train_steps for m in self._trainer_messages()
-        )
-
-    def _trainer_messages(self) -> list[TrainerMessage]:
-        from pipelinerl.errors import StreamError
-        from pipelinerl.streams import SingleStreamSpec, open_reader
-
-        try:
-            with open_reader(
-                SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
-            ) as reader:
-                return [message for _, message in reader.read_all()]
-        except StreamError:
-            return []
-
-    def _run(self) -> None:
-        """Consume both topics and print new messages. Ends with `stop`. A failure only costs lines."""
-        from pipelinerl.streams import SingleStreamSpec, open_reader
-
-        while not self._stop.is_set():
-            try:
-                trainer = open_reader(
-                    SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
-                )
-                evaluation = open_reader(
-                    SingleStreamSpec(self._run_dir, EVALUATION), EvaluationMessage, name=None, over_damage=True
-                )
-                with trainer, evaluation:
-                    while not self._stop.is_set():
-                        for _, message in trainer.poll(POLL_S):
-                            self._take(message)
-                        for _, result in evaluation.poll(0):
-                            if isinstance(result, EvaluationDone) and result.timestamp >= self._since:
-                                self._say(evaluation_line(result))
-                    return
-            except Exception:  # a broken stream is reported by the roles that need it
-                log.exception("event=progress_lines_failed")
-                self._stop.wait(5)
-
-    def _take(self, message: TrainerMessage) -> None:
+    def take(self, message: TrainerMessage) -> None:
+        """Print what a message of the trainer says, unless it is about an earlier launch."""
         self._alarms.take(message)
         match message:
             case WeightUpdateSuccess():
                 self._pause_ms = message.pause_ms
-            case TrainingDone() if message.step >= self._max_train_steps:
-                self._training_done.set()
             case ProbeMissed() if message.timestamp >= self._since:
                 self._tell_alarms()
             case TrainingResumed():
@@ -145,6 +84,11 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
                     if self._tracking is not None:
                         self._tracking.step(message.step)
                 self._last = message
+
+    def take_result(self, result: EvaluationDone) -> None:
+        """Print the result of an evaluation, unless it is one of an earlier launch."""
+        if result.timestamp >= self._since:
+            self._say(evaluation_line(result))
 
     def _tell_alarms(self) -> None:
         for alarm in self._alarms.new():
@@ -163,6 +107,72 @@ class ProgressLines:  # structure: what was said last, the pace, and the thread
         seconds = message.timestamp - self._last.timestamp if self._last else None
         actor = (read_metrics_tail(self._run_dir, "actor") or {}) if message.metrics else {}
         return step_line(message, self._max_train_steps, seconds, max(self._pause_ms, default=None), actor)
+
+
+class TopicFollower:
+    """A thread that reads the topics `trainer` and `evaluation` and hands every message to ``lines``.
+
+    Args:
+        last_step: optimizer step with which training is done.
+    """
+
+    def __init__(self, run_dir: Path, lines: ProgressLines, *, last_step: int):
+        self._run_dir, self._lines, self._last_step = run_dir, lines, last_step
+        self._stop = threading.Event()
+        self._training_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+    def training_done(self) -> bool:
+        """Whether the trainer made its last step. Reads the topic if the thread does not know it yet."""
+        return self._training_done.is_set() or any(map(self._ends_training, self._trainer_messages()))
+
+    def _ends_training(self, message: TrainerMessage) -> bool:
+        return isinstance(message, TrainingDone) and message.step >= self._last_step
+
+    def _trainer_messages(self) -> list[TrainerMessage]:
+        from pipelinerl.errors import StreamError
+        from pipelinerl.streams import SingleStreamSpec, open_reader
+
+        try:
+            with open_reader(
+                SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
+            ) as reader:
+                return [message for _, message in reader.read_all()]
+        except StreamError:
+            return []
+
+    def _run(self) -> None:
+        """Consume both topics. Ends with `stop`. A failure only costs lines."""
+        from pipelinerl.streams import SingleStreamSpec, open_reader
+
+        while not self._stop.is_set():
+            try:
+                trainer = open_reader(
+                    SingleStreamSpec(self._run_dir, TRAINER), TrainerMessage, name=None, over_damage=True
+                )
+                evaluation = open_reader(
+                    SingleStreamSpec(self._run_dir, EVALUATION), EvaluationMessage, name=None, over_damage=True
+                )
+                with trainer, evaluation:
+                    while not self._stop.is_set():
+                        for _, message in trainer.poll(POLL_S):
+                            self._lines.take(message)
+                            if self._ends_training(message):
+                                self._training_done.set()
+                        for _, result in evaluation.poll(0):
+                            if isinstance(result, EvaluationDone):
+                                self._lines.take_result(result)
+                    return
+            except Exception:  # a broken stream is reported by the roles that need it
+                log.exception("event=progress_lines_failed")
+                self._stop.wait(5)
 
 
 def step_line(

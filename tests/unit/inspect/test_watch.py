@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.inspect.watch import AlarmWatch, MetricsTail
-from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.records import ProbeMissed, SamplesProcessed, TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 
@@ -68,11 +68,12 @@ def test_progress_lines_show_an_alarm_after_its_step(tmp_path: Path) -> None:
     write(tmp_path / "metrics" / "finetune.jsonl", [0.9] * 20)
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         progress = ProgressLines(tmp_path, max_train_steps=30, say=say)
+        follower = TopicFollower(tmp_path, progress, last_step=30)
         writer.write(MISS)
         writer.write(SamplesProcessed(samples_processed=8, step=20, timestamp=time.time() + 1))
-        progress.start()
+        follower.start()
         assert shown.wait(30)
-        progress.stop()
+        follower.stop()
     assert lines[0].startswith("step 20/30")
     assert lines[1].startswith("alarm: stale server since step 7: actor_llm_1 did not use the weights")
     assert lines[2].startswith("alarm: clip fraction since step 0: the loss clips 90% of the tokens. Lower ")

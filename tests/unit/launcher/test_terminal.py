@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.launcher.terminal import ProgressLines
+from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingResumed
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 
@@ -30,14 +30,15 @@ def test_resumed_run_shows_no_old_lines_and_repeated_steps_once(tmp_path: Path) 
         for number in (1, 2, 3):
             writer.write(step(number, time.time() - 100))
         progress = ProgressLines(tmp_path, max_train_steps=9, say=say, every_s=0)
+        follower = TopicFollower(tmp_path, progress, last_step=9)
         now = time.time() + 1
         writer.write(TrainingResumed(step=2, repeated=1, timestamp=now))
         writer.write(step(3, now))
         writer.write(step(3, now))
         writer.write(step(4, now))
-        progress.start()
+        follower.start()
         assert shown.wait(30)
-        progress.stop()
+        follower.stop()
     assert lines[0] == "resuming from step 2 (1 repeated)"
     assert [line.split()[1] for line in lines[1:]] == ["3/9", "4/9"]
 
@@ -56,10 +57,11 @@ def test_fast_steps_are_said_first_and_last_and_noted_between(tmp_path: Path) ->
 
     with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
         progress = ProgressLines(tmp_path, max_train_steps=5, say=say, note=lambda line: noted.append(line.split()[1]))
+        follower = TopicFollower(tmp_path, progress, last_step=5)
         for number in range(1, 6):
             writer.write(step(number, time.time() + 1))
-        progress.start()
+        follower.start()
         assert finished.wait(30)
-        progress.stop()
+        follower.stop()
     assert said == ["1/5", "5/5"]
     assert noted == ["2/5", "3/5", "4/5"]
