@@ -33,7 +33,7 @@ def scrape(run_dir: Path) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_scrape_has_the_newest_point_of_every_role_the_waits_and_the_members(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
-    points = [{"step": 6, "loss": 0.5}, {"step": 7, "loss": 0.25, "timestamp": 1.0, "name": "text"}]
+    points = [{"step": 6, "loss": 0.5}, {"step": 7, "loss": 0.25, "time": 1.0, "name": "text"}]
     (tmp_path / "metrics" / "finetune.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     (tmp_path / "metrics" / "actor.jsonl").write_text(json.dumps({"step": 7, "eval/success": 0.75}) + "\n")
     now = time.time()
@@ -59,7 +59,7 @@ def test_scrape_has_the_newest_point_of_every_role_the_waits_and_the_members(tmp
     assert found["pipelinerl_heartbeat_age_seconds"][("actor_0",)] == pytest.approx(5, abs=3)
     assert found["pipelinerl_waiting_seconds"][("actor_0", "finetune_0")] == pytest.approx(9, abs=3)
     assert found["pipelinerl_member"] == {("actor_llm_3", "draining"): 1.0}
-    assert not [name for name in found if name.endswith(("_timestamp", "_name"))]
+    assert not [name for name in found if name.endswith(("_time", "_name"))]
 
 
 def test_run_that_has_said_nothing_yet_can_be_scraped(tmp_path: Path) -> None:
