@@ -32,6 +32,7 @@ import uvloop
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
 from pipelinerl.actor.transport import Client, RequestLimits
@@ -110,7 +111,7 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
         async def groups(until: float) -> None:
             nonlocal count
             while time.perf_counter() < until:
-                finished = await executor.run_group(group(count))
+                finished = await run_whole_group(executor, group(count))
                 assert not finished.failures, finished.failures[0].detail
                 for done in finished.rollouts:
                     encode(RolloutDone(ticket=finished.ticket, rollout=done))

@@ -7,8 +7,9 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 
+from benchmarks.parameter_bytes import view_as_bytes
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.weights.layout import torch_dtype, view_as_bytes
+from pipelinerl.weights.layout import torch_dtype
 from pipelinerl.weights.protocol import Address, Get, ParamSpec
 from pipelinerl.weights.twin import reload_in_place
 from pipelinerl.weights.wire import Connection, view_of

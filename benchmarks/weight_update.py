@@ -30,9 +30,10 @@ import msgspec
 import torch
 from omegaconf import OmegaConf
 
+from benchmarks.parameter_bytes import view_as_bytes
 from pipelinerl.config.load import compose
 from pipelinerl.weights.giver import Giver
-from pipelinerl.weights.layout import spec_of, view_as_bytes
+from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.origin import SenderSettings
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.shelf import Shelf

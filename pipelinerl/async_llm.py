@@ -82,7 +82,7 @@ async def llm_async_generate(
         if is_retryable(error):  # the domain may handle a refusal, but a failure must not become a reward
             state.fail(error)
         raise
-    state.count_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
+    state.add_prompt_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
     texts = await _texts(renderer, tokens)
     return _to_call(renderer, llm, prompt, text, tokens, texts, index, prefix_version)
 

@@ -256,7 +256,7 @@ class RolloutState:
         self.num_calls += 1
         return self.num_calls - 1
 
-    def count_tokens(self, sent: int, cached: int) -> None:
+    def add_prompt_tokens(self, sent: int, cached: int) -> None:
         """Adds the prompt tokens of an answered call."""
         self.sent_tokens += sent
         self.cached_tokens += cached

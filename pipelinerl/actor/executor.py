@@ -20,7 +20,6 @@ from pipelinerl.actor.messages import (
     Failure,
     FromWorker,
     GroupEnded,
-    GroupFinished,
     RolloutDone,
     RolloutFailed,
     StartGroup,
@@ -72,22 +71,6 @@ class Executor:
         self._client, self._rules = client, rules
         self._policy = JoinPolicy()
         self.servers = ServerPool()
-
-    async def run_group(self, start: StartGroup) -> GroupFinished:
-        """Runs all attempts at the problem concurrently and returns when all have ended."""
-        outcomes: list[Rollout | Failure] = []
-
-        async def collect(outcome: Rollout | Failure) -> None:
-            outcomes.append(outcome)
-
-        aborted_requests = await self.stream_group(start, collect)
-        rollouts = (outcome for outcome in outcomes if isinstance(outcome, Rollout))
-        return GroupFinished(
-            ticket=start.ticket,
-            rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.attempt)),
-            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
-            aborted_requests=aborted_requests,
-        )
 
     async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
         """Reports every attempt as it ends. Returns how many requests ended without a completion.

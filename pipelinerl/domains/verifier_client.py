@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import DomainError, VerifierError
-from pipelinerl.records.verdicts import BatchVerdicts, Check, CheckBatch, Verdict
+from pipelinerl.records.verdicts import Check, Verdict
 
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
@@ -26,7 +26,6 @@ TIMEOUT_S = 120.0
 
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
-_VERDICTS = msgspec.json.Decoder(BatchVerdicts)
 _clients: dict[tuple[str, ...], "VerifierClient"] = {}
 
 
@@ -69,13 +68,6 @@ class VerifierClient:
         """
         body = _ENCODER.encode(Check(kind=kind, prediction=prediction, gold=gold, options=options))
         return judged(_VERDICT.decode(await self._post(session, "/", body)))
-
-    async def check_all(self, session: aiohttp.ClientSession, checks: Sequence[Check]) -> list[Verdict]:
-        """Requests verdicts in the order of the checks. Includes ``error`` verdicts, which the caller must handle."""
-        if not checks:
-            return []
-        answer = await self._post(session, "/batch", _ENCODER.encode(CheckBatch(checks=list(checks))))
-        return _VERDICTS.decode(answer).verdicts
 
     async def _post(self, session: aiohttp.ClientSession, route: str, body: bytes) -> bytes:
         tried: set[str] = set()

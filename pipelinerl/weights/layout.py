@@ -91,8 +91,3 @@ def spec_bytes(spec: ParamSpec) -> int:
 
 def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
-
-
-def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor's memory as flat uint8."""
-    return tensor.view(-1).view(torch.uint8)

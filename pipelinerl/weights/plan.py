@@ -30,10 +30,6 @@ class DeltaChoice:
         self._whole_s: float | None = None
         self._delta_s: float | None = None
 
-    @property
-    def is_possible(self) -> bool:
-        return self._mode is not False
-
     def next(self) -> bool:
         """Whether the next version is encoded."""
         if self._mode != "auto":

@@ -21,17 +21,6 @@ _request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
 _answer_codec: Codec[Answer] = Codec(Answer)
 
 
-async def score_tokens(
-    session: aiohttp.ClientSession,
-    url: str,
-    token_ids: Sequence[int] | np.ndarray,
-    *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> np.ndarray:
-    """Returns the log-probabilities of one sequence's tokens (see ``score_sequences``)."""
-    return (await score_sequences(session, url, [np.asarray(token_ids)], timeout_s=timeout_s))[0]
-
-
 async def score_sequences(
     session: aiohttp.ClientSession,
     url: str,

@@ -89,10 +89,6 @@ class Connection:
         return connection
 
     @property
-    def local_host(self) -> str:
-        return str(self._socket.getsockname()[0])
-
-    @property
     def is_hung_up(self) -> bool:
         """Whether the other end has closed the connection (or has sent unexpected bytes)."""
         try:

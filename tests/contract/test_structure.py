@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -65,6 +65,28 @@ WRITTEN_ELSEWHERE = {
 }
 """Public attributes that a module writes on objects of others, with why. What is not the package's own has an owner
 elsewhere, and its name is by chance that of an attribute of ours."""
+
+CALLED_FROM_OUTSIDE = {
+    "init_transfer_engine": "vLLM's workers, by name",
+    "receive_weights": "vLLM's workers, by name",
+    "start_weight_update": "vLLM's workers, by name",
+    "lookup_object": "torch's planner of checkpoints",
+    "lookup_tensor": "torch's planner of checkpoints",
+    "manipulate_search_path": "Hydra's plugins",
+    "capture_signals": "uvicorn's server",
+    "do_GET": "http.server",
+    "log_message": "http.server",
+    "register_domain_rollout": "PipelineRL's name, for users",
+    "get_reward_range": "PipelineRL's name, for users",
+    "get_actor_urls": "PipelineRL's name, for users",
+    "get_preprocessor_urls": "PipelineRL's name, for users",
+    "get_all_jobs": "PipelineRL's name, for users",
+    "total_finetune_gpus": "PipelineRL's name, for users",
+    "spec_of": "tests and benchmarks of weights, whose parameters are tensors without a checkpoint",
+}
+"""Functions that nothing in the package calls, with who does. Modules in `PUBLIC` are for users anyway."""
+REGISTERS = ("app.", "router.", "model_validator", "field_validator", "model_serializer", "field_serializer")
+"""Beginnings of decorators that hand a function to somebody who calls it."""
 
 BEING_MENDED: set[str] = set()
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
@@ -249,6 +271,37 @@ class Own:
 from pipelinerl.llm import _h
 """
     assert sorted(name for _, name in private_uses(ast.parse(text))) == ["_c", "_e", "_f", "_h"]
+
+
+def unused_functions(texts: dict[str, str]) -> set[str]:
+    """Names of functions and classes that the modules mention nowhere but where they define them."""
+    words = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
+    defined = Counter(
+        node.name
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.endswith("__")
+        if not any(ast.unparse(decorator).startswith(REGISTERS) for decorator in node.decorator_list)
+    )
+    return {name for name, count in defined.items() if words[name] <= count}
+
+
+def test_every_function_is_called() -> None:
+    settings = {str(path): repr(path.read_text()) for path in (PACKAGE / "conf").rglob("*.yaml")}
+    public = {
+        node.name
+        for name in PUBLIC
+        for node in ast.walk(trees()[f"{name}.py"])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    unused = unused_functions(sources() | settings)
+    assert sorted(unused - public - CALLED_FROM_OUTSIDE.keys()) == []
+    assert sorted(CALLED_FROM_OUTSIDE.keys() - unused) == [], "used in the package: remove it"
+
+
+def test_unused_functions_are_seen() -> None:
+    text = "def a(): b()\ndef b(): ...\nclass C:\n    def d(self): ...\n    @app.get('/')\n    def e(self): ...\nC()"
+    assert unused_functions({"m.py": text}) == {"a", "d"}
 
 
 def test_limits_are_seen() -> None:

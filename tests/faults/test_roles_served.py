@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
 from pipelinerl.actor.transport import Client, RequestLimits
@@ -48,7 +49,7 @@ async def test_completions_with_weights_from_disk_are_repeated_until_the_server_
     async with aiohttp.ClientSession() as session:
         executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
         executor.servers.update({"actor_llm_0": server.url}, {"actor_llm_0": 7})
-        finished = await executor.run_group(start)
+        finished = await run_whole_group(executor, start)
     assert finished.failures == ()
     (sequence,) = finished.rollouts[0].sequences
     assert set(sequence.spans[:, 2].tolist()) == {7}

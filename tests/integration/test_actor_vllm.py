@@ -6,6 +6,7 @@ import aiohttp
 import numpy as np
 from omegaconf import OmegaConf
 
+from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
 from pipelinerl.actor.transport import Client, RequestLimits
@@ -55,7 +56,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
             evaluation=False,
             version=0,
         )
-        finished = await executor.run_group(start)
+        finished = await run_whole_group(executor, start)
         assert finished.failures == ()
         for rollout in finished.rollouts:
             (sequence,) = rollout.sequences

@@ -22,7 +22,7 @@ from pipelinerl.records import ProbeMissed
 from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.streams.codec import Codec
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.score_client import score_tokens
+from pipelinerl.weights.score_client import score_sequences
 from tests.sender_kit import Senders
 
 TOLERANCE = 2e-5
@@ -222,7 +222,7 @@ async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer:
     async with aiohttp.ClientSession() as session:
         for length in (1, 2, 500):
             tokens = generator.integers(0, 256, size=length)
-            scores = await score_tokens(session, vllm_server.job.url, tokens)
+            (scores,) = await score_sequences(session, vllm_server.job.url, [tokens])
             assert scores.dtype == np.float32
             assert scores.shape == (length,)
             with torch.no_grad():
@@ -230,7 +230,7 @@ async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer:
             expected = logprobs[np.arange(length - 1), tokens[1:]]
             np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE, rtol=0)
         with pytest.raises(ServerError) as refusal:
-            await score_tokens(session, vllm_server.job.url, np.zeros(5000, dtype=np.int64))
+            await score_sequences(session, vllm_server.job.url, [np.zeros(5000, dtype=np.int64)])
     assert refusal.value.status == 400
 
 

@@ -1,4 +1,4 @@
-"""A discrete simulation of both schedules, which checks the formulas of ``throughput``.
+"""A discrete simulation of the pipeline, which checks the formulas of ``throughput``.
 
 It decodes step by step, trains B finished sequences per optimizer step in the order in which they finish, and counts
 for every trained token the optimizer steps since it was sampled. Work per token is that of ``Workload``.
@@ -82,34 +82,3 @@ def _measure(trained: list[np.ndarray], updates: list[float], versions: np.ndarr
         count += int(length.sum())
     tokens = sum(int(batch[:, 1].sum()) for batch in trained[first + 1 :])
     return Simulated(rate=tokens / (updates[-1] - updates[first]), largest_lag=largest, mean_lag=total / count)
-
-
-def simulate_conventional(work: Workload, steps_per_phase: int, num_phases: int, *, seed: int = 0) -> Simulated:
-    """Simulate phases that generate on all devices and then train on all devices.
-
-    Args:
-        steps_per_phase: optimizer steps per phase.
-    """
-    rng = np.random.default_rng(seed)
-    tokens, elapsed = 0, 0.0
-    for _ in range(num_phases):
-        lengths = work.lengths.sample(rng, work.batch_size * steps_per_phase)
-        elapsed += max(_decode_time(part, work) for part in np.array_split(lengths, work.devices))
-        elapsed += int(lengths.sum()) * work.train_time / work.devices
-        tokens += int(lengths.sum())
-    return Simulated(rate=tokens / elapsed, largest_lag=steps_per_phase - 1, mean_lag=(steps_per_phase - 1) / 2)
-
-
-def _decode_time(lengths: np.ndarray, work: Workload) -> float:
-    """Time that one device needs for its sequences. A finished sequence makes room for the next."""
-    waiting = list(lengths[work.max_concurrency :])
-    remaining = lengths[: work.max_concurrency].copy()
-    elapsed = 0.0
-    while len(remaining):
-        steps = int(remaining.min())
-        elapsed += steps * len(remaining) / float(work.utilisation(len(remaining)))
-        remaining -= steps
-        finished = int((remaining == 0).sum())
-        started, waiting = waiting[:finished], waiting[finished:]
-        remaining = np.concatenate([remaining[remaining > 0], np.array(started, dtype=remaining.dtype)])
-    return elapsed

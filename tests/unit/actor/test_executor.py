@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, GroupFinished, RolloutFailed, StartGroup
 from pipelinerl.actor.transport import Client, JoinPolicy, RequestLimits
@@ -73,7 +74,7 @@ async def run() -> AsyncIterator[Run]:
                 evaluation=False,
                 version=0,
             )
-            return await executor.run_group(start)
+            return await run_whole_group(executor, start)
 
         yield run_group
 
@@ -177,7 +178,7 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
                 evaluation=False,
                 version=0,
             )
-            assert len((await executor.run_group(start)).rollouts) == 4
+            assert len((await run_whole_group(executor, start)).rollouts) == 4
     sizes = [request["sampling_params"].get("n", 1) for request in server.requests]
     assert (sizes[0], sizes[-1]) == (4, 1)
 

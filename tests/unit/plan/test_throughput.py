@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.research.simulate import simulate_conventional, simulate_pipeline
+from pipelinerl.plan.research.simulate import Simulated, simulate_pipeline
 from pipelinerl.plan.throughput import (
     PAPER_TRAIN_TIME,
     PAPER_UTILISATION,
@@ -150,6 +150,37 @@ def test_simulated_trainer_limited_pipeline_runs_at_the_trainers_rate():
     work = make_workload(train_time=20.0)
     simulated = simulate_pipeline(work, 12, 64, num_steps=200)
     assert simulated.rate == pytest.approx(4 / 20.0, rel=0.01)
+
+
+def simulate_conventional(work: Workload, steps_per_phase: int, num_phases: int, *, seed: int = 0) -> Simulated:
+    """Simulate phases that generate on all devices and then train on all devices.
+
+    Args:
+        steps_per_phase: optimizer steps per phase.
+    """
+    rng = np.random.default_rng(seed)
+    tokens, elapsed = 0, 0.0
+    for _ in range(num_phases):
+        lengths = work.lengths.sample(rng, work.batch_size * steps_per_phase)
+        elapsed += max(_decode_time(part, work) for part in np.array_split(lengths, work.devices))
+        elapsed += int(lengths.sum()) * work.train_time / work.devices
+        tokens += int(lengths.sum())
+    return Simulated(rate=tokens / elapsed, largest_lag=steps_per_phase - 1, mean_lag=(steps_per_phase - 1) / 2)
+
+
+def _decode_time(lengths: np.ndarray, work: Workload) -> float:
+    """Time that one device needs for its sequences. A finished sequence makes room for the next."""
+    waiting = list(lengths[work.max_concurrency :])
+    remaining = lengths[: work.max_concurrency].copy()
+    elapsed = 0.0
+    while len(remaining):
+        steps = int(remaining.min())
+        elapsed += steps * len(remaining) / float(work.utilisation(len(remaining)))
+        remaining -= steps
+        finished = int((remaining == 0).sum())
+        started, waiting = waiting[:finished], waiting[finished:]
+        remaining = np.concatenate([remaining[remaining > 0], np.array(started, dtype=remaining.dtype)])
+    return elapsed
 
 
 @pytest.mark.parametrize(("steps_per_phase", "max_concurrency"), [(8, 250), (64, 250), (64, 32)])
