@@ -8,14 +8,13 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Literal, TypeVar
 
 import psutil
 
+from benchmarks.own_disk import fill, own_disk
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.inspect import ledger
@@ -37,7 +37,6 @@ POLL_S = 0.05
 WATCH_S = 0.002
 BATCH, STEPS = 64, 160
 MAX_LAUNCHES = 4
-DISK_MB = 1024
 FULL_S = 3.0
 """How long the disk stays full."""
 AROUND = ("launcher", "reaper", "disk", "clock")
@@ -96,7 +95,7 @@ class Outcome:
     """Everything that a run must not show; empty = passed."""
 
 
-class StruckRun:
+class StruckRun:  # structure: a launcher's process, what it said, and what was done to it
     """A run under way, as this process sees it from outside."""
 
     def __init__(self, run_dir: Path, overrides: Sequence[str], steps: int, timeout_s: float, *, misled: bool = False):
@@ -315,35 +314,6 @@ def _run_struck(run: StruckRun, strikes: Sequence[Strike]) -> Outcome:
     )
     check(run, outcome)
     return outcome
-
-
-@contextlib.contextmanager
-def own_disk(run_dir: Path) -> Iterator[None]:
-    """Puts the run folder on a file system of its own, a tmpfs of ``DISK_MB``. Needs root."""
-    run_dir.mkdir(parents=True, mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=700", "tmpfs", str(run_dir)], check=True)
-    try:
-        yield
-    finally:
-        kept = Path(f"{run_dir}.kept")
-        shutil.copytree(run_dir, kept)
-        subprocess.run(["umount", "-l", str(run_dir)], check=True)
-        run_dir.rmdir()
-        kept.rename(run_dir)
-
-
-def fill(folder: Path, seconds: float) -> None:
-    """Leaves no byte free on the folder's file system, for a while."""
-    path = folder.parent / folder.name / "filler"
-    with path.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while True:
-            filler.write(bytes(2**20))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with path.open("ab", buffering=0) as filler, contextlib.suppress(OSError):
-            filler.write(bytes(4096))  # takes what was freed meanwhile
-        time.sleep(POLL_S)
-    path.unlink()
 
 
 def reapers_of(launcher: int) -> list[int]:

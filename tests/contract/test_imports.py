@@ -165,7 +165,9 @@ def test_tests_and_benchmarks_import_what_exists() -> None:
     wrong = []
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(("pipelinerl", "benchmarks")):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                ("pipelinerl", "benchmarks", "tests")
+            ):
                 continue
             place = ROOT / str(node.module).replace(".", "/")
             target = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")

@@ -88,7 +88,7 @@ CALLED_FROM_OUTSIDE = {
 REGISTERS = ("app.", "router.", "model_validator", "field_validator", "model_serializer", "field_serializer")
 """Beginnings of decorators that hand a function to somebody who calls it."""
 
-BEING_MENDED: set[str] = set()
+BEING_MENDED = {"tests/integration/test_weight_transfer.py"}
 """What is over a limit today. An entry that is over no limit any more must go: the list only shrinks."""
 
 OF_ONE_ROLE = {
@@ -177,7 +177,9 @@ def names_with_one_meaning(tree: ast.Module) -> Iterator[str]:
 
 
 def test_nothing_is_over_its_limit() -> None:
-    found = [(place, excess) for name, text in sources().items() for place, excess in excesses(name, text)]
+    beside = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = sources() | {str(path.relative_to(ROOT)): path.read_text() for path in beside}
+    found = [(place, excess) for name, text in texts.items() for place, excess in excesses(name, text)]
     assert [f"{place}: {excess}" for place, excess in found if place not in BEING_MENDED] == []
     assert sorted(BEING_MENDED - {place for place, _ in found}) == [], "mended: remove it from BEING_MENDED"
 

@@ -26,8 +26,8 @@ from pipelinerl.preprocess import intake, loop
 from pipelinerl.records import ActorRecord, MicroBatch, SamplesProcessed, TrainerMessage, topics
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor
-from tests.integration.test_preprocess_loop import VOCAB, make_context, make_group, make_world, preprocessor
 from tests.power_cut import Disk, recording
+from tests.preprocess_kit import VOCAB, make_context, make_group, make_world, preprocessor
 
 STEPS, BATCH, PROBLEMS, SAVE_EVERY = 10, 6, 40, 3
 MAX_TURNS = 1000

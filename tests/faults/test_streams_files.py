@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backen
 from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor, cursor
 from pipelinerl.streams.files.folder import segment_bases
 from pipelinerl.streams.files.segment import MAGIC
+from tests.stream_files import MAX, open_appender, read, write
 
 PAYLOADS = [b"first", b"", b"third record", b"4"]
-MAX = 1 << 20
 
 
 @pytest.fixture
@@ -39,35 +38,6 @@ def written(spec: SingleStreamSpec) -> bytes:
 
 def segment(spec: SingleStreamSpec, base: int = 0) -> Path:
     return spec.path / f"{base:020d}.log"
-
-
-def open_appender(spec: SingleStreamSpec, segment_bytes: int = MAX) -> FilesAppender:
-    return FilesAppender(spec, segment_bytes, "never", MAX)
-
-
-def write(spec: SingleStreamSpec, payloads: list[bytes], segment_bytes: int = MAX) -> None:
-    appender = open_appender(spec, segment_bytes)
-    for payload in payloads:
-        appender.append(payload)
-    appender.close()
-
-
-def read(spec: SingleStreamSpec) -> tuple[list[bytes], StreamError | None]:
-    """What a reader delivers, and the error that ends it if there is one."""
-    delivered: list[bytes] = []
-    try:
-        cursor = FilesCursor(spec, None, None, max_bytes=MAX)
-    except StreamError as error:
-        return delivered, error
-    try:
-        while records := cursor.read(0):
-            assert [offset for offset, _ in records] == list(range(len(delivered), len(delivered) + len(records)))
-            delivered += [bytes(payload) for _, payload in records]
-    except StreamError as error:
-        return delivered, error
-    finally:
-        cursor.close()
-    return delivered, None
 
 
 def commit(spec: SingleStreamSpec, name: str, position: int) -> None:
@@ -381,51 +351,3 @@ def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
         time.sleep(0.005)
-
-
-def test_full_disk_is_a_clear_error_and_leaves_earlier_records_intact(small_disk: Path):
-    spec = SingleStreamSpec(small_disk, "actor")
-    appender = open_appender(spec)
-    payload = bytes(range(256)) * 400
-    count = 10
-    for _ in range(count):
-        appender.append(payload)
-    with pytest.raises(StreamError, match=r"cannot append record 10 \(102400 bytes\) .*No space left.*is intact"):
-        appender.append(payload)
-    (small_disk / "other").write_bytes(b"")
-    assert read(spec) == ([payload] * count, None)
-    assert appender.append(b"small enough") == count, "a smaller record still fits"
-    assert read(spec)[0][-1] == b"small enough"
-    with pytest.raises(StreamError, match="No space left"):
-        appender.append(payload)
-    appender.close()
-    appender = open_appender(spec)
-    assert appender.next_offset == count + 1
-    appender.close()
-
-
-def test_full_disk_when_a_segment_begins_is_survived(small_disk: Path):
-    spec = SingleStreamSpec(small_disk, "actor")
-    appender = open_appender(spec, segment_bytes=1)
-    appender.append(b"first")
-    filler = small_disk / "filler"
-    with suppress(OSError), open(filler, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    with pytest.raises(StreamError, match="No space left"):
-        appender.append(b"second")
-    filler.unlink()
-    assert appender.append(b"second") == 1
-    appender.close()
-    assert read(spec) == ([b"first", b"second"], None)
-
-
-def test_read_only_folder_is_a_clear_error_and_can_be_read(small_disk: Path):
-    spec = SingleStreamSpec(small_disk, "actor")
-    write(spec, PAYLOADS)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(StreamError, match=r"cannot write .*0/0: Read-only file system; make the run folder writable"):
-        open_appender(spec)
-    with pytest.raises(StreamError, match="Read-only file system"):
-        FilesCursor(spec, "named", None, max_bytes=MAX)
-    assert read(spec) == (PAYLOADS, None)

@@ -1,187 +1,57 @@
 """The preprocessor's loop on real streams: pacing, drops, and a kill at every single write."""
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl import state
 from pipelinerl.archive import read_archive
-from pipelinerl.config.load import compose, parse
-from pipelinerl.errors import ConfigError, DeadlineError, ServerError, StreamError, TransportError
+from pipelinerl.errors import StreamError
 from pipelinerl.inspect.ledger import ledger_of
 from pipelinerl.observability.role import RoleContext
-from pipelinerl.preprocess import loop, reference
+from pipelinerl.preprocess import loop
 from pipelinerl.preprocess.loop import Preprocessor
-from pipelinerl.preprocess.reference import ReferenceScorer, check_placed
-from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     ActorRecord,
     ArchivedStep,
     DataOrder,
-    GroupDropped,
     MicroBatch,
     OrderResumed,
     PreprocessorProgress,
-    Rollout,
-    RolloutGroup,
     SamplesProcessed,
     TrainerMessage,
     TrainingResumed,
-    TrainingSequence,
     topics,
 )
 from pipelinerl.records.check import check_micro_batch
 from pipelinerl.records.order import DomainOrder, EpochOrder
-from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer, set_streams_backend
-from pipelinerl.world import Job, WorldMap
+from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
 from tests.memory_streams import MemoryBackend
-
-VOCAB = 50
-DEADLINE_S = 20.0
+from tests.preprocess_kit import (
+    DEADLINE_S,
+    VOCAB,
+    aging_groups,
+    consumed,
+    make_context,
+    make_group,
+    make_world,
+    prepare_run,
+    preprocessor,
+    read_topic,
+    turn_until,
+    write_groups,
+)
 
 
 @pytest.fixture(params=["memory", "files"])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    set_streams_backend(MemoryBackend() if request.param == "memory" else request.param)
-    monkeypatch.setattr(state, "_POLL_S", 0.02)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {VOCAB}}}')
-    return tmp_path
-
-
-def make_world(*, replicas: int = 1, ranks: int = 1, reference_servers: int = 0) -> WorldMap:
-    jobs = [Job(name=f"preprocessor_{r}", kind="preprocessor", replica_idx=r) for r in range(replicas)]
-    jobs += [Job(name=f"preprocessor_llm_{i}", kind="preprocessor_llm", url=f"u{i}") for i in range(reference_servers)]
-    jobs.append(Job(name="finetune_0", kind="finetune", num_ranks=ranks))
-    return WorldMap(accelerator="cpu", nodes=(), jobs=tuple(jobs), master_port=0, weight_port=0, weight_ports=0)
-
-
-def make_context(run_dir: Path, world: WorldMap, *overrides: str, replica: int = 0) -> RoleContext:
-    cfg = parse(
-        compose(
-            "base",
-            [
-                f"output_dir={run_dir}",
-                f"model_path={run_dir / 'model'}",
-                "dataset_loader=a.b",
-                "actor.rollout_policy=a.b",
-                "wandb.mode=disabled",
-                "attempts=4",
-                "finetune.gradient_accumulation_passes=6",
-                "finetune.seq_length=64",
-                "max_lag_steps=2",
-                "preprocess.max_ready_steps=1000",
-                *overrides,
-            ],
-        )
-    )
-    status: Any = SimpleNamespace(progress=lambda **_: None, waiting=lambda *_, **__: nullcontext())
-    return RoleContext(
-        run_dir=run_dir,
-        job=world.job(f"preprocessor_{replica}"),
-        cfg=cfg,
-        world=world,
-        status=status,
-        stop=threading.Event(),
-    )
-
-
-def make_group(rng: np.random.Generator, position: int, *, version: int, reward: float | None = None) -> RolloutGroup:
-    """Four rollouts of 4–40 tokens."""
-    rollouts = []
-    for attempt in range(4):
-        total = int(rng.integers(4, 41))
-        sequence = TrainingSequence(
-            token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
-            logprobs=-rng.random(total - 2, dtype=np.float32),
-            spans=np.array([[2, total, version]], np.int32),
-            finish_reason="stop",
-        )
-        value = float(rng.integers(0, 3)) if reward is None else reward
-        rollouts.append(
-            Rollout(attempt=attempt, reward=value, sequences=(sequence,), metrics={}, latency_s=0.0, num_llm_calls=1)
-        )
-    return RolloutGroup(
-        group_id=f"0-{position}",
-        epoch=0,
-        position=position,
-        problem_index=0,
-        actor=0,
-        domain="d",
-        dataset="train",
-        attempts=4,
-        rollouts=tuple(rollouts),
-        dispatched_version=version,
-        settled_before=0,
-        dispatch_index=position,
-    )
-
-
-def write_groups(run_dir: Path, groups: list[Any], instance: int = 0) -> None:
-    with open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance), ActorRecord) as writer:
-        for group in groups:
-            writer.write(group)
-
-
-def read_topic(run_dir: Path, topic: str, record_type: Any, instance: int = 0, partition: int = 0) -> list[Any]:
-    with open_reader(SingleStreamSpec(run_dir, topic, instance, partition), record_type, name=None, start=0) as reader:
-        return [record for _, record in reader.read_all()]
-
-
-@contextmanager
-def preprocessor(ctx: RoleContext) -> Iterator[Preprocessor]:
-    role = Preprocessor(ctx)
-    try:
-        yield role
-    finally:
-        role.close()
-
-
-def turn_until(role: Preprocessor, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the preprocessor did not get there"
-        role.turn()
-
-
-def consumed(role: Preprocessor, groups: int) -> Callable[[], bool]:
-    return lambda: role.totals.counted_until[0] >= groups - 1 and not role.totals.pending
-
-
-def aging_groups(count: int) -> list[Any]:
-    """Groups that fall behind the step which trains them, with refused, filtered and dropped ones among them."""
-    rng = np.random.default_rng(0)
-    records: list[Any] = []
-    for position in range(count):
-        group = make_group(rng, position, version=max(0, position // 5 - int(rng.integers(0, 2))))
-        if position % 7 == 3:
-            group = make_group(rng, position, version=0, reward=1.0)
-        if position % 9 == 5:
-            group = msgspec.structs.replace(
-                group, rollouts=(msgspec.structs.replace(group.rollouts[0], reward=float("nan")), *group.rollouts[1:])
-            )
-        records.append(group)
-    fields = {name: getattr(records[0], name) for name in ("epoch", "problem_index", "actor", "domain", "dataset")}
-    dropped = GroupDropped(
-        **fields,
-        group_id="0-999",
-        position=999,
-        attempts=4,
-        reason="timeout",
-        detail="",
-        settled_before=0,
-        dispatch_index=30,
-    )
-    return [*records[:5], dropped, *records[5:]]
+    return prepare_run(MemoryBackend() if request.param == "memory" else request.param, tmp_path, monkeypatch)
 
 
 def test_one_rank_groups_become_exact_optimizer_batches(run_dir: Path):
@@ -404,134 +274,6 @@ def test_lost_training_data_is_an_error_not_a_gap(run_dir: Path):
         writer.write(PreprocessorProgress(samples_packed=6, samples_dropped=0, dropped_by_reason={}, step=1))
     with pytest.raises(StreamError, match="ends with step -1, but step 0 was published"):
         Preprocessor(make_context(run_dir, make_world()))
-
-
-class FakeReference:
-    """Reference servers whose log-prob at position t is −t/8; the first calls fail, one sequence is NaN or refused."""
-
-    def __init__(self, failures: int = 0, nan_at: int | None = None, refused_at: int | None = None):
-        """``nan_at``, ``refused_at``: number of the sequence, counted as they are first seen."""
-        self.failures, self.nan_at, self.refused_at = failures, nan_at, refused_at
-        self.urls: list[str] = []
-        self.seen: list[bytes] = []
-        self.running = self.most = 0
-
-    async def __call__(self, session: Any, url: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        self.urls.append(url)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            if len(self.urls) <= self.failures:
-                raise TransportError("connection refused")
-            return [self.score(sequence) for sequence in sequences]
-        finally:
-            self.running -= 1
-
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
-        if token_ids.tobytes() not in self.seen:
-            self.seen.append(token_ids.tobytes())
-        number = self.seen.index(token_ids.tobytes()) + 1
-        if number == self.refused_at:
-            raise ServerError("prompt too long", status=400)
-        values = -np.arange(len(token_ids), dtype=np.float32) / 8
-        if number == self.nan_at:
-            values[3] = np.nan
-        return values
-
-
-@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
-def test_reference_logprobs_of_trained_tokens_survive_failing_servers(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    fake = FakeReference(failures=2)
-    monkeypatch.setattr(reference, "score_sequences", fake)
-    monkeypatch.setattr(reference, "FIRST_BACKOFF_S", 0.01)
-    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(3)])
-    ctx = make_context(run_dir, make_world(reference_servers=2), "finetune.rl.kl_coef=0.1")
-    with preprocessor(ctx) as role:
-        turn_until(role, consumed(role, 3))
-    batches = read_topic(run_dir, topics.TRAINING_DATA, MicroBatch)
-    assert len({mb.step for mb in batches}) == 2
-    assert set(fake.urls) == {"u0", "u1"}
-    for mb in batches:
-        start = 0
-        expected = np.zeros(len(mb.token_ids), np.float32)
-        for length in mb.segment_lengths.tolist():
-            expected[start + 2 : start + length] = -np.arange(2, length, dtype=np.float32) / 8
-            start += length
-        np.testing.assert_array_equal(mb.ref_logprobs, expected)
-
-
-@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
-@pytest.mark.parametrize("fault", [{"nan_at": 2}, {"refused_at": 2}])
-def test_sample_that_the_reference_cannot_score_is_dropped(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: dict[str, int]
-):
-    monkeypatch.setattr(reference, "score_sequences", FakeReference(**fault))
-    write_groups(run_dir, [make_group(np.random.default_rng(i), i, version=0) for i in range(2)])
-    ctx = make_context(run_dir, make_world(reference_servers=1), "finetune.rl.final_kl_coef=0.1")
-    with preprocessor(ctx) as role:
-        turn_until(role, consumed(role, 2))
-        assert dict(role.totals.dropped) == {"invalid": 1}
-
-
-def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):
-    fake = FakeReference()
-    monkeypatch.setattr(reference, "score_sequences", fake)
-    samples = prepare_group(0, make_group(np.random.default_rng(0), 0, version=0), Shaping(seq_length=64)) * 10
-    lengths = [len(sequence.token_ids) for sample in samples for _, sequence in sample.sequences]
-    server = Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")
-    scorer = ReferenceScorer(lambda: [server], concurrency=3, deadline_s=1.0)
-    try:
-        scorer.submit(samples).result(timeout=DEADLINE_S)
-        assert len(fake.urls) == 1
-        monkeypatch.setattr(reference, "REQUEST_TOKENS", 2 * max(lengths))
-        scorer.submit(samples).result(timeout=DEADLINE_S)
-    finally:
-        scorer.close()
-    assert len(lengths) / 4 <= len(fake.urls) - 1 <= len(lengths) / 2 + 1
-
-
-def test_kl_without_reference_server_is_refused():
-    with pytest.raises(ConfigError, match="no reference server is placed"):
-        check_placed(())
-
-
-@pytest.mark.parametrize("run_dir", ["memory"], indirect=True)
-def test_reference_server_that_never_answers_ends_the_role_with_its_name(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(reference, "score_sequences", FakeReference(failures=10_000))
-    monkeypatch.setattr(reference, "FIRST_BACKOFF_S", 0.01)
-    write_groups(run_dir, [make_group(np.random.default_rng(0), 0, version=0)])
-    overrides = ("finetune.rl.kl_coef=0.1", "launcher.startup_timeout_s=0.05")
-    with preprocessor(make_context(run_dir, make_world(reference_servers=1), *overrides)) as role:
-        with pytest.raises(DeadlineError, match="the last server was preprocessor_llm_0"):
-            turn_until(role, lambda: False)
-
-
-def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    fake = FakeReference()
-
-    async def slow(session: Any, url: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        values = await fake(session, url, sequences)
-        fake.running += 1
-        fake.most = max(fake.most, fake.running)
-        await asyncio.sleep(0)
-        fake.running -= 1
-        return values
-
-    monkeypatch.setattr(reference, "score_sequences", slow)
-    monkeypatch.setattr(reference, "REQUEST_TOKENS", 1)
-    group = make_group(np.random.default_rng(0), 0, version=0)
-    samples = prepare_group(0, group, Shaping(seq_length=64)) * 10
-    scorer = ReferenceScorer(
-        lambda: [Job(name="preprocessor_llm_0", kind="preprocessor_llm", url="u0")], concurrency=3, deadline_s=1.0
-    )
-    try:
-        scored = scorer.submit(samples).result(timeout=DEADLINE_S)
-    finally:
-        scorer.close()
-    assert [s.sample_id for s in scored] == [s.sample_id for s in samples]
-    assert fake.most == 3
 
 
 def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Path) -> None:

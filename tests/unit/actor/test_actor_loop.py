@@ -1,8 +1,7 @@
 """The loop with scripted workers: mixing, capacity, failures, evaluation, the end."""
 
-import contextlib
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
 from pipelinerl.world import Job
+from tests.scripted_actor import QuietStatus, ScriptedDrops, ScriptedTrainer, ScriptedWorkers
 
 ATTEMPTS = 2
 
@@ -43,43 +43,6 @@ def rollout(attempt: int, version: int, success: float = 1.0) -> Rollout:
     )
 
 
-class ScriptedWorkers:
-    """Answers each start with ``answer(start)`` at the next poll; None = never."""
-
-    def __init__(self, answer: Callable[[StartGroup], GroupFinished | Lost | None]):
-        self.answer = answer
-        self.running: dict[int, StartGroup] = {}
-        self.started: list[StartGroup] = []
-        self.most_running = 0
-        self.servers: list[Servers] = []
-        self.waiting: deque[StartGroup] = deque()
-
-    @property
-    def num_rollouts(self) -> int:
-        return sum(len(start.attempts) for start in self.running.values())
-
-    def set_servers(self, servers: Servers) -> None:
-        self.servers.append(servers)
-
-    def start(self, start: StartGroup) -> None:
-        self.running[start.ticket] = start
-        self.started.append(start)
-        self.waiting.append(start)
-        self.most_running = max(self.most_running, self.num_rollouts)
-
-    def cancel(self, ticket: int) -> None:
-        self.running.pop(ticket, None)
-
-    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
-        results = []
-        for _ in range(len(self.waiting)):
-            start = self.waiting.popleft()
-            if start.ticket in self.running and (result := self.answer(start)) is not None:
-                del self.running[start.ticket]
-                results.append(result)
-        return results
-
-
 def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "transport") -> GroupFinished:
     return GroupFinished(
         ticket=start.ticket,
@@ -88,47 +51,24 @@ def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "tr
     )
 
 
-class ScriptedTrainer:
-    def __init__(self, version: int = 0):
-        self.version = version
-        self.servers = ("s",)
-        self.training_done = False
-        self.misses: list[ProbeMissed] = []
-
-    @property
-    def weights(self) -> tuple[int | None, dict[str, int]]:
-        return self.version, dict.fromkeys(self.servers, self.version)
-
-    def take_misses(self) -> list[ProbeMissed]:
-        misses, self.misses = self.misses, []
-        return misses
-
-
-class ScriptedDrops:
-    """What the preprocessor is said to have dropped."""
-
-    def __init__(self) -> None:
-        self.samples = Counter[str]()
-
-    def total(self) -> int:
-        return self.samples.total()
-
-    def by_domain(self) -> Mapping[str, int]:
-        return self.samples
-
-
-class QuietStatus:
-    def progress(self, **fields: Any) -> None:
-        pass
-
-    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-
 def declared(values: dict[str, float]) -> dict[str, float]:
     """The values, all of them declared metrics of the actor."""
     assert undeclared("actor", values, domain_metrics=("reward", "success")) == []
     return values
+
+
+def evaluator_of(
+    tests: int, rules: EvaluationRules, domains: list[str], table: WorkTable, news: list[Any]
+) -> Evaluator:
+    """An evaluator of that many problems, which announces to ``news``."""
+    return Evaluator(
+        problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
+        rules=rules,
+        domains=domains,
+        actor=0,
+        topics=EvaluationTopics(announce=lambda m: news.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
+        table=table,
+    )
 
 
 class Stage:
@@ -169,14 +109,8 @@ class Stage:
             metrics=metrics,
         )
         when = {key: values[key] for key in ("every_n_versions", "at_start", "at_end")}
-        evaluator = Evaluator(
-            problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
-            rules=EvaluationRules(**when, attempts=1, timeout_s=100.0, max_repeats=values["max_reissues"]),
-            domains=[domain.name for domain in domains],
-            actor=0,
-            topics=EvaluationTopics(announce=lambda m: self.news.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
-            table=table,
-        )
+        rules = EvaluationRules(**when, attempts=1, timeout_s=100.0, max_repeats=values["max_reissues"])
+        evaluator = evaluator_of(tests, rules, [domain.name for domain in domains], table, self.news)
         self.loop = ActorLoop(
             trainer=self.trainer,
             live=lambda: {"s": LiveServer(Job(name="s", kind="actor_llm", url="http://s"))},

@@ -15,7 +15,7 @@ MAX_TICKS = 200_000
 
 
 @dataclass
-class World:
+class World:  # structure: the state of a simulated world, in plain numbers
     """Actor, preprocessor and trainer as counters; ``tick`` lets one of them, chosen at random, do one thing.
 
     A group takes a random number of ticks, may lose all its rollouts, and every published rollout may be filtered.

@@ -1,0 +1,40 @@
+"""A file system of a run's own, and filling it to the last byte."""
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+DISK_MB = 1024
+REFILL_S = 0.05
+
+
+@contextlib.contextmanager
+def own_disk(run_dir: Path) -> Iterator[None]:
+    """Puts the run folder on a file system of its own, a tmpfs of ``DISK_MB``. Needs root."""
+    run_dir.mkdir(parents=True, mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=700", "tmpfs", str(run_dir)], check=True)
+    try:
+        yield
+    finally:
+        kept = Path(f"{run_dir}.kept")
+        shutil.copytree(run_dir, kept)
+        subprocess.run(["umount", "-l", str(run_dir)], check=True)
+        run_dir.rmdir()
+        kept.rename(run_dir)
+
+
+def fill(folder: Path, seconds: float) -> None:
+    """Leaves no byte free on the folder's file system, for a while."""
+    path = folder.parent / folder.name / "filler"
+    with path.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(2**20))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with path.open("ab", buffering=0) as filler, contextlib.suppress(OSError):
+            filler.write(bytes(4096))  # takes what was freed meanwhile
+        time.sleep(REFILL_S)
+    path.unlink()
