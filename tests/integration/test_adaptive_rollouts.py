@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.servers import FIRST_ROLLOUTS
-from pipelinerl.inspect.ledger import read
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.membership.stores import FolderStore
 
 RUN_TIMEOUT_S = 1200
@@ -46,4 +46,4 @@ def test_server_takes_what_its_cache_holds(tmp_path: Path) -> None:
     assert max(taken) > FIRST_ROLLOUTS
     assert max(taken) < 3 * BLOCKS  # vLLM would take 1,024
     assert summary["success_after"] >= 0.8
-    assert read(run_dir).violations == ()
+    assert read_ledger(run_dir).violations == ()

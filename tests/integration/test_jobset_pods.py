@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl.inspect.ledger import read
+from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.render.deployment import Deployment
 from pipelinerl.render.jobset import RANK_FIELD, hosts_of, render
 from tests.namespaces import Nodes, are_possible, two_nodes
@@ -109,7 +109,7 @@ def test_quickstart_learns_with_a_server_that_joins_late_without_a_common_folder
     summary = json.loads((run_dir / "summary.json").read_text())
     print(f"success {summary['success_before']:.3f} to {summary['success_after']:.3f}")
     assert summary["success_after"] >= 0.8
-    assert read(run_dir).violations == ()
+    assert read_ledger(run_dir).violations == ()
     log = (run_dir / "finetune_0" / "log.txt").read_text()
     assert f"member_came name=actor_llm_1 url=http://{nodes.addresses[1]}:" in log
     print([line for line in log.splitlines() if "actor_llm_1" in line][:5])
