@@ -59,7 +59,8 @@ check: install
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/contract/test_imports.py tests/contract/test_structure.py
+	$(PY) -m pytest -q tests/contract/test_imports.py tests/contract/test_structure.py \
+	  tests/contract/test_metrics.py tests/contract/test_duplicates.py
 	$(PY) -m pipelinerl.config.docs --check
 	$(PY) -m pipelinerl.observability.catalogue --check
 

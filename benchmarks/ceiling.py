@@ -13,7 +13,6 @@ a test compares). Groups of eight, every attempt a request of its own.
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import tempfile
@@ -90,20 +89,14 @@ def measure_preprocessor(groups: list[RolloutGroup], length: int) -> float:
 
 
 def measure_route(seconds: float) -> dict[int, dict[str, float]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=client.serve, args=(theirs,), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{ours.recv()}"
     found = {}
-    for length in LENGTHS:
-        row = uvloop.run(client.measure(url, length, seconds, join=False))
-        found[length] = {
-            side: row[f"us_{name}_cpu_per_token"] * length / 1e3
-            for side, name in (("worker", "client"), ("server", "server"))
-        }
-    ours.send(None)
-    server.join(5)
+    with client.served() as url:
+        for length in LENGTHS:
+            row = uvloop.run(client.measure(url, length, seconds, join=False))
+            found[length] = {
+                side: row[f"us_{name}_cpu_per_token"] * length / 1e3
+                for side, name in (("worker", "client"), ("server", "server"))
+            }
     return found
 
 

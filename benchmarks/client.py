@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,18 @@ def figures(count: int, length: int, row: dict[str, float]) -> dict[str, float]:
     }
 
 
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The server in a process of its own. Its URL."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    yield f"http://127.0.0.1:{ours.recv()}"
+    ours.send(None)
+    server.join(5)
+
+
 def serve(connection: Connection) -> None:
     """The server's process. Only there is vLLM imported: a collection of its million objects would block the client."""
     import answer_server
@@ -204,21 +216,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000, 4000, 32_000])
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{ours.recv()}"
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "attempts": ATTEMPTS,
     }
-    for length in args.lengths:
-        results[f"{length}_joined"] = uvloop.run(measure(url, length, args.seconds, join=True))
-        results[f"{length}_single"] = uvloop.run(measure(url, length, args.seconds, join=False))
-        results[f"{length}_plain"] = uvloop.run(measure_plain(url, length, args.seconds))
-    ours.send(None)
-    server.join(5)
+    with served() as url:
+        for length in args.lengths:
+            results[f"{length}_joined"] = uvloop.run(measure(url, length, args.seconds, join=True))
+            results[f"{length}_single"] = uvloop.run(measure(url, length, args.seconds, join=False))
+            results[f"{length}_plain"] = uvloop.run(measure_plain(url, length, args.seconds))
     for name, row in results.items():
         print(name, row)
     if args.json:

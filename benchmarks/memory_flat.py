@@ -171,16 +171,20 @@ async def measure(updates: int, limit_s: float) -> dict[str, Any]:
     }
 
 
+def tell(results: dict[str, Any], path: Path | None) -> None:
+    """Print the results without the curve, and write all of them to ``path``."""
+    print(json.dumps({key: value for key, value in results.items() if key != "rss_mb"}, indent=2))
+    if path:
+        path.write_text(json.dumps(results, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="give up after this long")
     args = parser.parse_args()
-    results = asyncio.run(measure(args.updates, args.limit_s))
-    print(json.dumps({key: value for key, value in results.items() if key != "rss_mb"}, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    tell(asyncio.run(measure(args.updates, args.limit_s)), args.json)
 
 
 if __name__ == "__main__":

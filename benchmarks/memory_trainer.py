@@ -7,7 +7,6 @@ checkpoints. Resident memory is read after every step; `growth` as in `memory_fl
 """
 
 import argparse
-import json
 import os
 import platform
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.memory_flat import folder_kb, growth
+from benchmarks.memory_flat import folder_kb, growth, tell
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
@@ -83,10 +82,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--updates", type=int, default=2000)
     args = parser.parse_args()
-    results = measure(args.updates)
-    print(json.dumps({key: value for key, value in results.items() if key != "rss_mb"}, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    tell(measure(args.updates), args.json)
 
 
 if __name__ == "__main__":

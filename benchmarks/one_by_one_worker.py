@@ -7,7 +7,6 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 
-from benchmarks.parameter_bytes import view_as_bytes
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.weights.layout import torch_dtype
 from pipelinerl.weights.protocol import Address, Get, ParamSpec
@@ -31,7 +30,7 @@ class OneByOneExtension(WeightUpdateExtension):
         def receive() -> Any:
             for spec in msgspec.convert(specs, list[ParamSpec]):
                 tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-                view = view_as_bytes(tensor)
+                view = tensor.view(-1).view(torch.uint8)
                 get = Get(
                     key=spec.name, start=0, end=len(view), bucket_bytes=len(view), carriage="tcp", beat_s=PATIENCE_S
                 )

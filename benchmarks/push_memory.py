@@ -24,17 +24,12 @@ import torch
 from benchmarks.receivers import SECRET, forkserver, receivers
 from benchmarks.weight_update import build_model
 from pipelinerl.config.load import compose, parse
-from pipelinerl.finetune.build import make_engine
 from pipelinerl.finetune.engines import read_ranks
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.export import exported_specs
-from pipelinerl.finetune.loop import connect_weights
-from pipelinerl.finetune.updates import WeightUpdates
 from pipelinerl.observability.role import leave
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.snapshot import model_stripes
-from pipelinerl.world import Job
-from tests.trainer_kit import trainer_context
+from tests.trainer_kit import sending_rank
 
 MIB = 1 << 20
 SIZE = (768, 11, 4096)
@@ -56,19 +51,13 @@ def reset_peak() -> None:
 def run_rank(job: dict[str, Any]) -> None:
     """The process of one rank: one update, then a line of JSON."""
     torch.set_num_threads(1)
-    rank, world_size, device = read_ranks("cpu")
+    rank, world_size, _ = read_ranks("cpu")
     given = ["output_dir=unused", f"model_path={job['model']}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     cfg = parse(compose("base", [*given, "finetune.engine=fsdp2", "finetune.seq_packing=false", "weights.probe=false"]))
-    ctx = trainer_context(Path("unused"), cfg, num_ranks=world_size)
-    world: Any = ctx.world
-    world.jobs = [Job(name=name, kind="actor_llm", replica_idx=i, url=url) for i, (name, url) in enumerate(job["urls"])]
-    world.weight_port, world.transfer_backend = 0, lambda wanted: "tcp"
-    engine = make_engine(cfg, device, world_size)
-    origin, sender = connect_weights(ctx, engine, (lambda message: None) if rank == 0 else None)
-    lease = EvaluationLease(lambda: []) if rank == 0 else None
-    updates = WeightUpdates(engine, cfg, origin, sender, lease, ctx.status, lambda: False, Path("unused"))
+    own = sending_rank(Path("unused"), cfg, job["urls"])
+    engine, sender, updates = own.engine, own.sender, own.updates
     if sender is not None:
-        assert sender.wait_for_servers(len(world.jobs), 60) == len(world.jobs)
+        assert sender.wait_for_servers(own.num_servers, 60) == own.num_servers
     engine.gather_objects(None)
     gc.collect()
     reset_peak()
@@ -76,16 +65,13 @@ def run_rank(job: dict[str, Any]) -> None:
     updates.after_step(1)
     assert updates.finish(1)
     if sender is not None:
-        assert sender.wait_live(1, TIMEOUT_S, count=len(world.jobs)), sender.outcomes
+        assert sender.wait_live(1, TIMEOUT_S, count=own.num_servers), sender.outcomes
     engine.gather_objects(None)
     layout = Layout(tuple(exported_specs(engine, torch.bfloat16)))
     start, end = model_stripes(layout, world_size)[rank]
     row = {"rank": rank, "stripe_mb": (end - start) / MIB, "before_mb": before, "extra_mb": peak_mb() - before}
     print(json.dumps({name: round(value, 1) for name, value in row.items()}), flush=True)
-    if sender is not None:
-        sender.close()
-    origin.close()
-    engine.close()
+    own.close()
 
 
 def measure(folder: Path, ranks: int, servers: int) -> dict[str, Any]:

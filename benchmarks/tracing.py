@@ -14,7 +14,6 @@ CPU time includes the thread that writes. The figures are medians over the turns
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import statistics
@@ -127,18 +126,12 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        server = context.Process(target=client.serve, args=(theirs,), daemon=True)
-        server.start()
-        url = f"http://127.0.0.1:{ours.recv()}"
         found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
         found["span"] = measure_span(folder)
-        found["worker"] = {
-            str(length): measure_worker(url, length, args.seconds, args.turns, folder) for length in LENGTHS
-        }
-        ours.send(None)
-        server.join(5)
+        with client.served() as url:
+            found["worker"] = {
+                str(length): measure_worker(url, length, args.seconds, args.turns, folder) for length in LENGTHS
+            }
         found["trainer"] = measure_trainer(args.turns, folder)
     found["load"] = round(os.getloadavg()[0], 1)
     print(json.dumps(found, indent=2))

@@ -30,7 +30,6 @@ import msgspec
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.parameter_bytes import view_as_bytes
 from pipelinerl.config.load import compose
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import spec_of
@@ -187,7 +186,7 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[
 def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
     shelf = Shelf()
     for name, param in model.named_parameters():
-        shelf.put(name, view_as_bytes(param.detach()))
+        shelf.put(name, param.detach().view(-1).view(torch.uint8))
     giver = Giver(shelf, secret=secret, host="127.0.0.1")
     specs = [msgspec.to_builtins(spec_of(name, param)) for name, param in model.named_parameters()]
     body = {"method": "load_one_by_one", "args": [giver.address.port, specs]}

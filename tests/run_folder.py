@@ -74,13 +74,19 @@ def make_tokenizer() -> Tokenizer:
 USUAL = Story()
 
 
+def write_config(path: Path, *overrides: str, name: str = "base") -> None:
+    """Write the resolved configuration of a run in this folder."""
+    required = [f"output_dir={path}", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
+    (path / "conf").mkdir()
+    config = OmegaConf.create(to_container(compose(name, [*required, *overrides])))
+    (path / "conf" / "config.yaml").write_text(OmegaConf.to_yaml(config))
+
+
 def make_run(path: Path, story: Story = USUAL) -> Path:
     """Writes the folder; returns it."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "conf").mkdir()
-    given = [f"output_dir={path}", f"model_path={path / 'model'}", "dataset_loader=a.load", "actor.rollout_policy=a.go"]
-    config = to_container(compose("base_cpu", [*given, f"finetune.max_train_steps={story.steps}", *story.overrides]))
-    (path / "conf" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    given = (f"model_path={path / 'model'}", f"finetune.max_train_steps={story.steps}")
+    write_config(path, *given, *story.overrides, name="base_cpu")
     (path / "model").mkdir()
     tokenizer = make_tokenizer()
     tokenizer.save(str(path / "model" / "tokenizer.json"))

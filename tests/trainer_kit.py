@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,14 @@ import numpy as np
 from torch import Tensor
 
 from pipelinerl.config.sections import Config
+from pipelinerl.finetune.build import make_engine
+from pipelinerl.finetune.engines import read_ranks
+from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.loop import connect_weights
+from pipelinerl.finetune.updates import WeightUpdates
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import WeightUpdateSuccess
+from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.news import PushStats
 from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.probe import ProbeText
@@ -78,8 +85,7 @@ class FakeSender:
         told, taken = iter(specs), {}
         for name, tensor in params:
             spec = next(told)
-            expected = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            assert (spec.name, spec.dtype, spec.shape) == expected
+            assert spec == spec_of(name, tensor)
             if self.keeps_weights:
                 taken[name] = tensor.clone()
         assert next(told, None) is None, "more parameters were announced than sent"
@@ -93,6 +99,51 @@ class FakeSender:
         return self.stats.version >= version
 
     def close(self) -> None: ...
+
+
+def trainer_overrides(run_dir: Path, *more: str) -> list[str]:
+    """The configuration of a trainer in float32 that learns fast, with the model in its run folder."""
+    return [
+        f"output_dir={run_dir}",
+        f"model_path={run_dir / 'model'}",
+        "dataset_loader=a.b",
+        "actor.rollout_policy=a.b",
+        "wandb.mode=disabled",
+        "finetune.learning_rate=1e-2",
+        "finetune.dtype=float32",
+        *more,
+    ]
+
+
+@dataclass
+class SendingRank:
+    """A rank of a trainer with its end of weight updates, and on rank 0 the sender."""
+
+    engine: Any
+    origin: Any
+    sender: Any
+    updates: WeightUpdates
+    num_servers: int
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        self.origin.close()
+        self.engine.close()
+
+
+def sending_rank(run_dir: Path, cfg: Config, servers: Sequence[tuple[str, str]]) -> SendingRank:
+    """This process as a rank on the CPU that sends weights to servers, of which name and URL are given."""
+    rank, world_size, device = read_ranks("cpu")
+    ctx = trainer_context(run_dir, cfg, num_ranks=world_size)
+    world: Any = ctx.world
+    world.jobs = [Job(name=name, kind="actor_llm", replica_idx=i, url=url) for i, (name, url) in enumerate(servers)]
+    world.weight_port, world.transfer_backend = 0, lambda wanted: "tcp"
+    engine = make_engine(cfg, device, world_size)
+    origin, sender = connect_weights(ctx, engine, (lambda message: None) if rank == 0 else None)
+    lease = EvaluationLease(lambda: []) if rank == 0 else None
+    updates = WeightUpdates(engine, cfg, origin, sender, lease, ctx.status, lambda: False, run_dir)
+    return SendingRank(engine, origin, sender, updates, len(servers))
 
 
 def trainer_context(run_dir: Path, cfg: Config, num_ranks: int = 1) -> RoleContext:

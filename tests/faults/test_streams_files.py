@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from pipelinerl.streams.files import FilesAppender, FilesBackend, FilesCursor, c
 from pipelinerl.streams.files.folder import segment_bases
 from pipelinerl.streams.files.segment import MAGIC
 from tests.stream_files import MAX, open_appender, read, write
+from tests.waiting import wait_until
 
 PAYLOADS = [b"first", b"", b"third record", b"4"]
 
@@ -344,10 +343,3 @@ def test_killed_writers_lose_and_double_nothing_that_a_live_reader_sees(spec: Si
         cursor.close()
     assert seen == list(range(appender.next_offset))
     assert len(segment_bases(spec.path)) < len(seen) * 10_000 / 200_000, "passed segments are deleted"
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.005)

@@ -19,6 +19,7 @@ from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec, redis_connection
 from pipelinerl.streams.redis import RedisBackend
+from tests.waiting import wait_until
 
 PASSWORD = 'a "quoted" \\ password'
 
@@ -119,13 +120,6 @@ class Traffic:
 
 def payload(offset: int) -> bytes:
     return b"%d " % offset + bytes(offset * 7919 % 20_000)
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.005)
 
 
 def test_server_killed_and_restarted_loses_and_doubles_nothing(server: Server, spec: SingleStreamSpec):

@@ -18,6 +18,7 @@ from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.models import save_qwen2
 from tests.states import read_state
+from tests.trainer_kit import trainer_overrides
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "trainer_role.py"
 ROOT = Path(__file__).parents[2]
@@ -47,21 +48,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
-    overrides = [
-        f"output_dir={run_dir}",
-        f"model_path={run_dir / 'model'}",
-        "dataset_loader=a.b",
-        "actor.rollout_policy=a.b",
-        "wandb.mode=disabled",
+    overrides = trainer_overrides(
+        run_dir,
         f"finetune.max_train_steps={STEPS}",
         "finetune.save_checkpoint_steps=3",
-        "finetune.learning_rate=1e-2",
-        "finetune.dtype=float32",
         "finetune.engine=ddp",
         "finetune.lora={enabled: true, r: 4, alpha: 8, dropout: 0.1, target_modules: all-linear}",
         "finetune.rl.advantage=value",
         "finetune.rl.value_loss_coef=0.5",
-    ]
+    )
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -7,8 +7,6 @@ a configuration to trained samples, not that a model of 0.1M parameters learns m
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from pipelinerl.records import ActorRecord, RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.tiny_model.builder import write_model
 from pipelinerl.tiny_model.recipes import Messages, Recipe
+from tests.launches import run_experiment
 
 STEPS, BATCH, ATTEMPTS = 4, 32, 8
 RUN_TIMEOUT_S = 300
@@ -167,9 +166,9 @@ def write_parrot(folder: Path, case: Case, rows: Path) -> None:
     write_model(folder, Recipe(tags=(), max_number=99, conversation=talk, steps=150), seed=0)
 
 
-def overrides_of(case: Case, run_dir: Path, model: Path, rows: Path) -> list[str]:
+def overrides_of(case: Case, model: Path, rows: Path) -> list[str]:
     own = [override.replace("ROWS", str(rows)) for override in case.overrides]
-    return [*ON_CPU, *own, f"output_dir={run_dir}", f"model_path={model}"]
+    return [*ON_CPU, *own, f"model_path={model}"]
 
 
 @pytest.mark.slow
@@ -178,12 +177,8 @@ def overrides_of(case: Case, run_dir: Path, model: Path, rows: Path) -> list[str
 def test_domain_is_trained_and_evaluated_on_cpu(case: Case, tmp_path: Path):
     rows, run_dir = write_rows(tmp_path), tmp_path / "run"
     write_parrot(tmp_path / "model", case, rows)
-    overrides = overrides_of(case, run_dir, tmp_path / "model", rows)
-    command = [sys.executable, "-m", "pipelinerl.launch", f"--config-name={case.config}", *overrides]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
-
-    summary = json.loads((run_dir / "summary.json").read_text())
+    overrides = overrides_of(case, tmp_path / "model", rows)
+    summary = run_experiment(case.config, run_dir, *overrides, timeout_s=RUN_TIMEOUT_S)
     assert (summary["optimizer_steps"], summary["weight_updates"]) == (STEPS, STEPS)
     assert summary["success_after"] is not None
     assert case.jobs <= {folder.name for folder in run_dir.iterdir()}

@@ -1,8 +1,5 @@
 """Answers that live through weight updates, from the launcher to the trainer, with a real server."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from tests.launches import run_experiment
 
 STEPS = 8
 SHORT = (
@@ -44,13 +42,6 @@ BFLOAT16 = (
 )
 
 
-def run_long_tiny(folder: Path, *overrides: str, timeout_s: float) -> dict:
-    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=long_tiny", f"output_dir={folder}"]
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return json.loads((folder / "summary.json").read_text())
-
-
 def rollouts_of(folder: Path) -> list[Rollout]:
     ledger = read_ledger(folder)  # sets the streams backend
     assert ledger.violations == ()
@@ -62,7 +53,7 @@ def rollouts_of(folder: Path) -> list[Rollout]:
 @pytest.mark.timeout(600)
 def test_answers_live_through_weight_updates_and_are_trained_exactly(tmp_path: Path):
     folder = tmp_path / "run"
-    summary = run_long_tiny(folder, *SHORT, timeout_s=580)
+    summary = run_experiment("long_tiny", folder, *SHORT, timeout_s=580)
     assert summary["optimizer_steps"] == STEPS
     assert summary["rollouts_trained"] == 32 * STEPS
     rollouts = rollouts_of(folder)
@@ -84,7 +75,7 @@ def test_answers_live_through_weight_updates_and_are_trained_exactly(tmp_path: P
 @pytest.mark.timeout(1800)
 def test_bfloat16_with_24_layers_trains_20_steps_and_no_server_is_expelled(tmp_path: Path):
     folder = tmp_path / "run"
-    summary = run_long_tiny(folder, *SHORT[1:], *BFLOAT16, timeout_s=1780)
+    summary = run_experiment("long_tiny", folder, *SHORT[1:], *BFLOAT16, timeout_s=1780)
     assert summary["optimizer_steps"] == 20
     rollouts_of(folder)
     with open_reader(SingleStreamSpec(folder, "trainer"), TrainerMessage, name=None) as reader:

@@ -4,15 +4,13 @@ Its tokens are compared with the server's in ``test_agents_vllm.py``; here the t
 tokens of the first step agree with those that the server reported.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
+from tests.launches import run_experiment
 
 RUN_TIMEOUT_S = 600
 
@@ -21,10 +19,7 @@ RUN_TIMEOUT_S = 600
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 def test_agent_of_the_openai_client_learns(tmp_path: Path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart_agent", f"output_dir={run_dir}"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = run_experiment("quickstart_agent", run_dir, timeout_s=RUN_TIMEOUT_S)
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
     assert summary["aborted_requests"] == 0

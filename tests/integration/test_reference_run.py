@@ -1,7 +1,5 @@
 """A whole run with a KL term: launcher, policy server, started reference server, its log-probs in the loss."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from tests.launches import run_experiment
 
 STEPS = 4
 RUN_TIMEOUT_S = 400
@@ -29,9 +28,7 @@ OVERRIDES = (
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("reference") / "run"
-    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
-    process = subprocess.run([*command, *OVERRIDES], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    run_experiment("quickstart", run_dir, *OVERRIDES, timeout_s=RUN_TIMEOUT_S)
     return run_dir
 
 

@@ -29,7 +29,7 @@ from pipelinerl.replay.inputs import TIMINGS, checkpoint_before, collect_inputs
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from pipelinerl.world import Job, Node, WorldMap
 from tests.models import save_qwen2
-from tests.trainer_kit import FakeSender, trainer_context
+from tests.trainer_kit import FakeSender, trainer_context, trainer_overrides
 
 VOCAB, STEPS = 64, 6
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,18 +39,8 @@ Capture = pytest.CaptureFixture[str]
 def prepare(run_dir: Path, *overrides: str, ranks: int = 1, steps: range = range(STEPS)) -> list[str]:
     """The run folder of a trainer that has not begun; returns its whole configuration as overrides."""
     save_qwen2(run_dir / "model", VOCAB)
-    given = [
-        f"output_dir={run_dir}",
-        f"model_path={run_dir / 'model'}",
-        "dataset_loader=a.b",
-        "actor.rollout_policy=a.b",
-        "wandb.mode=disabled",
-        f"finetune.max_train_steps={STEPS}",
-        "finetune.save_checkpoint_steps=2",
-        "finetune.learning_rate=1e-2",
-        "finetune.dtype=float32",
-        *overrides,
-    ]
+    steps_given = (f"finetune.max_train_steps={STEPS}", "finetune.save_checkpoint_steps=2")
+    given = trainer_overrides(run_dir, *steps_given, *overrides)
     (run_dir / "conf").mkdir()
     OmegaConf.save(OmegaConf.create(to_container(compose("base", given))), run_dir / "conf" / "config.yaml")
     world = WorldMap(

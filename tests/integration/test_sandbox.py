@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -30,12 +31,19 @@ def usable_modes() -> list[str]:
     return usable
 
 
-@pytest.fixture(scope="module", params=usable_modes())
-def sandbox(request) -> Iterator[Sandbox]:
-    sandbox = Sandbox(limits=LIMITS, mode=request.param)
+@contextmanager
+def warm_sandbox(limits: Limits, mode: str) -> Iterator[Sandbox]:
+    """A sandbox that has run a program."""
+    sandbox = Sandbox(limits=limits, mode=mode)
     asyncio.run(sandbox.run_python("pass", [""]))
     yield sandbox
     sandbox.close()
+
+
+@pytest.fixture(scope="module", params=usable_modes())
+def sandbox(request) -> Iterator[Sandbox]:
+    with warm_sandbox(LIMITS, request.param) as sandbox:
+        yield sandbox
 
 
 async def run(sandbox: Sandbox, code: str, stdin: str = "") -> Outcome:

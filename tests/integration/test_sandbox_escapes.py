@@ -3,14 +3,13 @@
 Each prints ``ESCAPED`` when it gets what it wants. None may, and each must be judged.
 """
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from pipelinerl.domains.coding.judge import TestSuite, judge
 from pipelinerl.sandbox import Limits, Sandbox
-from tests.integration.test_sandbox import usable_modes
+from tests.integration.test_sandbox import usable_modes, warm_sandbox
 
 LIMITS = Limits(cpu_s=2, wall_s=6.0, total_s=20.0, memory_mb=256, disk_mb=16, processes=16, output_kb=64)
 PRELUDE = """
@@ -173,10 +172,8 @@ except OSError: pass
 
 @pytest.fixture(scope="module", params=usable_modes())
 def sandbox(request) -> Iterator[Sandbox]:
-    sandbox = Sandbox(limits=LIMITS, mode=request.param)
-    asyncio.run(sandbox.run_python("pass", [""]))
-    yield sandbox
-    sandbox.close()
+    with warm_sandbox(LIMITS, request.param) as sandbox:
+        yield sandbox
 
 
 def test_table_has_the_promised_size():

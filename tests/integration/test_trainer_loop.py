@@ -26,7 +26,7 @@ from pipelinerl.records import (
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from tests.models import save_qwen2
 from tests.states import read_state
-from tests.trainer_kit import FakeSender, trainer_context
+from tests.trainer_kit import FakeSender, trainer_context, trainer_overrides
 
 VOCAB = 64
 STEPS = 6
@@ -49,23 +49,8 @@ def record_steps(run_dir: Path, steps: range) -> None:
 
 
 def make_context(run_dir: Path, *overrides: str) -> RoleContext:
-    cfg = parse(
-        compose(
-            "base",
-            [
-                f"output_dir={run_dir}",
-                f"model_path={run_dir / 'model'}",
-                "dataset_loader=a.b",
-                "actor.rollout_policy=a.b",
-                "wandb.mode=disabled",
-                f"finetune.max_train_steps={STEPS}",
-                "finetune.save_checkpoint_steps=2",
-                "finetune.learning_rate=1e-2",
-                "finetune.dtype=float32",
-                *overrides,
-            ],
-        )
-    )
+    steps = (f"finetune.max_train_steps={STEPS}", "finetune.save_checkpoint_steps=2")
+    cfg = parse(compose("base", trainer_overrides(run_dir, *steps, *overrides)))
     return trainer_context(run_dir, cfg)
 
 

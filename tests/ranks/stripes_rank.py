@@ -17,51 +17,37 @@ from safetensors.torch import save_file
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.accumulate import train_step
-from pipelinerl.finetune.build import make_engine, make_rules
+from pipelinerl.finetune.build import make_rules
 from pipelinerl.finetune.engines import read_ranks
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.export import exported_parameters
-from pipelinerl.finetune.loop import connect_weights
 from pipelinerl.finetune.rl.objective import settings_at
-from pipelinerl.finetune.updates import WeightUpdates
 from pipelinerl.observability.role import leave
-from pipelinerl.world import Job
 from tests.ranks.trainer_rank import records_of
-from tests.trainer_kit import trainer_context
+from tests.trainer_kit import sending_rank
 
 
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    rank, world_size, device = read_ranks("cpu")
+    rank, world_size, _ = read_ranks("cpu")
     out = Path(job["out"])
     given = [f"output_dir={out.parent}", f"model_path={job['model']}", "dataset_loader=a.b", "finetune.dtype=bfloat16"]
     learning = ["finetune.learning_rate=1e-2", "finetune.gradient_checkpointing=false", "weights.probe=false"]
     overrides = ["actor.rollout_policy=a.b", f"finetune.engine={job['engine']}", *job["overrides"]]
     cfg = parse(compose("base", [*given, *learning, *overrides]))
-    ctx = trainer_context(out.parent, cfg, num_ranks=world_size)
-    world: Any = ctx.world
-    world.jobs = [Job(name=name, kind="actor_llm", replica_idx=i, url=url) for i, (name, url) in enumerate(job["urls"])]
-    world.weight_port, world.transfer_backend = 0, lambda wanted: "tcp"
-    engine = make_engine(cfg, device, world_size)
-    rules = make_rules(engine.policy, cfg)
-    origin, sender = connect_weights(ctx, engine, (lambda message: None) if rank == 0 else None)
-    lease = EvaluationLease(lambda: []) if rank == 0 else None
-    updates = WeightUpdates(engine, cfg, origin, sender, lease, ctx.status, lambda: False, out.parent)
-    updates.start(0, len(world.jobs), resumed=False)
-    train_step(engine, records_of(0, rank, world_size), settings_at(cfg, 0), rules, 1e-2)
-    updates.after_step(1)
-    assert updates.finish(1)
-    if sender is not None:
-        assert sender.wait_live(1, 60, count=len(world.jobs))
-    weights = {name: tensor.clone() for name, tensor in exported_parameters(engine, torch.bfloat16)}
-    out.with_suffix(f".{rank}").write_text(json.dumps(origin.giver.num_bytes))
+    own = sending_rank(out.parent, cfg, job["urls"])
+    own.updates.start(0, own.num_servers, resumed=False)
+    rules = make_rules(own.engine.policy, cfg)
+    train_step(own.engine, records_of(0, rank, world_size), settings_at(cfg, 0), rules, 1e-2)
+    own.updates.after_step(1)
+    assert own.updates.finish(1)
+    if own.sender is not None:
+        assert own.sender.wait_live(1, 60, count=own.num_servers)
+    weights = {name: tensor.clone() for name, tensor in exported_parameters(own.engine, torch.bfloat16)}
+    out.with_suffix(f".{rank}").write_text(json.dumps(own.origin.giver.num_bytes))
     if rank == 0:
         save_file(weights, out)
-    engine.gather_objects(None)  # no rank leaves before the servers have all
-    if sender is not None:
-        sender.close()
-    origin.close()
-    engine.close()
+    own.engine.gather_objects(None)  # no rank leaves before the servers have all
+    own.close()
 
 
 if __name__ == "__main__":

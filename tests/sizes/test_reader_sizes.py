@@ -4,9 +4,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from pipelinerl.config.load import compose, to_container
 from pipelinerl.inspect import ledger, report, status
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import STATUS_DIR, StatusRecord, write_status
@@ -20,6 +18,7 @@ from pipelinerl.records import (
 )
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
+from tests.run_folder import write_config
 from tests.sizes.kit import SIZES, sized_group, write_groups
 
 FAST = [(1, 64), (8000, 64)]
@@ -27,11 +26,7 @@ FAST = [(1, 64), (8000, 64)]
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    required = [f"output_dir={tmp_path}", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text(
-        OmegaConf.to_yaml(OmegaConf.create(to_container(compose("base", required))))
-    )
+    write_config(tmp_path)
     set_streams_backend("files")
     return tmp_path
 

@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from pipelinerl.config.load import compose, to_container
 from pipelinerl.inspect import status as command
 from pipelinerl.observability.status import RoleStatus, StatusRecord, Wait, read_statuses, write_status
 from pipelinerl.records import EvaluationDone, SamplesProcessed, TrainingDone, WeightUpdateSuccess
 from pipelinerl.records.messages import TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
+from tests.run_folder import write_config
 
 NOW = 10_000.0
 
@@ -69,11 +68,7 @@ def test_ago_keeps_it_short(seconds: float, text: str) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    required = [f"output_dir={tmp_path}", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text(
-        OmegaConf.to_yaml(OmegaConf.create(to_container(compose("base", required))))
-    )
+    write_config(tmp_path)
     set_streams_backend("files")
     with open_reader(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage, name="actor_0"):
         with open_writer(SingleStreamSpec(tmp_path, "trainer"), TrainerMessage) as writer:
