@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,6 +99,18 @@ def post(port: int, path: str, token: str) -> int:
         return int(stream.makefile("rb").readline().split()[1])
 
 
+def counting(port: int, handled: Sequence[Any], answers_honest: Callable[[], bool]) -> Service:
+    """A service over HTTP that handles what gets through: each honest request once, and nothing of strangers."""
+    honest = 0
+
+    def lives() -> bool:
+        nonlocal honest
+        honest += 1
+        return answers_honest()
+
+    return Service(port, HTTP, lambda: len(handled) - honest, lives)
+
+
 @contextlib.contextmanager
 def looping(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> Iterator[None]:
     """Runs ``main`` in an event loop of its own until the block ends, which sets its event."""
@@ -144,14 +156,7 @@ def inference_server(_: Path) -> Iterator[Service]:
         patch.setenv("PIPELINERL_STRANGERS", "1")
         guard = Guard(app)
     with served(guard) as port:
-        honest = 0
-
-        def lives() -> bool:
-            nonlocal honest
-            honest += 1
-            return post(port, "/pause", SECRET) == 200
-
-        yield Service(port, HTTP, lambda: len(handled) - honest, lives)
+        yield counting(port, handled, lambda: post(port, "/pause", SECRET) == 200)
 
 
 @contextlib.contextmanager
@@ -183,14 +188,8 @@ def agents_endpoint(_: Path) -> Iterator[Service]:
 
     with looping(main):
         wait_until(lambda: ready)
-        (port, key), honest = ready[0], 0
-
-        def lives() -> bool:
-            nonlocal honest
-            honest += 1
-            return post(port, "/v1/chat/completions", key) == 200
-
-        yield Service(port, HTTP, lambda: len(asked) - honest, lives)
+        port, key = ready[0]
+        yield counting(port, asked, lambda: post(port, "/v1/chat/completions", key) == 200)
 
 
 @contextlib.contextmanager
