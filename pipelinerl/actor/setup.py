@@ -10,7 +10,7 @@ from pipelinerl.actor.executor import RolloutFunction, RolloutRules
 from pipelinerl.actor.transport import RequestLimits
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
-from pipelinerl.config.servers import most_rollouts, server_options
+from pipelinerl.config.servers import max_model_len, most_rollouts
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.host.process import raise_open_files
 from pipelinerl.llm import TrainableLLM
@@ -55,7 +55,7 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
 
 
 def context_size(cfg: Config) -> int:
-    return int(server_options(cfg).get("max-model-len") or DEFAULT_CONTEXT)
+    return max_model_len(cfg) or DEFAULT_CONTEXT
 
 
 def rollout_rules(cfg: Config) -> RolloutRules:

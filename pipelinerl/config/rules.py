@@ -14,7 +14,7 @@ from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import server_options
+from pipelinerl.config.servers import max_model_len, server_options
 from pipelinerl.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
@@ -49,8 +49,8 @@ def hints(config: Config) -> list[str]:
 
 
 def sequence_fits_trainer(config: Config) -> str | None:
-    longest = server_options(config).get("max-model-len")
-    if not isinstance(longest, int) or config.finetune.seq_length >= longest:
+    longest = max_model_len(config)
+    if longest is None or config.finetune.seq_length >= longest:
         return None
     return (
         f"`finetune.seq_length` is {config.finetune.seq_length} but "
@@ -73,10 +73,10 @@ def micro_batch_fits_record(config: Config) -> str | None:
 
 
 def completion_fits_server(config: Config) -> str | None:
-    longest = server_options(config).get("max-model-len")
+    longest = max_model_len(config)
     for name, section in (("llm", config.llm), ("test_llm", config.test_llm)):
         tokens = section.parameters.get("max_tokens")
-        if isinstance(longest, int) and isinstance(tokens, int) and tokens >= longest:
+        if longest is not None and isinstance(tokens, int) and tokens >= longest:
             return (
                 f"`{name}.parameters.max_tokens` is {tokens} but `vllm_config.vllm_kwargs.max_model_len` is {longest}: "
                 "nothing is left for the prompt; lower the first or raise the second"

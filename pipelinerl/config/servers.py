@@ -49,6 +49,20 @@ def server_options(config: Config) -> dict[str, Any]:
     return options
 
 
+def max_model_len(config: Config) -> int | None:
+    """Largest number of tokens in a request, prompt and completion together. None: the model's own.
+
+    Raises:
+        ConfigError: it is no whole number of at least 1. vLLM's `10k` and `auto` are not known here.
+    """
+    length = server_options(config).get("max-model-len")
+    if length is None:
+        return None
+    if not str(length).isdecimal() or int(length) < 1:
+        raise ConfigError(f"`vllm_config.vllm_kwargs.max_model_len` is {length!r}: give a number of tokens, or null")
+    return int(length)
+
+
 def devices_per_server(config: Config) -> int:
     """Tensor-parallel × pipeline-parallel size."""
     options = server_options(config)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import DeadlineError
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
@@ -96,12 +97,6 @@ def last_needed(step: int, cfg: Config) -> int:
     return min(step + cfg.steps_per_phase, cfg.finetune.max_train_steps) - 1
 
 
-def max_model_len(cfg: Config) -> int:
-    """Largest number of tokens in a request to a server, from vLLM's option in either spelling."""
-    options = {name.replace("-", "_"): value for name, value in cfg.vllm_config.vllm_kwargs.items()}
-    return int(options.get("max_model_len") or MAX_LENGTH)
-
-
 def score_text(engine: Engine, text: ProbeText) -> np.ndarray:
     """float32 [S·(L−1)]: log-probabilities of the probe's text under the trainer's current weights. Collective."""
     ids = torch.from_numpy(text.token_ids).long().to(engine.device)
@@ -173,7 +168,7 @@ class WeightUpdates:
             text = ProbeText.load(self._run_dir)
             is_new = text is None
             vocab_size = self._engine.policy.lm.config.get_text_config().vocab_size
-            shape = text_shape(max_model_len(self._cfg))
+            shape = text_shape(max_model_len(self._cfg) or MAX_LENGTH)
             while text is None and not self._stop():
                 text = self._sender.sample_text(shape, vocab_size, self._cfg.seed, POLL_S)
                 self._check_start(deadline, 1, 0)

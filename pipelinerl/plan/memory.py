@@ -8,6 +8,7 @@ from rich.table import Table
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.world.memory import server_items, trainer_bytes, utilization
 from pipelinerl.world.model_shape import PUBLISHED_SHAPES, ModelShape
 from pipelinerl.world.training_memory import GIB
@@ -52,7 +53,7 @@ def run_memory(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def smallest_server(shape: ModelShape, gpu_bytes: float, overrides: list[str]) -> int | None:
     """Fewest GPUs that hold the model and one sequence of `max_model_len` tokens. None: none of `SERVER_SIZES`."""
     cfg = _trainer("ddp", overrides)
-    length = int(cfg.vllm_config.vllm_kwargs.get("max_model_len") or cfg.finetune.seq_length)
+    length = max_model_len(cfg) or cfg.finetune.seq_length
     for ranks in SERVER_SIZES:
         held = sum(item.num_bytes for item in server_items(cfg, shape, "actor_llm", ranks))
         if held + length * shape.kv_bytes_per_token() // ranks <= gpu_bytes * utilization(cfg):

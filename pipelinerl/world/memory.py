@@ -9,7 +9,7 @@ import msgspec
 
 from pipelinerl.config.engine import engine_of, zero_stage
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
+from pipelinerl.config.servers import EXPERT_PARALLEL, max_model_len, server_options
 from pipelinerl.world.map import WorldMap
 from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.training_memory import (
@@ -230,7 +230,7 @@ def _element(cfg: Config) -> int:
 
 def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
     """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
-    max_len = int(_vllm(cfg, "max-model-len", cfg.finetune.seq_length))
+    max_len = max_model_len(cfg) or cfg.finetune.seq_length
     cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
     tokens = cache * ranks // shape.kv_bytes_per_token(_element(cfg))
     return DevicePlan(

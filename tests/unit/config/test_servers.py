@@ -4,7 +4,7 @@ import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, server_options
+from pipelinerl.config.servers import devices_per_server, max_model_len, server_options
 from pipelinerl.errors import ConfigError
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
@@ -29,6 +29,20 @@ def test_server_options_named_twice_must_agree() -> None:
     assert server_options(config(**{"max_model_len": 5, "max-model-len": 5})) == {"max-model-len": 5}
     with pytest.raises(ConfigError, match="max_model_len=5 and max-model-len=6; set max_model_len alone"):
         server_options(config(**{"max_model_len": 5, "max-model-len": 6}))
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [({}, None), ({"max_model_len": None}, None), ({"max-model-len": 5}, 5), ({"max_model_len": "5"}, 5)],
+)
+def test_max_model_len_is_found_in_either_spelling(options: dict[str, object], length: int | None) -> None:
+    assert max_model_len(config(**options)) == length
+
+
+@pytest.mark.parametrize("length", [0, -1, "10k", "auto", True])
+def test_max_model_len_that_is_no_number_of_tokens_is_refused(length: object) -> None:
+    with pytest.raises(ConfigError, match=f"max_model_len` is {length!r}: give a number of tokens, or null"):
+        max_model_len(config(max_model_len=length))
 
 
 @pytest.mark.parametrize(
