@@ -156,12 +156,12 @@ class LLMCall(LazyModel):
     cost: float = 0
     logprobs: list[TokenLogprob] = Field(default_factory=list, exclude=True)
 
-    _texts: tuple[str, str] = PrivateAttr(default=("", ""))
+    _texts: tuple[str, str] | None = PrivateAttr(default=None)
 
     @property
     def texts(self) -> tuple[str, str]:
         """The rendered prompt, and the sampled text with the token that ended it."""
-        return self._texts
+        return self._texts or ("", "")
 
     def attach_texts(self, prompt: str, output: str) -> None:
         """Sets ``texts``."""
@@ -299,7 +299,9 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
     @property
     def state(self) -> RolloutState:
         """State of the rollout. Copies of the model that a domain makes (``model_copy``) share it."""
-        return self._state
+        private = self.__pydantic_private__
+        assert private is not None
+        return private["_state"]  # ten times as fast as pydantic's own lookup, and every call asks often
 
     def bind(self, state: RolloutState) -> None:
         """Makes the calls from now on part of another rollout."""
