@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", default=".", help="folder on the machines in which roles start")
     parser.add_argument("--image", default="", help="jobset, skypilot: the container's image")
     parser.add_argument("--extra-servers", type=int, default=0, help="jobset: servers that join the nodes' own")
+    parser.add_argument("--nodes-per-server", type=int, default=1, help="jobset: pods of each of those servers")
     parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENT", help="of pipelinerl.launch")
     values = vars(parser.parse_args(argv))
     target = values.pop("target")

@@ -29,13 +29,15 @@ class Deployment:
     """Kubernetes: the container's image."""
     extra_servers: int = 0
     """Kubernetes: additional servers, which join and leave the run as the platform has room."""
+    nodes_per_server: int = 1
+    """Kubernetes: pods of each additional server. Its devices are divided evenly among them."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(f"--name {self.name!r}: use at most 52 of a-z, 0-9 and -, beginning with a letter")
         if self.output_dir is None:
             raise ConfigError("output_dir=… is missing: name a folder that every node sees")
-        for name in ("nodes", "cpus_per_node", "hours"):
+        for name in ("nodes", "cpus_per_node", "hours", "nodes_per_server"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if self.gpus_per_node < 0 or self.extra_servers < 0:

@@ -1,9 +1,12 @@
-"""Kubernetes: a JobSet for the nodes of a run, and a Deployment for additional servers, which join by lease.
+"""Kubernetes: a JobSet for the nodes of a run, and additional servers, which join by lease.
 
 Every pod of the JobSet runs the launcher as on any machine. Its rank is the pod's index, and its peers have the
-JobSet's stable names. The secret comes from a Kubernetes Secret with the run's name, which is not in the document.
+JobSet's stable names. Servers of one node are a Deployment. Servers of several are a LeaderWorkerSet, whose controller
+starts all pods of a server again when one ends. The secret comes from a Kubernetes Secret with the run's name, which
+is not in the document.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -14,6 +17,8 @@ from pipelinerl.streams.spec import run_key
 
 JOB = "nodes"
 REDIS_PORT = 15000
+MEET_PORT = 15100
+"""Where the workers of a server on several nodes meet, on its first pod."""
 MAX_RESTARTS = 10
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -28,7 +33,7 @@ def render(deployment: Deployment) -> str:
         raise ConfigError("--image is missing: name the container's image")
     documents = [gang(deployment)]
     if deployment.extra_servers:
-        documents.append(servers(deployment))
+        documents.append((servers if deployment.nodes_per_server == 1 else wide_servers)(deployment))
     return yaml.safe_dump_all(documents, sort_keys=False, width=200)
 
 
@@ -80,13 +85,8 @@ def gang(deployment: Deployment) -> dict[str, Any]:
 
 
 def servers(deployment: Deployment) -> dict[str, Any]:
-    if deployment.output_dir is None or not deployment.output_dir.startswith("/"):
-        raise ConfigError(f"output_dir={deployment.output_dir}: pods find the run by it, so it must begin with /")
-    name, labels = f"{deployment.name}-servers", {"app": f"{deployment.name}-servers"}
-    address = f"redis://{hosts_of(deployment)[0]}:{REDIS_PORT}/{run_key(deployment.output_dir, deployment.name)}"
-    command = ["-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run", "--job", "actor_llm"]
-    environment = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
-    pod = pod_of(deployment, [*command, "--host", "$(POD_IP)"], environment)
+    """Servers of one pod each."""
+    name, labels = servers_of(deployment)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -94,9 +94,44 @@ def servers(deployment: Deployment) -> dict[str, Any]:
         "spec": {
             "replicas": deployment.extra_servers,
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {"metadata": {"labels": labels}, "spec": server_pod(deployment)},
         },
     }
+
+
+def wide_servers(deployment: Deployment) -> dict[str, Any]:
+    """Servers of several pods each. Kubernetes puts the variables of LeaderWorkerSet into the command."""
+    name, labels = servers_of(deployment)
+    meet = ["--nodes", "$(LWS_GROUP_SIZE)", "--node", "$(LWS_WORKER_INDEX)"]
+    pod = server_pod(deployment, [*meet, "--meet", f"$(LWS_LEADER_ADDRESS):{MEET_PORT}"])
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "replicas": deployment.extra_servers,
+            "leaderWorkerTemplate": {
+                "size": deployment.nodes_per_server,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "workerTemplate": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+    }
+
+
+def servers_of(deployment: Deployment) -> tuple[str, dict[str, str]]:
+    """Name and labels of the additional servers."""
+    name = f"{deployment.name}-servers"
+    return name, {"app": name}
+
+
+def server_pod(deployment: Deployment, more: Sequence[str] = ()) -> dict[str, Any]:
+    if deployment.output_dir is None or not deployment.output_dir.startswith("/"):
+        raise ConfigError(f"output_dir={deployment.output_dir}: pods find the run by it, so it must begin with /")
+    address = f"redis://{hosts_of(deployment)[0]}:{REDIS_PORT}/{run_key(deployment.output_dir, deployment.name)}"
+    command = ["-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run", "--job", "actor_llm"]
+    environment = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    return pod_of(deployment, [*command, "--host", "$(POD_IP)", *more], environment)
 
 
 def pod_of(deployment: Deployment, command: list[str], environment: list[dict[str, Any]]) -> dict[str, Any]:

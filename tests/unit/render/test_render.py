@@ -8,9 +8,12 @@ import pytest
 import yaml
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.membership.joining import read_span
+from pipelinerl.observability.role import role_parser
 from pipelinerl.render.__main__ import TARGETS, main
 from pipelinerl.render.deployment import Deployment
 from pipelinerl.streams.spec import run_key
+from pipelinerl.world import Span
 
 ARGUMENTS = ("--config-name=base", "output_dir=/results/a run", "finetune.learning_rate=1e-6")
 
@@ -70,6 +73,18 @@ def test_jobset_servers_join_by_the_runs_address() -> None:
         *("python", "-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run"),
         *("--job", "actor_llm", "--host", "$(POD_IP)"),
     ]
+
+
+def test_servers_on_several_nodes_are_told_their_place_by_leader_worker_set() -> None:
+    _, servers = yaml.safe_load_all(TARGETS["jobset"](deployment(extra_servers=3, nodes_per_server=2)))
+    (container,) = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    words = " ".join(container["command"])
+    for name, value in (("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("LWS_LEADER_ADDRESS", "guess-servers-0")):
+        words = words.replace(f"$({name})", value)
+    arguments = role_parser().parse_args(words.partition("pipelinerl.inference ")[2].replace("a run", "a_run").split())
+    assert (arguments.job, arguments.host) == ("actor_llm", "$(POD_IP)")
+    span = read_span(arguments.nodes, arguments.node, arguments.meet)
+    assert span == Span(nodes=2, node=1, host="guess-servers-0", port=15100)
 
 
 def test_single_node_of_a_gang_listens_beyond_itself() -> None:

@@ -6,9 +6,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from pydantic import ValidationError
 
 from pipelinerl.render.deployment import Deployment
 from pipelinerl.render.jobset import render
+from tests.leader_worker_set import LeaderWorkerSet
 
 
 def documents(**fields: Any) -> list[dict[str, Any]]:
@@ -33,6 +35,19 @@ def test_kubernetes_takes_the_gang_s_job_and_the_deployment(gpus: int) -> None:
     version = kubernetes_validate.latest_version()
     for document in (job, servers):
         kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_leader_worker_set_has_known_fields_and_a_pod_of_kubernetes(gpus: int) -> None:
+    _, servers = documents(gpus_per_node=gpus, nodes_per_server=2)
+    read = LeaderWorkerSet.model_validate(servers)
+    assert (read.spec.replicas, read.spec.leaderWorkerTemplate.size) == (2, 2)
+    template = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **template}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    servers["spec"]["leaderWorkerTemplate"]["replicas"] = 2
+    with pytest.raises(ValidationError, match="replicas"):
+        LeaderWorkerSet.model_validate(servers)
 
 
 def test_an_unknown_field_is_seen() -> None:
