@@ -1,5 +1,10 @@
-"""Every command of docs/cluster.md is one that the programs take."""
+"""Every block of docs/cluster.md is executed, or its commands are read by the programs that they name.
 
+Blocks of SLURM, JobSet pods, Ray nodes and SkyPilot have slow tests of their own. Nothing here can read those of
+kubectl and docker.
+"""
+
+import os
 import re
 import shlex
 import subprocess
@@ -7,9 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from pipelinerl.config.load import compose
 from pipelinerl.inspect import exporter, members
 from pipelinerl.membership.address import parse_address
+from pipelinerl.membership.joining import read_span
+from pipelinerl.membership.lease import Lease
+from pipelinerl.membership.stores import FolderStore
 from pipelinerl.observability.role import role_parser
 from pipelinerl.render.__main__ import main as render
 
@@ -38,10 +48,62 @@ def test_rendered_documents_can_be_rendered(arguments: list[str], capsys: pytest
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", commands("render"))
+def test_experiments_of_rendered_documents_pass_a_dry_run(arguments: list[str], tmp_path: Path) -> None:
+    machines = ["world.hosts=[a,b]", "world.gpus_per_node=8"]
+    test_launches_pass_a_dry_run([*arguments[arguments.index("--") + 1 :], *machines], tmp_path)
+
+
+def test_block_for_ssh_starts_a_launcher_on_every_machine(tmp_path: Path) -> None:
+    """A program in ssh's place runs the command here. One in Python's place writes down what it was given."""
+    (block,) = [block for block in BLOCKS if "ssh " in block]
+    programs = {
+        "ssh": 'shift; exec bash -c "$*"',
+        ".venv/bin/python": f'echo "$RANK/$WORLD_SIZE" "$@" >> {tmp_path}/log',
+    }
+    programs[".venv/bin/python"] += f'; echo "$PIPELINERL_HOSTS ${{#PIPELINERL_SECRET}}" >> {tmp_path}/hosts'
+    for name, script in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o700)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-euc", block.replace("/opt/pipelinerl", str(tmp_path))], env=env, check=True, timeout=60)
+    started = " -m pipelinerl.launch --config-name=base_2node output_dir=results/two_nodes"
+    assert sorted((tmp_path / "log").read_text().splitlines()) == [f"{rank}/2{started}" for rank in (0, 1)]
+    assert (tmp_path / "hosts").read_text().splitlines() == ["10.0.0.1,10.0.0.2 64"] * 2
+
+
+@pytest.mark.parametrize("arguments", commands("plan"))
+def test_plans_are_made(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipelinerl.plan", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", commands("inspect.members"))
+def test_members_of_a_run_are_listed_and_asked(arguments: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(members, "LOOK_AGAIN_S", 0.0)
+    run_dir = tmp_path / arguments[0]
+    (run_dir / "conf").mkdir(parents=True)
+    OmegaConf.save(compose("quickstart", [f"output_dir={run_dir}"]), run_dir / "conf" / "config.yaml", resolve=True)
+    store = FolderStore(run_dir)
+    store.take(Lease(name="actor_llm_1", incarnation="a", ttl_s=9))
+    assert members.main(arguments) == 0
+    assert store.is_asked_to_leave("actor_llm_1") == ("--leave" in arguments)
+
+
+@pytest.mark.parametrize("line", [line for block in BLOCKS for line in block.splitlines() if line[:10] == "ray start "])
+def test_ray_takes_its_command_line(line: str) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    scripts.start.make_context("start", shlex.split(line, comments=True)[2:])
+
+
 @pytest.mark.parametrize("arguments", commands("inference"))
 def test_servers_that_join_take_their_command_line(arguments: list[str]) -> None:
     args = role_parser().parse_args(arguments)
     parse_address(args.run)
+    read_span(args.nodes, args.node, args.meet)
 
 
 @pytest.mark.parametrize("arguments", [args for args in commands("inspect.exporter") if "--port" not in args])
@@ -62,4 +124,3 @@ def test_every_command_of_the_page_is_known() -> None:
         *("pipelinerl.launch", "pipelinerl.plan", "pipelinerl.render", "pipelinerl.inference"),
         *("pipelinerl.inspect.members", "pipelinerl.inspect.exporter"),
     }
-    assert members.main
