@@ -73,3 +73,18 @@ def devices_per_server(config: Config) -> int:
             "numbers of at least 1"
         )
     return int(sizes[0]) * int(sizes[1])
+
+
+def devices_per_node(config: Config, nodes: int) -> int:
+    """Devices that a server on this many nodes has on each of them.
+
+    Raises:
+        ConfigError: its devices cannot be divided by the nodes.
+    """
+    devices = devices_per_server(config)
+    if devices % nodes:
+        raise ConfigError(
+            f"a server has {devices} device(s) (tensor × pipeline parallel size), which {nodes} nodes cannot share "
+            "evenly: change `vllm_config.vllm_kwargs.tensor-parallel-size`, pipeline-parallel-size or the nodes"
+        )
+    return devices // nodes

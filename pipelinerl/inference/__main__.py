@@ -1,6 +1,8 @@
-"""`python -m pipelinerl.inference --run-dir R --job actor_llm_0`: one vLLM server."""
+"""`python -m pipelinerl.inference --run-dir R --job actor_llm_0`: one vLLM server, or one node's part of one."""
 
 import os
+
+import msgspec
 
 from pipelinerl.observability.role import RoleContext, importing, run_role
 
@@ -15,11 +17,16 @@ def main(context: RoleContext) -> None:
     if context.job.cores:
         os.sched_setaffinity(0, context.job.cores)
     with importing():
+        from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve
 
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
-    arguments = vllm_arguments(context.cfg, context.world, context.job, gpu_bytes)
+    job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))
+    arguments = vllm_arguments(context.cfg, context.world, job, gpu_bytes)
+    if job.span is not None and job.span.is_part:
+        serve_part(arguments, job.span, context)
+        return
     if tls := server_files(context.cfg.world, context.job.hostname):
         arguments += ("--ssl-certfile", tls[0], "--ssl-keyfile", tls[1])
     is_policy = context.job.kind == "actor_llm"
@@ -27,6 +34,7 @@ def main(context: RoleContext) -> None:
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
         keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
         adapts_rollouts=is_policy and context.cfg.actor.llm_max_rollouts == "auto",
+        span=job.span,
     )
     serve(arguments, service=service, status=context.status, membership=context.membership)
 

@@ -5,15 +5,16 @@ world's addresses is refused.
 """
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, server_options
+from pipelinerl.config.servers import devices_per_node, devices_per_server, server_options
 from pipelinerl.errors import ConfigError
 from pipelinerl.weights.engines import CHILD_VARIABLE, ENGINE
-from pipelinerl.world import Job, WorldMap
+from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.memory import kv_cache_bytes
 from pipelinerl.world.model_shape import find_model_shape
 from pipelinerl.world.network import listen_address
@@ -42,6 +43,11 @@ RESERVED = {
     "enable-prefix-caching": "set vllm_config.prefix_caching",
     "api-key": "the run's secret is the key",
     "root-path": "clients use the plain paths",
+    "nnodes": "start the server's roles with --nodes",
+    "node-rank": "start the server's roles with --node",
+    "master-addr": "start the server's roles with --meet",
+    "master-port": "start the server's roles with --meet",
+    "headless": "start the server's roles with --node",
     "config": "put the settings into vllm_config.vllm_kwargs",
 }
 """Keys that the user may not set to another value than the run's, with the reason or the fix."""
@@ -87,7 +93,7 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
     if world.accelerator == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(_threads(cfg, job))}
         if job.cores:
-            env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, devices_per_server(cfg))
+            env["VLLM_CPU_OMP_THREADS_BIND"] = _core_groups(job.cores, _local_devices(cfg, job))
         if devices_per_server(cfg) == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if server_options(cfg).get("enforce-eager", True):
@@ -101,7 +107,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "served-model-name": SERVED_NAMES[job.kind],
         "host": listen_address(job.hostname) or world.bind_host,
         "port": job.port,
-        "seed": cfg.seed * 1000 + job.replica_idx,
+        "seed": cfg.seed * 1000 + (job.replica_idx if job.span is None else _common_number(job.span)),
         "middleware": GUARD,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
@@ -124,7 +130,23 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         settings["enforce-eager"] = True
         if devices_per_server(cfg) == 1:
             settings["distributed-executor-backend"] = "uni"
-    return settings
+    return settings | (_span_settings(job.span) if job.span else {})
+
+
+def _span_settings(span: Span) -> dict[str, Any]:
+    return {
+        "nnodes": span.nodes,
+        "node-rank": span.node,
+        "master-addr": span.host,
+        "master-port": span.port,
+        "distributed-executor-backend": "mp",
+        "headless": span.is_part or None,
+    }
+
+
+def _common_number(span: Span) -> int:
+    """A number that all nodes of a server know: its workers sample the same tokens only with the same seed."""
+    return zlib.crc32(f"{span.host}:{span.port}".encode()) % 1_000_000
 
 
 def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dict[str, Any]:
@@ -178,7 +200,11 @@ PLAIN_FLAGS = frozenset({"disable-uvicorn-access-log", "disable-fastapi-docs"})
 
 
 def _threads(cfg: Config, job: Job) -> int:
-    return max(len(job.cores) // devices_per_server(cfg), 1)
+    return max(len(job.cores) // _local_devices(cfg, job), 1)
+
+
+def _local_devices(cfg: Config, job: Job) -> int:
+    return devices_per_node(cfg, job.span.nodes if job.span else 1)
 
 
 def _core_groups(cores: tuple[int, ...], world_size: int) -> str:

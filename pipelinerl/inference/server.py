@@ -34,8 +34,10 @@ from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
 from pipelinerl.membership.entry import Membership
+from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
 from pipelinerl.weights.protocol import Address
+from pipelinerl.world import Span
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,8 @@ class Service:
     keeps_conversations: bool = False
     adapts_rollouts: bool = False
     """Whether the lease says how many rollouts the server takes by its load."""
+    span: Span | None = None
+    """The server is node 0 of several."""
 
 
 def serve(
@@ -134,7 +138,7 @@ def serve(
     Raises:
         LeftError: it was asked to leave, and its last request has ended.
     """
-    life = Life(status, membership, service.adapts_rollouts)
+    life = Life(status, membership, service)
     uvloop.run(_serve(parse_arguments(arguments), service, life))
     if life.is_leaving:
         raise LeftError("it was asked to, and its last request has ended")
@@ -143,7 +147,7 @@ def serve(
 async def _serve(args: Namespace, service: Service, life: "Life") -> None:
     address, sock = setup_server(args, reuse_port=False)
     try:
-        with life.status.waiting("the engine's start"), _signals_end_the_start(life.status):
+        with life.status.waiting("the engine's start"), signals_end_the_start(life.status):
             client = start_engine(args)
         try:
             shutdown = await _serve_engine(client, args, sock, service, life)
@@ -254,9 +258,10 @@ async def _end_when_asked(app: Any, asked: asyncio.Event) -> None:
 class Life:
     """The server as others see it: heartbeat and lease."""
 
-    def __init__(self, status: RoleStatus, membership: Membership | None, adapts_rollouts: bool):
+    def __init__(self, status: RoleStatus, membership: Membership | None, service: Service):
         self.status, self._membership = status, membership
-        self._admission = Admission() if adapts_rollouts else None
+        self._admission = Admission() if service.adapts_rollouts else None
+        self._span, self._parts = service.span, 0
         self._idle_beats = 0
         self.is_leaving = False
 
@@ -280,14 +285,25 @@ class Life:
             if self._membership is not None:
                 self.is_leaving = self.is_leaving or self._membership.is_asked_to_leave
                 self._membership.announce(state="draining" if self.is_leaving else "ready", version=version)
+            self._check_parts()
             self._idle_beats = self._idle_beats + 1 if self.is_leaving and not requests else 0
             if self._idle_beats > IDLE_BEATS:
                 asked.set()
             await asyncio.sleep(HEARTBEAT_S)
 
+    def _check_parts(self) -> None:
+        """End the process if a node of this server has ended: the workers that are left wait for it for ever."""
+        if self._span is None or self._membership is None:
+            return
+        parts = count_parts(self._membership.watch.observed, self._span.address)
+        if parts < self._parts:
+            log.error("event=part_lost parts=%d before=%d: the server's nodes end together", parts, self._parts)
+            _end_broken()
+        self._parts = parts
+
 
 @contextlib.contextmanager
-def _signals_end_the_start(status: RoleStatus) -> Iterator[None]:
+def signals_end_the_start(status: RoleStatus) -> Iterator[None]:
     """Lets a thread handle signals while the engine starts in one long call, which blocks Python signal handlers."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -315,5 +331,5 @@ def _await_signal(reader: socket.socket, status: RoleStatus) -> None:
 
 
 def _end_broken() -> None:
-    """The weights are undefined: no request may see them. The supervisor starts another server."""
+    """The server cannot go on, and no request may see what it holds. The supervisor starts another one."""
     os._exit(FATAL_EXIT)

@@ -13,10 +13,13 @@ from pathlib import Path
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.world import Job, WorldMap, interface_of, visible_devices
 from pipelinerl.world.cluster import LOOPBACK
+from pipelinerl.world.placement import PARTS
 
 FOLDERS = {
     "actor_llm": "pipelinerl.inference",
     "preprocessor_llm": "pipelinerl.inference",
+    "actor_llm_part": "pipelinerl.inference",
+    "preprocessor_llm_part": "pipelinerl.inference",
     "actor": "pipelinerl.actor",
     "preprocessor": "pipelinerl.preprocess",
     "verifier": "pipelinerl.verifier",
@@ -108,7 +111,7 @@ def role_environment(job: Job, world: WorldMap, env: Mapping[str, str]) -> dict[
             "MASTER_ADDR": world.master_addr,
             "MASTER_PORT": str(world.master_port),
         }
-    if job.kind in ("finetune", "actor_llm", "preprocessor_llm"):
+    if job.kind in ("finetune", *PARTS.keys(), *PARTS.values()):
         interface = interface_of(job.hostname if world.is_open else LOOPBACK)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables |= {name: interface for name in names if interface and name not in env}

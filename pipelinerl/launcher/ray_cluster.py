@@ -108,7 +108,13 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], world: WorldSection, identity
 
 
 def units_of(world: WorldMap) -> list[Unit]:
-    """Return what Ray places: the trainer's jobs as one unit first, which needs the most, and every other job."""
+    """Return what Ray places: the trainer's jobs as one unit first, which needs the most, and every other job.
+
+    Raises:
+        WorldError: servers are on several nodes, whose first must be known before Ray has placed it.
+    """
+    if any(job.span for job in world.jobs):
+        raise WorldError("launcher.engine=ray places every server on one node: set world.nodes_per_server=1")
     trainers = world.get("finetune")
     others = [(job,) for job in world.jobs if job.kind != "finetune"]
     return [Unit(jobs=jobs, bundles=tuple(bundle_of(job, world) for job in jobs)) for jobs in (trainers, *others)]

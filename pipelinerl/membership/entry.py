@@ -18,6 +18,7 @@ from pipelinerl.membership.registration import Registration, new_incarnation
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.placement import PARTS
 from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
     adopt(cfg.world, os.environ)
     leases = address_of(cfg, folder)
     store, incarnation = open_store(leases), new_incarnation()
+    if place.span is not None and place.span.is_part:
+        name = part_name(name)
     is_claimed = name in JOINING
     if is_claimed:
         name = _claim(name, world, store, incarnation, cfg.launcher.lease_ttl_s)
@@ -96,6 +99,18 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
     return Entry(
         run_dir=folder, cfg=cfg, world=world, job=job, store=store, incarnation=incarnation, is_claimed=is_claimed
     )
+
+
+def part_name(name: str) -> str:
+    """Return the kind of a part of this server, because parts have names of their own.
+
+    Raises:
+        ConfigError: only servers have parts.
+    """
+    kind, _ = split_name(name)
+    if kind not in PARTS:
+        raise ConfigError(f"--job {name} cannot be on several nodes: only {' and '.join(PARTS)} can")
+    return PARTS[kind]
 
 
 def _claim(kind: str, world: WorldMap, store: LeaseStore, incarnation: str, ttl_s: float) -> str:
@@ -125,13 +140,13 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
 
 
 def first_lease(entry: Entry) -> Lease:
-    """Return the first lease of a role. Servers start as `starting`, all other roles as `ready`."""
+    """Return the first lease of a role. Servers and their parts start as `starting`, all other roles as `ready`."""
     job, is_server = entry.job, entry.job.kind in SERVERS
     return Lease(
         name=job.name,
         incarnation=entry.incarnation,
         ttl_s=entry.cfg.launcher.lease_ttl_s,
-        state="starting" if is_server else "ready",
+        state="starting" if is_server or job.kind in PARTS.values() else "ready",
         url=job.url,
         serves=job.serves,
         num_ranks=job.num_ranks,

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server
-from pipelinerl.errors import WorldError
+from pipelinerl.config.servers import devices_per_node, devices_per_server
+from pipelinerl.errors import ConfigError, WorldError
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import LeaseStore
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import LOOPBACK
-from pipelinerl.world.map import url_of
+from pipelinerl.world.map import Span, url_of
+from pipelinerl.world.placement import PARTS
 from pipelinerl.world.ports import find_port_block
 
-JOINING = ("actor_llm", "preprocessor_llm", "verifier")
+JOINING = ("actor_llm", "preprocessor_llm", "verifier", *PARTS.values())
 """Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
 exactly `world.replicas`. Trainer ranks cannot, because they must all start together."""
 MAX_TRIES = 1000
@@ -31,6 +32,8 @@ class Whereabouts:
     port: int | None = None
     serves: int | None = None
     cores: tuple[int, ...] = ()
+    span: Span | None = None
+    """Servers on several nodes: the part that runs here."""
 
 
 def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: str) -> Job:
@@ -44,8 +47,11 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
     Raises:
         WorldError: there is no such job, and its kind cannot join.
     """
+    if place.span is not None:
+        check_span(place.span, cfg)
     found = next((job for job in world.jobs if job.name == name), None)
     if found is not None:
+        found = msgspec.structs.replace(found, span=place.span or found.span)
         if place.hostname is None and place.port is None:
             return found
         hostname, port = place.hostname or found.hostname, place.port or found.port
@@ -59,7 +65,9 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
             f"{[job.name for job in world.jobs]}"
         )
     hostname = place.hostname or reach
-    port = place.port or find_port_block(LOOPBACK if hostname == LOOPBACK else "0.0.0.0", 1)
+    is_part = place.span is not None and place.span.is_part
+    port = None if is_part else place.port or find_port_block(LOOPBACK if hostname == LOOPBACK else "0.0.0.0", 1)
+    url = place.span.address if place.span is not None and is_part else url_of(kind, hostname, port, tls=cfg.world.tls)
     replicas = cfg.world.replicas
     return Job(
         name=name,
@@ -67,11 +75,39 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
         replica_idx=number,
         hostname=hostname,
         port=port,
-        url=url_of(kind, hostname, port, tls=cfg.world.tls),
+        url=url,
         cores=place.cores if world.accelerator == "cpu" else (),
-        num_ranks=devices_per_server(cfg) if kind.endswith("_llm") else 1,
+        num_ranks=devices_per_server(cfg) if "_llm" in kind else 1,
         serves=number % replicas if place.serves is None else place.serves,
+        span=place.span,
     )
+
+
+def read_span(nodes: int, node: int, meet: str | None) -> Span | None:
+    """Return the part of a server that a command line names. None: the role is on one node.
+
+    Raises:
+        ConfigError: there is no address where the nodes meet, or it is none.
+    """
+    if nodes == 1 and node == 0 and meet is None:
+        return None
+    host, _, port = (meet or "").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--meet {meet}: a server on several nodes needs HOST:PORT, its node 0 and a free port there")
+    return Span(nodes=nodes, node=node, host=host, port=int(port))
+
+
+def check_span(span: Span, cfg: Config) -> None:
+    """Refuse a part of a server that cannot be one.
+
+    Raises:
+        ConfigError: the node's number is none of the server's, or the server's devices cannot be divided by the nodes.
+    """
+    if span.nodes < 2 or not 0 <= span.node < span.nodes:
+        raise ConfigError(
+            f"--node {span.node} of --nodes {span.nodes}: give at least 2 nodes, and one of 0 … nodes - 1"
+        )
+    devices_per_node(cfg, span.nodes)
 
 
 def split_name(name: str) -> tuple[str, int | None]:

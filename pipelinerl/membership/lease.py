@@ -139,6 +139,12 @@ def _renewal(lease: Lease) -> tuple[str, int]:
     return lease.incarnation, lease.sequence
 
 
+def count_parts(observed: Observed, address: str) -> int:
+    """Return how many nodes of a server are ready besides its first. They meet at this address (``Span.address``)."""
+    leases = observed.alive().values()
+    return sum(lease.url == address and lease.kind.endswith("_part") and lease.state == "ready" for lease in leases)
+
+
 def servers_now(initial: Iterable[Job], observed: Observed, kind: str) -> dict[str, LiveServer]:
     """Return the run's servers of one kind and their present addresses, by name.
 

@@ -122,6 +122,9 @@ def role_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="how others reach this role, where the world says it wrong or not at all")
     parser.add_argument("--port", type=int, help="port to listen on, likewise")
     parser.add_argument("--serves", type=int, help="a server that joins: the replica of the actor that uses it")
+    parser.add_argument("--nodes", type=int, default=1, help="a server on several nodes: how many it has")
+    parser.add_argument("--node", type=int, default=0, help="likewise: which one this is, 0 … nodes - 1")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="likewise: where its node 0 is, and a free port there")
     return parser
 
 
@@ -139,11 +142,12 @@ def leave(code: int) -> NoReturn:
 
 def _run(main: Callable[[RoleContext], None], args: argparse.Namespace, stop: threading.Event) -> int:
     from pipelinerl.membership.entry import enter
-    from pipelinerl.membership.joining import Whereabouts
+    from pipelinerl.membership.joining import Whereabouts, read_span
 
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    place = Whereabouts(hostname=args.host, port=args.port, serves=args.serves, cores=cores)
     try:
+        span = read_span(args.nodes, args.node, args.meet)
+        place = Whereabouts(hostname=args.host, port=args.port, serves=args.serves, cores=cores, span=span)
         entry = enter(args.run, args.run_dir, args.job, place)
     except Exception as error:  # the process boundary: the error ends the role
         return _code_of(error)

@@ -5,7 +5,7 @@ Leases (`pipelinerl.membership`) say which of them are alive and which have join
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,29 @@ WEIGHT_PORTS_PER_SERVER = 2
 """A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's part of a server that spans several nodes."""
+
+    nodes: int
+    """Nodes of the server. Each has the same number of its devices."""
+    node: int
+    """This node's number among them. Node 0 has the engine and the HTTP server, the others have workers only."""
+    host: str
+    """Address of node 0."""
+    port: int
+    """Port on node 0 where the workers meet."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this node has workers only."""
+        return self.node > 0
+
+    @property
+    def address(self) -> str:
+        """Where the workers meet, as a URL. The parts of one server have it in common."""
+        return f"tcp://{self.host}:{self.port}"
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):  # structure: domains read these fields, as PipelineRL names them
     """One process tree that the launcher of its node starts."""
 
@@ -44,11 +67,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):  # structure: domains read
     """CPU: cores that the job is pinned to."""
     url: str = ""
     num_ranks: int = 1
-    """Of finetune, the trainer processes of this job. Of a server, its tensor × pipeline parallel size."""
+    """Of finetune, the trainer processes of this job. Of a server or a part, the server's tensor × pipeline size."""
     first_rank: int = 0
     """finetune: global rank of its first process."""
     serves: int = 0
     """Servers: the replica of the actor (preprocessor) that sends requests to it."""
+    span: Span | None = None
+    """Servers: this node's part of one on several nodes. None = the server is on one node."""
     environment_key: str | None = None
     """environment: its `key` in `environments`."""
     environment_index: int | None = None
@@ -196,16 +221,17 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     """
     placements = place(request_from_config(cfg), cluster)
     listening = [p for p in placements if p.kind in LISTENING_KINDS]
+    meeting = [_meeting(p.name) for p in listening if p.server]
     weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
-    count = 1 + len(listening) + weight_ports + 1
+    count = 1 + len(listening) + len(meeting) + weight_ports + 1
     base = _port_base(cfg, cluster, count)
-    ports = {p.name: base + 1 + i for i, p in enumerate(listening)}
+    ports = {name: base + 1 + i for i, name in enumerate([*(p.name for p in listening), *meeting])}
     if cfg.streams.port is not None and "redis_0" in ports:
         ports["redis_0"] = cfg.streams.port
-    weight_port = base + 1 + len(listening)
+    weight_port = base + 1 + len(listening) + len(meeting)
     trainer_node = next(p.node_rank for p in placements if p.kind == "finetune")
     if check:
-        node_of = {p.name: p.node_rank for p in placements}
+        node_of = {name: p.node_rank for p in placements for name in (p.name, _meeting(p.name))}
         local = [(name, port) for name, port in ports.items() if node_of[name] == cluster.rank]
         if trainer_node == cluster.rank:
             local.append(("the trainer's rendezvous", base))
@@ -216,7 +242,10 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     world = WorldMap(
         accelerator=cluster.accelerator,
         nodes=cluster.nodes,
-        jobs=tuple(_job(p, cluster, ports.get(p.name), tls=cfg.world.tls) for p in placements),
+        jobs=tuple(
+            _with_span(_job(p, cluster, ports.get(p.name), tls=cfg.world.tls), p, placements, cluster, ports)
+            for p in placements
+        ),
         master_port=base,
         weight_port=weight_port,
         weight_ports=weight_ports,
@@ -278,6 +307,24 @@ def _job(placement: Placement, cluster: Cluster, port: int | None, *, tls: bool)
         environment_key=served.key if served else None,
         environment_index=served.index if served else None,
     )
+
+
+def _meeting(server: str) -> str:
+    """Whose port it is where the nodes of this server meet."""
+    return f"the nodes of {server}"
+
+
+def _with_span(
+    job: Job, placement: Placement, placements: Sequence[Placement], cluster: Cluster, ports: Mapping[str, int]
+) -> Job:
+    """The job with its part of a server on several nodes."""
+    if not placement.server:
+        return job
+    nodes = [each for each in placements if each.server == placement.server]
+    host = cluster.nodes[nodes[0].node_rank].hostname
+    span = Span(nodes=len(nodes), node=placement.server_node, host=host, port=ports[_meeting(placement.server)])
+    url = span.address if span.is_part else job.url
+    return msgspec.structs.replace(job, span=span, url=url, num_ranks=sum(len(each.devices) for each in nodes))
 
 
 def check_local_devices(world: WorldMap, node_rank: int, env: Mapping[str, str]) -> None:

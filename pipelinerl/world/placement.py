@@ -1,6 +1,7 @@
 """Which job runs on which devices: a pure function of the ``world`` section and the cluster.
 
-Inference servers fill the nodes from node 0, and each stays inside one node. The trainer takes the remaining devices
+Inference servers fill the nodes from node 0. Each stays inside one node, or takes ``world.nodes_per_server`` nodes in a
+row. The trainer takes the remaining devices
 of every node in whole sequence-parallel groups. Roles without a device run on the trainer's nodes. Every device is used
 at most once, except with ``world.share_devices``, where servers and trainer each use all of them. A world that cannot
 be placed raises a ``WorldError`` with the numbers.
@@ -10,11 +11,13 @@ import msgspec
 
 from pipelinerl.config.environment_servers import EnvironmentServer, count_replicas, environment_servers
 from pipelinerl.config.sections import Config, WorldSection
-from pipelinerl.config.servers import devices_per_server
+from pipelinerl.config.servers import devices_per_node, devices_per_server
 from pipelinerl.errors import WorldError
 from pipelinerl.world.cluster import Cluster, Node
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm")
+PARTS = {kind: f"{kind}_part" for kind in SERVER_KINDS}
+"""Kinds of the roles with the workers of a server on its nodes after the first."""
 CPU_KINDS = ("redis", "actor", "preprocessor", "verifier", "environment")
 
 
@@ -50,6 +53,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Trainer: global rank of its first process."""
     environment: EnvironmentServer | None = None
     """Environment: the entry of `environments` that it serves."""
+    server: str = ""
+    """Servers on several nodes: name of the job on their first one."""
+    server_node: int = 0
+    """Likewise: which of its nodes this is."""
 
     @property
     def name(self) -> str:
@@ -57,6 +64,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_from_config(cfg: Config) -> Request:
+    devices_per_node(cfg, cfg.world.nodes_per_server)
     return Request(
         world=cfg.world,
         environments=environment_servers(cfg),
@@ -103,7 +111,7 @@ def split_devices(request: Request, cluster: Cluster) -> Split:
     trainer_share = 0 if world.share_devices else world.finetune_fraction
     parts = world.actor_fraction + world.preprocessor_fraction + trainer_share
     total = cluster.total_devices
-    capacity = sum(node.devices // size for node in cluster.nodes)
+    capacity = len(server_slots(request, cluster))
     actors = max(total * world.actor_fraction // (parts * size), 1)
     references = max(total * world.preprocessor_fraction // (parts * size), 1) if world.preprocessor_fraction else 0
     if actors + references > capacity:
@@ -115,12 +123,14 @@ def split_devices(request: Request, cluster: Cluster) -> Split:
 
 def _check_servers(request: Request, cluster: Cluster, actors: int, references: int) -> None:
     world, size = request.world, request.gpus_per_llm
-    numbers = f"{_size(cluster)}, {size} device(s) per server (tensor × pipeline parallel)"
+    nodes = f" on {world.nodes_per_server} nodes" if world.nodes_per_server > 1 else ""
+    numbers = f"{_size(cluster)}, {size} device(s) per server (tensor × pipeline parallel){nodes}"
     if actors < 1:
         raise WorldError(
             f"{numbers}: no room for a policy server"
             + (f" and {references} reference server(s)" if references else "")
-            + ". Lower tensor-parallel-size or pipeline-parallel-size, or use larger nodes"
+            + ". Lower tensor-parallel-size or pipeline-parallel-size, use larger nodes, or raise "
+            "world.nodes_per_server"
         )
     for key, servers in (("actor", actors), ("preprocessor", references)):
         if 0 < servers < world.replicas:
@@ -135,23 +145,35 @@ def _place_servers(
     request: Request, cluster: Cluster, split: Split, free: dict[int, list[int]]
 ) -> tuple[Placement, ...]:
     placements: list[Placement] = []
-    slots = [node for node in cluster.nodes for _ in range(node.devices // request.gpus_per_llm)]
+    slots = iter(server_slots(request, cluster))
+    per_node = request.gpus_per_llm // request.world.nodes_per_server
     for kind, count in zip(SERVER_KINDS, (split.actor_llms, split.preprocessor_llms), strict=True):
         for index in range(count):
-            node = slots[len(placements)]
-            devices = tuple(free[node.rank][: request.gpus_per_llm])
-            del free[node.rank][: request.gpus_per_llm]
-            placements.append(
-                Placement(
-                    kind=kind,
-                    replica_idx=index,
-                    node_rank=node.rank,
-                    devices=devices,
-                    cores=device_cores(node, devices),
-                    serves=index * request.world.replicas // count,
+            nodes = next(slots)
+            for number, node in enumerate(nodes):
+                devices = tuple(free[node.rank][:per_node])
+                del free[node.rank][:per_node]
+                placements.append(
+                    Placement(
+                        kind=PARTS[kind] if number else kind,
+                        replica_idx=index * (len(nodes) - 1) + number - 1 if number else index,
+                        node_rank=node.rank,
+                        devices=devices,
+                        cores=device_cores(node, devices),
+                        serves=index * request.world.replicas // count,
+                        server=f"{kind}_{index}" if len(nodes) > 1 else "",
+                        server_node=number,
+                    )
                 )
-            )
     return tuple(placements)
+
+
+def server_slots(request: Request, cluster: Cluster) -> list[tuple[Node, ...]]:
+    """Return the nodes of every server for which there is room, node 0 first."""
+    number = request.world.nodes_per_server
+    groups = [cluster.nodes[first : first + number] for first in range(0, len(cluster.nodes) - number + 1, number)]
+    per_node = request.gpus_per_llm // number
+    return [group for group in groups for _ in range(min(node.devices for node in group) // per_node)]
 
 
 def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int]]) -> tuple[Placement, ...]:

@@ -53,6 +53,8 @@ def job_note(job: Job, world: WorldMap) -> str:
     if job.kind == "finetune":
         last = job.first_rank + job.num_ranks - 1
         return f"ranks {job.first_rank}–{last} of {world.trainer_world_size}, rendezvous port {world.master_port}"
+    if job.span is not None and job.span.is_part:
+        return f"node {job.span.node} of the server at {job.span.host}, where its nodes meet at port {job.span.port}"
     if job.kind.endswith("_llm"):
         parallel = f"{job.num_ranks} devices, " if job.num_ranks > 1 else ""
         return f"{parallel}used by {job.kind.removesuffix('_llm')}_{job.serves}"

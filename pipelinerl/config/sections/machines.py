@@ -33,6 +33,9 @@ class WorldSection(Section):  # structure: one field per key of the section
     finetune_fraction: NonNegativeInt = key(
         4, "share for the trainer, which also gets what the servers' sizes leave over", may_change=True
     )
+    nodes_per_server: PositiveInt = key(
+        1, "nodes of each server, which divide its tensor × pipeline parallel size evenly", may_change=True
+    )
     share_devices: bool = key(
         False, "trainer and servers use the same GPUs. Lower `gpu-memory-utilization` accordingly", may_change=True
     )

@@ -10,7 +10,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.args import vllm_arguments, vllm_environment
-from pipelinerl.world import Job, WorldMap
+from pipelinerl.world import Job, Span, WorldMap
 
 
 def config(*overrides: str) -> Config:
@@ -46,6 +46,33 @@ def settings(arguments: tuple[str, ...]) -> dict[str, Any]:
             following = arguments[index + 1] if index + 1 < len(arguments) else "--"
             found[argument] = True if following.startswith("--") else following
     return found
+
+
+def test_nodes_of_one_server_have_the_same_arguments_but_their_number() -> None:
+    wide = config("++vllm_config.vllm_kwargs.tensor-parallel-size=4")
+    found = [
+        settings(vllm_arguments(wide, world(), msgspec.structs.replace(POLICY, replica_idx=node, span=span(node))))
+        for node in (0, 1)
+    ]
+    assert [each.pop("--node-rank") for each in found] == ["0", "1"]
+    assert "--headless" not in found[0]
+    found[1].pop("--headless")
+    assert found[0] == found[1]
+    wanted = {"--nnodes": "2", "--master-addr": "10.0.0.9", "--master-port": "500"}
+    assert wanted.items() <= found[0].items()
+    assert found[0]["--distributed-executor-backend"] == "mp"
+    with pytest.raises(ConfigError, match=r"`vllm_config.vllm_kwargs.nnodes` is 2.*--nodes"):
+        vllm_arguments(config("+vllm_config.vllm_kwargs.nnodes=2"), world(), POLICY)
+
+
+def test_worker_of_each_node_has_the_node_s_cores() -> None:
+    wide = config("++vllm_config.vllm_kwargs.tensor-parallel-size=2")
+    env = vllm_environment(wide, world(), msgspec.structs.replace(POLICY, cores=(2, 3), span=span(1)))
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+
+
+def span(node: int) -> Span:
+    return Span(nodes=2, node=node, host="10.0.0.9", port=500)
 
 
 def test_server_that_adapts_its_rollouts_has_room_for_the_most() -> None:

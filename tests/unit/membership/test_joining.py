@@ -8,10 +8,11 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, WorldError
 from pipelinerl.membership.address import RedisAddress, fetch_run, parse_address
-from pipelinerl.membership.joining import Whereabouts, claim_name, job_of, reach_of
+from pipelinerl.membership.entry import part_name
+from pipelinerl.membership.joining import Whereabouts, claim_name, job_of, reach_of, read_span
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import FolderStore
-from pipelinerl.world import Job, WorldMap
+from pipelinerl.world import Job, Span, WorldMap
 from pipelinerl.world.cluster import Node
 
 
@@ -83,6 +84,36 @@ def test_joining_server_serves_the_actors_in_turn_unless_told(cfg: Config) -> No
         serves=1,
     )
     assert job_of("actor_llm_5", world(), cfg, Whereabouts(port=77, serves=0), "h").serves == 0
+
+
+@pytest.fixture(scope="module")
+def wide() -> Config:
+    """Servers of eight devices."""
+    sizes = ("++vllm_config.vllm_kwargs.tensor-parallel-size=4", "++vllm_config.vllm_kwargs.pipeline-parallel-size=2")
+    return parse(compose("quickstart", ["output_dir=/nowhere", *sizes]))
+
+
+def test_server_on_two_nodes_has_a_url_and_its_part_the_address_where_they_meet(wide: Config) -> None:
+    first, second = (Whereabouts(port=77, span=read_span(2, node, "10.0.0.9:500")) for node in (0, 1))
+    server = job_of("actor_llm_5", world(), wide, first, "10.0.0.9")
+    part = job_of("actor_llm_part_0", world(), wide, second, "10.0.0.8")
+    assert (server.url, server.num_ranks) == ("http://10.0.0.9:77", 8)
+    assert (part.url, part.num_ranks, part.port) == ("tcp://10.0.0.9:500", 8, None)
+    assert part.span == Span(nodes=2, node=1, host="10.0.0.9", port=500)
+    placed = job_of("actor_llm_0", world(), wide, Whereabouts(span=first.span), "")
+    assert (placed.url, placed.span) == (world().job("actor_llm_0").url, first.span)
+
+
+def test_parts_that_cannot_be_are_refused(wide: Config) -> None:
+    with pytest.raises(ConfigError, match=r"8 device\(s\).*which 3 nodes cannot share"):
+        job_of("actor_llm_5", world(), wide, Whereabouts(port=7, span=read_span(3, 0, "h:5")), "h")
+    with pytest.raises(ConfigError, match="--node 2 of --nodes 2"):
+        job_of("actor_llm_5", world(), wide, Whereabouts(port=7, span=read_span(2, 2, "h:5")), "h")
+    with pytest.raises(ConfigError, match="--meet h: a server on several nodes needs HOST:PORT"):
+        read_span(2, 0, "h")
+    with pytest.raises(ConfigError, match="--job verifier cannot be on several nodes"):
+        part_name("verifier")
+    assert part_name("preprocessor_llm_3") == "preprocessor_llm_part"
 
 
 @pytest.mark.parametrize("name", ["actor_1", "finetune_1", "nonsense", "preprocessor_7"])

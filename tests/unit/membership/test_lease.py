@@ -1,6 +1,15 @@
 """What an observer concludes from leases, by hand: no thread, no clock but the given numbers."""
 
-from pipelinerl.membership.lease import MAX_STEP_S, PROTOCOL, Lease, LiveServer, Observed, observe, servers_now
+from pipelinerl.membership.lease import (
+    MAX_STEP_S,
+    PROTOCOL,
+    Lease,
+    LiveServer,
+    Observed,
+    count_parts,
+    observe,
+    servers_now,
+)
 from pipelinerl.world import Job
 
 PLACED = (Job(name="actor_llm_0", kind="actor_llm", url="http://a:1"), Job(name="actor_0", kind="actor"))
@@ -81,6 +90,15 @@ def test_joined_server_has_the_address_of_its_lease() -> None:
 def test_server_takes_as_many_rollouts_as_its_lease_says() -> None:
     servers = servers_now(PLACED, looks((0.0, {"actor_llm_0": lease(capacity=40)})), "actor_llm")
     assert servers["actor_llm_0"].capacity == 40
+
+
+def test_parts_of_a_server_are_counted_while_they_are_ready() -> None:
+    own = [lease(f"actor_llm_part_{i}", url="tcp://a:5", state=state) for i, state in enumerate(("ready", "starting"))]
+    other = lease("actor_llm_part_2", url="tcp://b:5")
+    server = lease("actor_llm_0", url="tcp://a:5")
+    observed = looks((0.0, {each.name: each for each in (*own, other, server)}))
+    assert count_parts(observed, "tcp://a:5") == 1
+    assert servers_now((), observed, "actor_llm").keys() == {"actor_llm_0"}
 
 
 def test_draining_server_is_named_as_such_and_one_of_another_protocol_is_not_used() -> None:

@@ -107,6 +107,29 @@ def test_tensor_parallel_group_does_not_cross_nodes_of_three():
     }
 
 
+def test_server_on_two_nodes_takes_half_of_its_devices_on_each():
+    placed = place(make_request(gpus_per_llm=8, nodes_per_server=2), make_cluster(8, 8))
+    assert layout(placed) == {
+        "actor_llm_0": (0, (0, 1, 2, 3)),
+        "actor_llm_part_0": (1, (0, 1, 2, 3)),
+        "finetune_0": (0, (4, 5, 6, 7)),
+        "finetune_1": (1, (4, 5, 6, 7)),
+    }
+    assert {(p.server, p.server_node) for p in placed if p.server} == {("actor_llm_0", 0), ("actor_llm_0", 1)}
+
+
+def test_servers_on_several_nodes_stay_within_their_group_of_nodes():
+    placed = layout(place(make_request(gpus_per_llm=4, nodes_per_server=2, actor_fraction=8), make_cluster(4, 4, 4)))
+    assert {name: place for name, place in placed.items() if "llm" in name} == {
+        "actor_llm_0": (0, (0, 1)),
+        "actor_llm_part_0": (1, (0, 1)),
+        "actor_llm_1": (0, (2, 3)),
+        "actor_llm_part_1": (1, (2, 3)),
+    }
+    with pytest.raises(WorldError, match=r"16 device\(s\) per server .* on 2 nodes: no room"):
+        place(make_request(gpus_per_llm=16, nodes_per_server=2), make_cluster(4, 4))
+
+
 def test_sequence_parallel_groups_stay_inside_nodes_and_the_remainder_is_idle():
     # 2 × 4 GPUs, 2 servers: 2 + 4 left; groups of 4 fit on node 1 only, so 2 GPUs idle
     placements = place(make_request(seq_parallel=4, actor_fraction=1, finetune_fraction=3), make_cluster(4, 4))

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from pipelinerl.config import load
-from pipelinerl.errors import WorldError
+from pipelinerl.errors import ConfigError, WorldError
 from pipelinerl.world import Cluster, Job, Node, WorldMap, build_world, check_local_devices, map_world
 from pipelinerl.world.ports import derive_port_base, ephemeral_start, find_port_block
 
@@ -58,6 +58,29 @@ def test_configured_port_in_use_is_refused_by_number_and_key():
         port = blocker.getsockname()[1]
         with pytest.raises(WorldError, match=rf"world\.port_base={port - 1}: port {port} of actor_llm_0 is in use"):
             map_world(make_config(*CPU, f"world.port_base={port - 1}"), one_cpu_node())
+
+
+def test_nodes_of_one_server_know_where_they_meet_and_every_launcher_agrees():
+    config = make_config("world.nodes_per_server=2", "++vllm_config.vllm_kwargs.tensor-parallel-size=4")
+    world, other = (map_world(config, two_nodes(rank)) for rank in (0, 1))
+    assert world.digest() == other.digest()
+    server, part = world.job("actor_llm_0"), world.job("actor_llm_part_0")
+    assert server.span is not None
+    assert part.span is not None
+    assert (server.gpus, server.num_ranks, server.span.node, server.node_rank) == ((0, 1), 4, 0, 0)
+    assert (part.gpus, part.num_ranks, part.span.node, part.node_rank) == ((0, 1), 4, 1, 1)
+    assert server.span.address == part.span.address == part.url == f"tcp://alpha:{part.span.port}"
+    ports = [*all_ports(world), part.span.port]
+    assert len(set(ports)) == len(ports)
+    assert part.port is None
+    assert [job.name for job in world.get("actor_llm")] == ["actor_llm_0"]
+
+
+def test_server_s_devices_must_be_divisible_by_its_nodes():
+    with pytest.raises(ConfigError, match=r"4 device\(s\).*3 nodes cannot share"):
+        map_world(
+            make_config("world.nodes_per_server=3", "++vllm_config.vllm_kwargs.tensor-parallel-size=4"), two_nodes()
+        )
 
 
 def test_port_base_that_would_leave_the_range_is_refused():
