@@ -52,6 +52,7 @@ def serve_part(arguments: Sequence[str], span: Span, context: RoleContext) -> No
                 membership.announce(state="ready")
             log.info("event=part_ready node=%d nodes=%d meet=%s:%d", span.node, span.nodes, span.host, span.port)
             while not context.stop.wait(HEARTBEAT_S):
+                status.progress(node=span.node)
                 status.beat_with_progress()
                 if is_closed(node_0):
                     raise PartEndedError(f"node 0 of the server, {span.host}:{span.port}, has ended")

@@ -285,7 +285,8 @@ class Life:
             if self._membership is not None:
                 self.is_leaving = self.is_leaving or self._membership.is_asked_to_leave
                 self._membership.announce(state="draining" if self.is_leaving else "ready", version=version)
-            self._check_parts()
+            if not asked.is_set():
+                self._check_parts()
             self._idle_beats = self._idle_beats + 1 if self.is_leaving and not requests else 0
             if self._idle_beats > IDLE_BEATS:
                 asked.set()
