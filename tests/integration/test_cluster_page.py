@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from pipelinerl.config.load import compose
+from pipelinerl.config.load import compose, parse
 from pipelinerl.inspect import exporter, members
 from pipelinerl.membership.address import parse_address
 from pipelinerl.membership.joining import read_span
@@ -22,6 +22,7 @@ from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import FolderStore
 from pipelinerl.observability.role import role_parser
 from pipelinerl.render.__main__ import main as render
+from pipelinerl.world import Cluster, Node, map_world
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -49,9 +50,13 @@ def test_rendered_documents_can_be_rendered(arguments: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("arguments", commands("render"))
-def test_experiments_of_rendered_documents_pass_a_dry_run(arguments: list[str], tmp_path: Path) -> None:
-    machines = ["world.hosts=[a,b]", "world.gpus_per_node=8"]
-    test_launches_pass_a_dry_run([*arguments[arguments.index("--") + 1 :], *machines], tmp_path)
+def test_experiments_of_rendered_documents_can_be_placed_on_their_nodes(arguments: list[str]) -> None:
+    name, *overrides = arguments[arguments.index("--") + 1 :]
+    cfg = parse(compose(name.removeprefix("--config-name="), overrides))
+    nodes = tuple(Node(rank=rank, hostname=f"host{rank}", devices=8) for rank in range(2))
+    world = map_world(cfg, Cluster(accelerator="cuda", nodes=nodes, identity="x"), check=False)
+    assert world.get("actor_llm")
+    assert len(world.get("actor_llm_part")) == len(world.get("actor_llm")) * (cfg.world.nodes_per_server - 1)
 
 
 def test_block_for_ssh_starts_a_launcher_on_every_machine(tmp_path: Path) -> None:
