@@ -16,6 +16,7 @@ def test_public_names_stay():
         "Cluster",
         "Job",
         "Node",
+        "Span",
         "WorldMap",
         "build_world",
         "check_local_devices",
@@ -40,6 +41,7 @@ def test_fields_of_a_job_stay():
         "num_ranks",
         "first_rank",
         "serves",
+        "span",
         "environment_key",
         "environment_index",
     ]
