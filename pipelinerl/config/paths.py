@@ -1,4 +1,4 @@
-"""Where the configuration files lie. Light, so that the command line can be parsed before anything else."""
+"""Where the configuration files lie, and what a run folder holds. Light: the command line is parsed with it."""
 
 from pathlib import Path
 
@@ -27,3 +27,13 @@ RUN_CONFIG = Path("conf") / "config.yaml"
 """Of a run folder."""
 RUN_ADDRESS = Path("conf") / "address"
 """Of a run folder that a role made for itself: where the run is (`pipelinerl.membership.address`)."""
+METRICS, CHECKPOINTS, EXPORTS = "metrics", "checkpoints", "exports"
+"""Folders of a run folder that several commands read."""
+SUMMARY_FILE, CURVE_FILE = "summary.json", "learning_curve.png"
+REPORT_FILE, TIMELINE_FILE = "report.html", "timeline.json"
+"""Files of a run folder for people."""
+
+
+def metrics_file(run_dir: Path | str, kind: str) -> Path:
+    """The metrics of one kind of role, e.g. `finetune`."""
+    return Path(run_dir) / METRICS / f"{kind}.jsonl"

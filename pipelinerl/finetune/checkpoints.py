@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from pipelinerl.config.paths import CHECKPOINTS
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
@@ -87,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_root(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
+    return run_dir / CHECKPOINTS
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
+from pipelinerl.config.paths import EXPORTS
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
@@ -39,7 +40,7 @@ FILE_BYTES = 2 * 2**30
 
 
 def export_root(run_dir: Path) -> Path:
-    return run_dir / "exports"
+    return run_dir / EXPORTS
 
 
 def exported_parts(named: Iterable[tuple[str, T]], keep: Callable[[T], T]) -> Iterator[tuple[str, tuple[T, ...]]]:

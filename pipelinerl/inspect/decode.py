@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipelinerl.config.load import load_old_run
-from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.paths import EXPORTS, RUN_CONFIG
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingSequence
 
@@ -108,7 +108,7 @@ def load_token_text(run_dir: Path) -> TokenText:
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 
-    folders = sorted((run_dir / "exports").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
+    folders = sorted((run_dir / EXPORTS).glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))[-1:]
     model_path = load_old_run(run_dir).model_path if (run_dir / RUN_CONFIG).is_file() else None
     if model_path:
         folders.append(Path(model_path))

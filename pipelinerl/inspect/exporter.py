@@ -25,6 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pipelinerl.config.load import load_run
+from pipelinerl.config.paths import METRICS
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.report import read_metrics_tail
 from pipelinerl.membership.address import address_of, open_store
@@ -61,7 +62,7 @@ class RunCollector(Collector):
         yield self._members()
 
     def _metrics(self) -> Iterator[GaugeMetricFamily]:
-        for path in sorted((self._run_dir / "metrics").glob("*.jsonl")):
+        for path in sorted((self._run_dir / METRICS).glob("*.jsonl")):
             point = read_metrics_tail(self._run_dir, path.stem) or {}
             values = {metric_name(path.stem, name): value for name, value in point.items() if is_value(name, value)}
             values[metric_name(path.stem, STEP)] = point.get(STEP, 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metrics_file
 from pipelinerl.host.disk import replace_file
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points, read_metrics
@@ -27,8 +28,6 @@ from pipelinerl.records.messages import (
 from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
 from pipelinerl.records.topics import ACTOR, EVALUATION, TRAINER
 from pipelinerl.streams import SingleStreamSpec, open_reader
-
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(kw_only=True)
@@ -279,13 +278,13 @@ def write_report(run_dir: Path, *, replicas: int, launched: float, started: floa
     phases = phases_of(records, read_statuses(run_dir), launched=launched, started=started, now=now)
     summary = summarise(records, actor_points, wall_s=total_s, seed=seed, phases=phases)
     replace_file(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", mode=0o600, sync=True)
-    draw_learning_curve(run_dir / "learning_curve.png", records, actor_points)
+    draw_learning_curve(run_dir / CURVE_FILE, records, actor_points)
     return summary
 
 
 def read_metrics_tail(run_dir: Path, kind: str, tail_bytes: int = 8192) -> Point | None:
     """Return the newest point of a kind of role from the last `tail_bytes` of its file. None if there is none."""
-    path = run_dir / "metrics" / f"{kind}.jsonl"
+    path = metrics_file(run_dir, kind)
     try:
         with open(path, "rb") as stream:
             stream.seek(max(0, path.stat().st_size - tail_bytes))
@@ -319,7 +318,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
-        f"look at          {run_dir}: report.html, learning_curve.png, summary.json, <role>/log.txt",
+        f"look at          {run_dir}: {REPORT_FILE}, {CURVE_FILE}, {SUMMARY_FILE}, <role>/log.txt",
     ]
 
 

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+from pipelinerl.config.paths import metrics_file
 from pipelinerl.inspect.alarms import READ, Alarm, History, alarms
 from pipelinerl.observability.metrics import Point
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
@@ -48,7 +49,7 @@ class AlarmWatch:
 
     def __init__(self, run_dir: Path, *, steps_per_update: int = 1, every_s: float = EVERY_S):
         kinds = ("finetune", "actor", "preprocessor")
-        self._tails = {kind: MetricsTail(run_dir / "metrics" / f"{kind}.jsonl") for kind in kinds}
+        self._tails = {kind: MetricsTail(metrics_file(run_dir, kind)) for kind in kinds}
         self._messages: list[TrainerMessage] = []
         self._steps_per_update, self._every_s = steps_per_update, every_s
         self._next = 0.0

@@ -19,7 +19,17 @@ from typing import IO, Any
 import psutil
 from omegaconf import OmegaConf
 
-from pipelinerl.config.paths import LOCK_FILE, RUN_CONFIG
+from pipelinerl.config.paths import (
+    CHECKPOINTS,
+    CURVE_FILE,
+    EXPORTS,
+    LOCK_FILE,
+    METRICS,
+    REPORT_FILE,
+    RUN_CONFIG,
+    SUMMARY_FILE,
+    TIMELINE_FILE,
+)
 from pipelinerl.config.resume import differing_keys
 from pipelinerl.errors import ConfigError
 from pipelinerl.host.disk import make_folder, replace_file
@@ -38,13 +48,13 @@ ROLE_FAILED = "event=role_failed reason="
 OWNED = (
     "conf",
     "status",
-    "metrics",
+    METRICS,
     "streams",
-    "checkpoints",
-    "exports",
+    CHECKPOINTS,
+    EXPORTS,
     "archive",
     "traces",
-    "timeline.json",
+    TIMELINE_FILE,
     "tensorboard",
     "hangs",
     FOLDER,
@@ -52,9 +62,9 @@ OWNED = (
     LOST_FOLDER,
     EPOCH_FILE,
     LOG_FILE,
-    "summary.json",
-    "learning_curve.png",
-    "report.html",
+    SUMMARY_FILE,
+    CURVE_FILE,
+    REPORT_FILE,
 )
 
 

@@ -22,6 +22,7 @@ from pipelinerl.config.environment import (
     SECRET_VARIABLE,
     derived_password,
 )
+from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect.report import summary_lines, write_report
@@ -240,7 +241,7 @@ def report_run(plan: RunPlan, path: Path, launched: float, started: float, track
 
 def write_html(path: Path, tracking: RunTracking) -> None:
     """Write the HTML page about the run, which trackers keep."""
-    from pipelinerl.inspect.page.build import REPORT_FILE, write_page
+    from pipelinerl.inspect.page.build import write_page
 
     try:
         write_page([path], path / REPORT_FILE)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipelinerl.config.paths import metrics_file
 from pipelinerl.config.sections import Config
 from pipelinerl.host.disk import replace_file, replacement
 from pipelinerl.observability.catalogue import STEP, MetricName, warn_undeclared
@@ -46,7 +47,7 @@ class MetricsLogger:
     """
 
     def __init__(self, cfg: Config, run_dir: Path | str, kind: str, *, once_per_step: bool = False):
-        self._path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
+        self._path = metrics_file(run_dir, kind)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kind = kind
         self._file = _open_lines(self._path)
@@ -106,7 +107,7 @@ def thin(path: Path) -> None:
 
 def drop_points_after(run_dir: Path | str, kind: str, step: int) -> int:
     """Delete the points after `step`, because a resumed trainer repeats these steps. Returns the number of steps."""
-    path = Path(run_dir) / "metrics" / f"{kind}.jsonl"
+    path = metrics_file(run_dir, kind)
     points = read_metrics(run_dir, kind)
     kept = [point for point in points if point[STEP] <= step]
     if len(kept) < len(points):
@@ -118,7 +119,7 @@ def read_metrics(run_dir: Path | str, kind: str) -> list[Point]:
     """Return all points of a kind in order, without lines that are incomplete."""
     points = []
     with contextlib.suppress(FileNotFoundError):
-        for line in (Path(run_dir) / "metrics" / f"{kind}.jsonl").read_text().splitlines():
+        for line in metrics_file(run_dir, kind).read_text().splitlines():
             with contextlib.suppress(ValueError):
                 points.append(json.loads(line))
     return points

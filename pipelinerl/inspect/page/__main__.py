@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.inspect.arguments import command_parser
-from pipelinerl.inspect.page.build import REPORT_FILE, write_page
+from pipelinerl.inspect.page.build import write_page
 from pipelinerl.inspect.page.serve import LOOPBACK, LiveRuns, make_server
 
 

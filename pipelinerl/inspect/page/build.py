@@ -25,7 +25,6 @@ from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "report.html"
 MAX_PAGE_BYTES = 5 * 2**20
 MAX_ROLLOUT_BYTES = 12 * 2**20
 """Bytes of the JSON of the rollouts of all runs, before compression."""

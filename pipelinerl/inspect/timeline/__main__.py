@@ -14,14 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl.config.paths import TIMELINE_FILE
 from pipelinerl.errors import told_in_one_line
 from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.timeline.chrome import chrome_trace
 from pipelinerl.inspect.timeline.overlap import draw, overlap
 from pipelinerl.inspect.timeline.reading import between, read_spans
-
-TIMELINE_FILE = "timeline.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
