@@ -172,8 +172,8 @@ def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scori
     sizes = [length * count for length, count in runs]
     outputs = []
     for (_, count), *part in zip(runs, *(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True):
-        rows = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
-        outputs.append(_attend(*rows, scoring).transpose(0, 1).flatten(1, 2))
+        queries, keys, values = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
+        outputs.append(_attend(queries, keys, values, scoring).transpose(0, 1).flatten(1, 2))
     return torch.cat(outputs, 1)[None]
 
 
