@@ -190,10 +190,12 @@ async def test_judge_that_fails_is_an_error_verdict_and_an_exception_at_the_clie
         with pytest.raises(VerifierError, match="TypeError"):
             await client.check(session, "countdown", "<answer>1</answer>", 7)
         checks = [
-            Check(kind="math", prediction="\\boxed{1}", gold="1"),
-            Check(kind="instructions", prediction="x", gold=[]),
+            {"kind": "math", "prediction": "\\boxed{1}", "gold": "1"},
+            {"kind": "instructions", "prediction": "x", "gold": []},
         ]
-        assert [v.status for v in await client.check_all(session, checks)] == ["correct", "error"]
+        async with session.post(f"{url}/batch", json={"checks": checks}) as answer:
+            verdicts = (await answer.json())["verdicts"]
+        assert [verdict["status"] for verdict in verdicts] == ["correct", "error"]
 
 
 @contextlib.asynccontextmanager
