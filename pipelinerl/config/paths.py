@@ -1,5 +1,6 @@
 """Where the configuration files lie, and what a run folder holds. Light: the command line is parsed with it."""
 
+import re
 from pathlib import Path
 
 CONF_DIR = (Path(__file__).resolve().parents[1] / "conf").resolve()
@@ -37,3 +38,14 @@ REPORT_FILE, TIMELINE_FILE = "report.html", "timeline.json"
 def metrics_file(run_dir: Path | str, kind: str) -> Path:
     """The metrics of one kind of role, e.g. `finetune`."""
     return Path(run_dir) / METRICS / f"{kind}.jsonl"
+
+
+def weight_store(store: str | None, run_dir: Path) -> str:
+    """Returns the absolute folder or the URL of `weights.store`: by default in the run folder."""
+    url = str(run_dir / "weights" / "store") if store is None else store.removeprefix("file://")
+    return url if "://" in url else str(Path(url).absolute())
+
+
+def without_credentials(url: str) -> str:
+    """Returns the URL without the user and password that some file systems take in it."""
+    return re.sub(r"//[^/@]*@", "//", url)

@@ -263,7 +263,27 @@ def ray_shares_no_device(config: Config) -> str | None:
     return None
 
 
+def deltas_in_store_are_said(config: Config) -> str | None:
+    """`auto` compares the times of transfers, which the trainer of a store does not see."""
+    weights = config.weights
+    if weights.backend == "store" and weights.delta == "auto":
+        return "`weights.delta` is auto but `weights.backend` is store: set the first to true or false"
+    return None
+
+
+def store_is_reached_by_all(config: Config) -> str | None:
+    """With streams on Redis, roles may run on machines that do not see the run folder."""
+    if config.weights.backend == "store" and config.weights.store is None and config.streams.backend != "files":
+        return (
+            f"`weights.store` is null, which is a folder in the run folder, but `streams.backend` is "
+            f"{config.streams.backend}, where servers need not see it: set the first to a folder or URL that all reach"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    deltas_in_store_are_said,
+    store_is_reached_by_all,
     tls_files_are_complete,
     micro_batch_fits_record,
     *OBJECTIVE_RULES,
@@ -348,7 +368,14 @@ def cluster_without_ray(config: Config) -> str | None:
     return None
 
 
+def store_without_backend(config: Config) -> str | None:
+    if config.weights.store is not None and config.weights.backend != "store":
+        return f"weights.store has no effect: weights.backend={config.weights.backend}"
+    return None
+
+
 HINTS: tuple[Rule, ...] = (
+    store_without_backend,
     *OBJECTIVE_HINTS,
     reference_without_kl,
     address_without_redis,

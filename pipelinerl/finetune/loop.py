@@ -38,11 +38,13 @@ from pipelinerl.finetune.saves import SaveSchedule
 from pipelinerl.finetune.saving import Saver, SaveRules
 from pipelinerl.finetune.tracing import StepSpans
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder, WeightUpdates, last_needed
+from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.weights.protocol import WeightInfo
 from pipelinerl.world import Job
 
 log = logging.getLogger(__name__)
@@ -195,7 +197,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
     Args:
         announce: writes the sender's messages to topic `trainer`. None on all ranks but 0.
     """
-    from pipelinerl.weights.origin import Origin, SenderSettings
+    from pipelinerl.weights.origin import Origin, SenderSettings, store_settings
     from pipelinerl.weights.sender import WeightSender
 
     weights = ctx.cfg.weights
@@ -210,6 +212,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
         probe_tolerance=weights.probe_tolerance if weights.probe else None,
+        store=store_settings(weights, ctx.run_dir) if weights.backend == "store" else None,
     )
     name = engine.broadcast_object(uuid.uuid4().hex)
     origin = Origin(settings, sender=name, rank=engine.rank, ranks=engine.world_size)
@@ -220,7 +223,17 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
     def servers() -> list[Job]:
         return [server.job for server in view.servers("actor_llm").values()]
 
-    return origin, WeightSender(servers, settings, announce, origin, addresses[1:])
+    reports = None if ctx.membership is None else partial(server_reports, ctx.membership.watch)
+    return origin, WeightSender(servers, settings, announce, origin, addresses[1:], reports)
+
+
+def server_reports(watch: MembershipWatch) -> dict[str, WeightInfo]:
+    """What servers say in their leases about their weights, by name."""
+    return {
+        name: WeightInfo(weight_version=lease.version, serving=lease.fetched[0], reading=lease.fetched[1])
+        for name, lease in watch.observed.alive().items()
+        if lease.version
+    }
 
 
 def run(ctx: RoleContext) -> None:

@@ -19,6 +19,7 @@ def main(context: RoleContext) -> None:
     with importing():
         from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve
+        from pipelinerl.weights.store.follower import follower_settings
 
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
@@ -30,7 +31,9 @@ def main(context: RoleContext) -> None:
     if tls := server_files(context.cfg.world, context.job.hostname):
         arguments += ("--ssl-certfile", tls[0], "--ssl-keyfile", tls[1])
     is_policy = context.job.kind == "actor_llm"
+    weights = context.cfg.weights
     service = Service(
+        follows=follower_settings(weights, context.run_dir) if is_policy and weights.backend == "store" else None,
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
         keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
         adapts_rollouts=is_policy and context.cfg.actor.llm_max_rollouts == "auto",

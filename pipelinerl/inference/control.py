@@ -67,23 +67,40 @@ class UpdateControl:
         workers: addresses of its workers.
         secret: the run's secret.
         on_fatal: ends this server.
+        told: called when ``info`` has changed.
     """
 
-    def __init__(self, engine: ServedEngine, *, workers: Sequence[Address], secret: str, on_fatal: Callable[[], None]):
-        self._engine, self._on_fatal = engine, on_fatal
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        workers: Sequence[Address],
+        secret: str,
+        on_fatal: Callable[[], None],
+        told: Callable[[WeightInfo], None] = lambda info: None,
+    ):
+        self._engine, self._on_fatal, self._told = engine, on_fatal, told
+        self._serving = self._reading = ""
         self._workers, self._secret = tuple(workers), secret
         self._turn = asyncio.Lock()
         self._newest = 0
         self._pool = ThreadPoolExecutor(len(workers), thread_name_prefix="weight-handover")
 
-    async def update(
-        self, request: WeightUpdateRequest, is_abandoned: Callable[[], Awaitable[bool]]
-    ) -> WeightUpdateAnswer:
-        """Runs one update. ``is_abandoned`` tells whether the sender has hung up.
+    @property
+    def workers(self) -> tuple[Address, ...]:
+        return self._workers
 
+    async def update(
+        self, requests: Sequence[WeightUpdateRequest], is_abandoned: Callable[[], Awaitable[bool]] | None = None
+    ) -> WeightUpdateAnswer:
+        """Runs one update: stages the requests one after the other, each the base of the next, and swaps in the last.
+
+        Args:
+            is_abandoned: tells whether the sender has hung up. None = there is none.
         Raises:
             UpdateFailed: the old weights are live and exact.
         """
+        request = requests[-1]
         if len(request.workers) != len(self._workers):
             raise UpdateFailed(
                 f"workers has {len(request.workers)} entries, this server has {len(self._workers)} workers", 422
@@ -91,8 +108,9 @@ class UpdateControl:
         self._newest += 1
         turn = self._newest
         async with self._turn:
-            staged = await self._receive(request, turn, is_abandoned)
+            staged = [await self._receive(one, turn, is_abandoned) for one in requests][-1]
             pause_ms, swap_ms = await self._swap(request.version)
+            self._serving = request.whole_key
         answer = WeightUpdateAnswer(
             version=request.version,
             pause_ms=pause_ms,
@@ -107,7 +125,7 @@ class UpdateControl:
         return answer
 
     async def _receive(
-        self, request: WeightUpdateRequest, turn: int, is_abandoned: Callable[[], Awaitable[bool]]
+        self, request: WeightUpdateRequest, turn: int, is_abandoned: Callable[[], Awaitable[bool]] | None
     ) -> list[Staged]:
         """Waits until all workers have staged. Fails at a worker's error, deadline, newer request or hang-up."""
         deadline = time.monotonic() + request.timeout_s + GRACE_S
@@ -122,7 +140,7 @@ class UpdateControl:
                     raise _failed(f"transfer failed: {errors[0]}", 409 if STALE in str(errors[0]) else 424)
                 if turn != self._newest:
                     raise _failed("superseded by a newer update", 409)
-                if await is_abandoned():
+                if is_abandoned is not None and await is_abandoned():
                     raise _failed("the sender hung up", 499)
                 if time.monotonic() > deadline:
                     raise _failed(f"not all bytes came within {request.timeout_s:g} s", 408)
@@ -163,7 +181,13 @@ class UpdateControl:
         return combined(msgspec.convert(results, list[WeightCheck]))
 
     async def info(self) -> WeightInfo:
-        return WeightInfo(weight_version=await self._engine.version(), workers=self._workers)
+        version = await self._engine.version()
+        return WeightInfo(weight_version=version, workers=self._workers, serving=self._serving, reading=self._reading)
+
+    async def begin_reading(self, key: str) -> None:
+        """Reports which version is being fetched from a store. Empty = none."""
+        self._reading = key
+        self._told(await self.info())
 
 
 def _failed(reason: str, status: int) -> UpdateFailed:
@@ -202,7 +226,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
             return _json(422, {"error": f"not a weight update request: {error}"})
         # Not cancelled with the connection: a hang-up is seen by polling, and a swap that began always ends.
         try:
-            return _json(200, msgspec.to_builtins(await asyncio.shield(updates.update(request, raw.is_disconnected))))
+            return _json(200, msgspec.to_builtins(await asyncio.shield(updates.update([request], raw.is_disconnected))))
         except UpdateFailed as error:
             return _json(error.status, {"error": str(error)})
 

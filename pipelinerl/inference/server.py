@@ -36,7 +36,8 @@ from pipelinerl.inference.control import UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.protocol import Address, WeightInfo
+from pipelinerl.weights.store.follower import FollowerSettings, StoreFollower
 from pipelinerl.world import Span
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class Service:
     """Whether the lease says how many rollouts the server takes by its load."""
     span: Span | None = None
     """The server is node 0 of several."""
+    follows: FollowerSettings | None = None
+    """A policy server that fetches its weights from a store. None = it is told to pull them."""
 
 
 def serve(
@@ -197,7 +200,11 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
     else:
         workers = [Address(*address) for address in await client.collective_rpc("weight_address")]
         secret = os.environ.get(SECRET_VARIABLE, "")
-        updates = UpdateControl(VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken)
+        updates = UpdateControl(
+            VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken, told=life.announce_weights
+        )
+        if service.follows is not None:
+            StoreFollower(updates, asyncio.get_running_loop(), service.follows).start()
     _replace_routes(app, control.control_router(updates))
     lean = Answers(
         client,
@@ -264,6 +271,11 @@ class Life:
         self._span, self._parts = service.span, 0
         self._idle_beats = 0
         self.is_leaving = False
+
+    def announce_weights(self, info: WeightInfo) -> None:
+        """Announces at once which weights are live, and which are being fetched."""
+        if self._membership is not None:
+            self._membership.announce(version=info.weight_version, fetched=(info.serving, info.reading))
 
     async def follow(self, client: AsyncLLM, asked: asyncio.Event) -> None:
         """Reports progress as long as the engine loop answers. If the engine freezes, the lease expires.

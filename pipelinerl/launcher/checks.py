@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config import rules
+from pipelinerl.config import paths, rules
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
 from pipelinerl.errors import ConfigError, PipelineRLError
@@ -22,7 +22,7 @@ from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.redis_server.server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
-from pipelinerl.world.memory import memory_plan, what_would_fit
+from pipelinerl.world.memory import memory_plan, version_bytes, what_would_fit
 from pipelinerl.world.model_shape import find_model_shape
 from pipelinerl.world.training_memory import GIB
 
@@ -171,6 +171,34 @@ def disk(start: Start) -> list[str]:
     return []
 
 
+def weight_store(start: Start) -> list[str]:
+    """Refuse a store that does not answer, or whose disk has no room for the versions that stay. Writes nothing."""
+    from pipelinerl.weights.store.files import open_files
+    from pipelinerl.weights.store.manifest import StoreError
+
+    weights = start.config.weights
+    if weights.backend != "store":
+        return []
+    url = paths.weight_store(weights.store, start.path)
+    try:
+        open_files(url).names()
+    except StoreError as error:
+        raise ConfigError(f"`weights.store` is {paths.without_credentials(url)!r}: {error}") from error
+    if "://" in url:
+        return []
+    folder = next(path for path in (Path(url), *Path(url).parents) if path.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"`weights.store` is {url!r}, but {folder} is no folder that this user may write to")
+    shape, free = find_model_shape(start.config.model_path), shutil.disk_usage(folder).free
+    needed = (weights.store_keep + 2) * (version_bytes(start.config, shape) if shape else 0)
+    if free < needed:
+        raise ConfigError(
+            f"`weights.store` is {url!r}: its disk has {free / GIB:.1f} GiB free, and weights.store_keep="
+            f"{weights.store_keep} versions with two in passing need {needed / GIB:.1f} GiB"
+        )
+    return []
+
+
 def model(start: Start) -> list[str]:
     from pipelinerl.tiny_model.recipes import make_recipe  # imports the domains
 
@@ -195,4 +223,4 @@ def domain(start: Start) -> list[str]:
 
 
 OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, experts)
-OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, model, objective, domain)
+OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, weight_store, model, objective, domain)

@@ -45,6 +45,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Servers: number of rollouts at the same time."""
     version: str = ""
     """Servers: the weight version that the server reports. It is only displayed: the trainer's messages decide."""
+    fetched: tuple[str, str] = ("", "")
+    """Servers with `weights.backend=store`: `WeightInfo.serving` and `WeightInfo.reading`, for the trainer."""
     protocol: int = PROTOCOL
 
     @property

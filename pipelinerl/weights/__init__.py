@@ -1,7 +1,7 @@
 """Both ends of a weight update. Only `worker` and `twin` import vLLM.
 
 Servers pull the bytes. Each trainer rank has a stripe of them, which passes along a chain of all workers. A worker that
-loses its source continues with another one.
+loses its source continues with another one. Or the ranks write files, which servers fetch (`store`).
 
 | end     | module     | owns                                                                            |
 |---------|------------|---------------------------------------------------------------------------------|
@@ -15,7 +15,8 @@ loses its source continues with another one.
 | both    | `digest`   | checks that the live tensors are the sent bytes: checksum, and copies that loaders make |
 | both    | `scores`   | request and answer of exact scoring                                             |
 | trainer | `origin`   | `Origin`: on every rank, takes the rank's stripe of a version and serves it        |
-| trainer | `sender`   | `WeightSender`: on rank 0, has all servers pull a version, in one supervising loop |
+| trainer | `sender`   | `WeightSender`: on rank 0, has versions delivered, in one supervising loop        |
+| trainer | `delivery` | how: has the servers pull. The other way is `store.delivery`                      |
 | trainer | `supervision` | that loop in its thread                                                      |
 | trainer | `plan`     | how the next version is taken: what is kept, whether it is encoded as a difference |
 | trainer | `ranks`    | on rank 0, what the other ranks say about their stripes                         |

@@ -1,7 +1,7 @@
 """Serves a process's shelf to takers. Each trainer rank and each server worker has one giver.
 
 Consumes: connections with questions (`Get`, `Have`, at a worker `Take` from its own server, at a trainer rank
-`Describe` from rank 0).
+`Describe` and `Write` from rank 0).
 Produces: available bytes, and signs of life while it waits for the others.
 Waits for: bytes on the shelf, takers. Each taker has its own thread, so a frozen taker does not delay others.
 Ends: at ``close``.
@@ -28,9 +28,12 @@ from pipelinerl.weights.protocol import (
     Get,
     Had,
     Have,
+    Order,
     Question,
     Staged,
     Take,
+    Write,
+    Written,
 )
 from pipelinerl.weights.shelf import Item, Shelf, WithdrawnError
 from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connection, WireError, listen
@@ -42,14 +45,14 @@ TAKER_PATIENCE_S = 30.0
 BEAT_S = 0.25
 
 
-class Pull(Protocol):
-    """An update that a worker is pulling."""
+class PendingWork(Protocol):
+    """An order that takes its time: an update that a worker pulls, a file that a trainer rank writes."""
 
-    def reply(self, timeout_s: float) -> Staged | Failed | None:
-        """Returns the result, or None if the update is still running after ``timeout_s``."""
+    def reply(self, timeout_s: float) -> Staged | Written | Failed | None:
+        """Returns the result, or None if the work is still under way after ``timeout_s``."""
 
     def abandon(self) -> None:
-        """Stops the update, because its caller no longer waits for it."""
+        """Stops the work, because its caller no longer waits for it."""
 
 
 class Giver:
@@ -61,7 +64,7 @@ class Giver:
         host: the name under which others reach this process.
         port: 0 = any free port.
         device: where NCCL and IPC buckets lie.
-        on_order: follows an order: a worker starts an update, a trainer rank describes its stripe.
+        on_order: follows an order: a worker starts an update, a trainer rank describes its stripe or writes it.
         pace: called with the number of bytes before they are sent (benchmarks limit links with it).
     """
 
@@ -73,7 +76,7 @@ class Giver:
         host: str,
         port: int = 0,
         device: torch.device = CPU,
-        on_order: Callable[[Take | Describe], "Pull | Description"] | None = None,
+        on_order: Callable[[Order], "PendingWork | Description"] | None = None,
         pace: Callable[[int], None] | None = None,
     ):
         self._shelf, self._secret, self._device = shelf, secret, device
@@ -136,7 +139,7 @@ class Giver:
             kind, length = connection.receive()
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a question")
-            question: Get | Have | Describe | Take = connection.read_message(length, Question)  # type: ignore[arg-type]
+            question: Get | Have | Order = connection.read_message(length, Question)  # type: ignore[arg-type]
             connection.set_patience(TAKER_PATIENCE_S)
             match question:
                 case Get():
@@ -147,7 +150,7 @@ class Giver:
                 case Have():
                     item = self._shelf.find(question.key)
                     connection.send_message(Had(end=item.filled(question.start) if item else question.start))
-                case Take() | Describe():
+                case Take() | Describe() | Write():
                     self._obey(connection, question)
 
     def _give(self, connection: Connection, get: Get, carrier: Carrier) -> None:
@@ -173,21 +176,21 @@ class Giver:
         carrier.give(connection, item.slice(start, end))
         self.num_bytes += end - start
 
-    def _obey(self, connection: Connection, order: Take | Describe) -> None:
+    def _obey(self, connection: Connection, order: Order) -> None:
         """Has the process follow an order. The caller abandons an update by hanging up."""
         try:
             if self._on_order is None:
                 raise WeightUpdateError("this process only gives")
-            pull = self._on_order(order)
+            work = self._on_order(order)
         except Exception as error:  # the error is the answer
             connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
             return
-        if isinstance(pull, Description):
-            connection.send_message(pull)
+        if isinstance(work, Description):
+            connection.send_message(work)
             return
-        while (reply := pull.reply(BEAT_S)) is None:
+        while (reply := work.reply(BEAT_S)) is None:
             if connection.is_hung_up:
-                pull.abandon()
+                work.abandon()
                 return
             connection.send(ALIVE)
         connection.send_message(reply)

@@ -56,6 +56,10 @@ class Offer:
     def start(self, names: Iterable[str]) -> None:
         self._pending = set(names)
 
+    def reopen(self) -> None:
+        """Makes the offer a new one, because its version must be delivered again."""
+        self._pending = self._first = None
+
     def end(self, name: str, *, is_served: bool) -> None:
         """Records that a server has the version (``is_served``) or will not get it."""
         self.users.discard(name)

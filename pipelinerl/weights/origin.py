@@ -1,30 +1,60 @@
 """A trainer rank's end of weight updates: it snapshots its stripe of every version, and servers pull it from here.
 
 The stripes of all ranks make up the model. No rank holds more than its own. Rank 0's `sender` tells the servers who has
-which stripe, and asks the other ranks for the descriptions of theirs.
+which stripe, and asks the other ranks for the descriptions of theirs. With a store, it has them write their stripes.
 """
 
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pipelinerl.config.backends import Carriage
+from pipelinerl.config.paths import weight_store
+from pipelinerl.config.sections import WeightsSection
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.plan import DeltaMode, TakePlan
-from pipelinerl.weights.protocol import Address, Describe, Description, ParamSpec, Take
+from pipelinerl.weights.protocol import (
+    Address,
+    Describe,
+    Description,
+    Failed,
+    Order,
+    ParamSpec,
+    Take,
+    Write,
+    Written,
+    payload_key,
+)
 from pipelinerl.weights.shelf import Shelf
 from pipelinerl.weights.snapshot import Snapshot, Snapshots
+from pipelinerl.weights.store.files import open_files
+from pipelinerl.weights.wire import view_of
 
 DESCRIBED = 4
 """Descriptions of so many versions are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Settings of `weights.backend=store`."""
+
+    url: str
+    """A folder, or an fsspec URL."""
+    keep: int = 2
+    """Versions that stay in any case."""
+
+
+def store_settings(weights: WeightsSection, run_dir: Path) -> StoreSettings:
+    return StoreSettings(url=weight_store(weights.store, run_dir), keep=weights.store_keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +79,8 @@ class SenderSettings:
     """Send only the changes to servers that hold the previous version, if that is smaller. ``auto``: and faster."""
     probe_tolerance: float | None = None
     """`weights.probe_tolerance` for checking that servers use their weights (`attestor`). None = no checks."""
+    store: StoreSettings | None = None
+    """Where versions are written. None = servers pull them from the ranks."""
 
 
 class Origin:
@@ -62,8 +94,8 @@ class Origin:
 
     def __init__(self, settings: SenderSettings, *, sender: str, rank: int = 0, ranks: int = 1):
         self.sender, self.ranks = sender, ranks
-        self._timeout_s = settings.timeout_s
-        self._is_described = settings.delta is not False or settings.probe_tolerance is not None
+        self._settings, self._rank = settings, rank
+        self._is_described = bool(settings.delta or settings.store) or settings.probe_tolerance is not None
         device, shelf = _indexed(torch.device(settings.device)), Shelf()
         self.giver = Giver(
             shelf,
@@ -71,11 +103,12 @@ class Origin:
             host=settings.host,
             port=settings.port,
             device=device,
-            on_order=self.describe,
+            on_order=self.obey,
         )
+        self._shelf = shelf
         self._snapshots = Snapshots(sender, shelf, device, rank=rank, ranks=ranks)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
-        self._descriptions: dict[int, Future[Description]] = {}
+        self._described: dict[int, tuple[Snapshot, Future[Description]]] = {}
         self._taken = threading.Condition()
 
     @property
@@ -100,28 +133,46 @@ class Origin:
         """
         snapshot = self._snapshots.take(version, params, Layout(tuple(specs)), plan)
         if self._is_described:
-            snapshot.description = self._pool.submit(self._make_description, snapshot)
+            future = self._pool.submit(self._make_description, snapshot)
+            snapshot.in_use.append(future)
             with self._taken:
-                self._descriptions[version] = snapshot.description
-                for old in sorted(self._descriptions)[:-DESCRIBED]:
-                    del self._descriptions[old]
+                self._described[version] = (snapshot, future)
+                for old in sorted(self._described)[:-DESCRIBED]:
+                    del self._described[old]
                 self._taken.notify_all()
         return snapshot
 
-    def describe(self, order: Describe | Take) -> Description:
+    def obey(self, order: Order) -> "Description | Writing":
+        """Follows an order of rank 0."""
+        match order:
+            case Describe():
+                return self.describe(order)
+            case Write():
+                return self.write(order)
+            case Take():
+                raise WeightUpdateError("only servers take weights")
+
+    def describe(self, order: Describe) -> Description:
         """Returns the description of this rank's stripe of a version, which may still be taken or encoded.
 
         Raises:
-            WeightUpdateError: the version was not taken within `weights.timeout_s`, or the order is meant for servers.
+            WeightUpdateError: the version was not taken within `weights.timeout_s`.
         """
-        if isinstance(order, Take):
-            raise WeightUpdateError("only servers take weights")
-        version = order.version
+        return self._find(order.version)[1].result(self._settings.timeout_s)
+
+    def write(self, order: Write) -> "Writing":
+        """Starts to write this rank's stripe of a version to the store. The stripe stays until that has ended."""
+        snapshot, _ = self._find(order.version)
+        future = self._pool.submit(self._write, snapshot, order)
+        snapshot.in_use.append(future)
+        return Writing(future)
+
+    def _find(self, version: int) -> tuple[Snapshot, "Future[Description]"]:
+        timeout_s = self._settings.timeout_s
         with self._taken:
-            if not self._taken.wait_for(lambda: version in self._descriptions, self._timeout_s):
-                raise WeightUpdateError(f"this rank has not taken version {version} within {self._timeout_s:g} s")
-            future = self._descriptions[version]
-        return future.result(self._timeout_s)
+            if not self._taken.wait_for(lambda: version in self._described, timeout_s):
+                raise WeightUpdateError(f"this rank has not taken version {version} within {timeout_s:g} s")
+            return self._described[version]
 
     def close(self) -> None:
         self.giver.close()
@@ -139,6 +190,34 @@ class Origin:
             delta_bytes=None if delta is None else delta.numel(),
             encode_s=encode_s,
         )
+
+    def _write(self, snapshot: Snapshot, order: Write) -> Written:
+        """Writes a file of this rank. Its name tells generation, version and rank."""
+        assert self._settings.store is not None, "the run has no store of weights"
+        base_version, kind = (snapshot.base_version, "delta") if order.is_delta else (None, "whole")
+        item = self._shelf.find(payload_key(self.sender, order.version, base_version))
+        if item is None:
+            raise WeightUpdateError(f"version {order.version} is no longer here")
+        name = f"{order.prefix}-{order.version}-{self._rank}.{kind}"
+        return Written(file=open_files(self._settings.store.url).put(name, view_of(item.buffer)))
+
+
+class Writing:
+    """A file that is being written."""
+
+    def __init__(self, future: "Future[Written]"):
+        self._future = future
+
+    def reply(self, timeout_s: float) -> Written | Failed | None:
+        """Returns the result, or None if the file is still being written after ``timeout_s``."""
+        wait([self._future], timeout_s)
+        if not self._future.done():
+            return None
+        error = self._future.exception()
+        return self._future.result() if error is None else Failed(error=str(error))
+
+    def abandon(self) -> None:
+        """Does nothing: a file that nobody waits for is removed later."""
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -43,13 +43,36 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.host}:{self.port}"
 
 
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file in the store of weights (`weights.backend=store`)."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    num_bytes: Size
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A byte range of the payload, and its sources."""
 
     start: Size
     end: Size
-    sources: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=64)]
+    sources: Annotated[tuple[Address, ...], Meta(max_length=64)] = ()
     """Nearest first, the trainer last. A worker leaves a source that fails or stalls for the next one."""
+    file: StoredFile | None = None
+    """The last source, where the trainer writes to a store."""
+
+    def __post_init__(self) -> None:
+        if not self.sources and self.file is None:
+            raise ValueError("a part needs sources or a file")
+        if self.file is not None and self.file.num_bytes != self.end - self.start:
+            raise ValueError(f"a part of {self.end - self.start} bytes has a file of {self.file.num_bytes}")
+
+    @property
+    def all_sources(self) -> "tuple[Address | StoredFile, ...]":
+        return self.sources if self.file is None else (*self.sources, self.file)
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +97,10 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Estimated duration of the transfer. 0 = not known."""
     base_version: int | None = None
     """Delta mode: the bytes encode the changes since this version, which the server must hold. None = dense."""
+    store: Annotated[str, Meta(max_length=4096)] = ""
+    """Folder or URL of the parts' files. Empty = they have none."""
+    is_last: bool = True
+    """False = another request of the same update follows at once, so these weights are staged and not prepared."""
 
     @property
     def whole_key(self) -> str:
@@ -112,6 +139,10 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's label of sampled tokens: optimizer steps as a decimal number, or "default" before the first update."""
     workers: tuple[Address, ...] = ()
     """Addresses at which this server's workers give and take weights."""
+    serving: str = ""
+    """`WeightUpdateRequest.whole_key` of the live weights. Empty before the first update."""
+    reading: str = ""
+    """The same of the version that the server is fetching from the store, whose files must stay."""
 
 
 class WeightCheckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +210,22 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
     """Seconds that its encoding took."""
 
 
+class Write(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
+    """From the trainer's rank 0 to another rank: write your stripe of this version to the store."""
+
+    version: Annotated[int, Meta(ge=0, le=2**53)]
+    prefix: Annotated[str, Meta(max_length=64)]
+    """Beginning of the file's name."""
+    is_delta: bool
+    """Write its difference from the previous version."""
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
+    """Answer to `Write`: the file is complete and durable."""
+
+    file: StoredFile
+
+
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag="take"):
     """From a server to its own worker: pull this update and answer when it is staged."""
 
@@ -193,9 +240,10 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Answer to `Take` or `Describe`: it failed."""
+    """Answer to `Take`, `Describe` or `Write`: it failed."""
 
     error: str
 
 
-Question = Get | Have | Describe | Take
+Order = Describe | Write | Take
+Question = Get | Have | Order

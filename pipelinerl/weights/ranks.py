@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.digest import added
 from pipelinerl.weights.origin import Origin, SenderSettings
-from pipelinerl.weights.protocol import Address, Describe, Description, Failed
-from pipelinerl.weights.wire import Connection
+from pipelinerl.weights.protocol import Address, Describe, Description, Failed, StoredFile, Write, Written
+from pipelinerl.weights.wire import ALIVE, MESSAGE, Connection, WireError
 
 
 class Ranks:
@@ -33,6 +33,29 @@ class Ranks:
         """Returns the future checksum of the whole version."""
         return self._pool.submit(lambda: added(description.checksum for description in descriptions.result()))
 
+    def write(self, order: Write, num_stripes: int) -> list[StoredFile]:
+        """Has the ranks that have a stripe write it to the store, and waits until all files are durable.
+
+        Raises:
+            WeightUpdateError: a rank is gone, or could not write its file.
+        """
+        connections = []
+        try:
+            for rank in self.addresses[1:num_stripes]:
+                connections.append(Connection.dial(rank, self._settings.secret, self._settings.timeout_s))
+                connections[-1].send_message(order)
+            own = self._own.write(order)
+            while (written := own.reply(self._settings.timeout_s)) is None:
+                pass
+            answers = [written, *(_written(connection) for connection in connections)]
+        finally:
+            for connection in connections:
+                connection.close()
+        for rank, answer in zip(self.addresses, answers, strict=False):
+            if isinstance(answer, Failed):
+                raise WeightUpdateError(f"the trainer rank at {rank}: {answer.error}")
+        return [answer.file for answer in answers if isinstance(answer, Written)]
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -48,3 +71,13 @@ class Ranks:
         if isinstance(answer, Failed):
             raise WeightUpdateError(f"the trainer rank at {rank}: {answer.error}")
         return answer
+
+
+def _written(connection: Connection) -> Written | Failed:
+    while True:
+        kind, length = connection.receive()
+        if kind == MESSAGE:
+            answer: Written | Failed = connection.read_message(length, Written | Failed)  # type: ignore[arg-type]
+            return answer
+        if kind != ALIVE:
+            raise WireError(f"a trainer rank sent a frame of kind {kind}")

@@ -20,7 +20,7 @@ from pipelinerl.weights.carriage import CPU
 from pipelinerl.weights.delta import apply_delta
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import STALE, Address, Describe, Failed, Part, Staged, Take, WeightUpdateRequest
+from pipelinerl.weights.protocol import STALE, Address, Failed, Order, Part, Staged, Take, WeightUpdateRequest
 from pipelinerl.weights.shelf import Shelf
 from pipelinerl.weights.taker import Taker
 
@@ -189,9 +189,9 @@ class Receiver:
             transfer.thread.start()
         return transfer
 
-    def _obey(self, order: Take | Describe) -> Transfer:
-        if isinstance(order, Describe):
-            raise WeightUpdateError("only trainer ranks describe versions")
+    def _obey(self, order: Order) -> Transfer:
+        if not isinstance(order, Take):
+            raise WeightUpdateError("only trainer ranks describe and write versions")
         return self.begin(order.request)
 
     def close(self) -> None:
@@ -227,7 +227,8 @@ class Receiver:
             transfer.deadline = started + transfer.request.timeout_s
             buffer = self._receive(transfer)
             received = time.monotonic()
-            self._prepare(transfer.layout, buffer)
+            if transfer.request.is_last:
+                self._prepare(transfer.layout, buffer)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # the swap reads the buffer on another stream
             transfer.check()
@@ -266,7 +267,7 @@ class Receiver:
 
         def pull(number: int) -> None:
             try:
-                transfer.takers[number].pull(request, item, number, parts[number].sources, transfer.check)
+                transfer.takers[number].pull(request, item, number, parts[number].all_sources, transfer.check)
             except Exception as error:  # the thread's boundary: one part that fails fails the transfer
                 transfer.stop(str(error))
 

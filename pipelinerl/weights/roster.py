@@ -5,7 +5,8 @@ A server that died or lost its weights (restarted) leaves service. A server that
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import httpx
 
@@ -23,6 +24,21 @@ COMING_S = 0.1
 """The same for a server that is not up, times the number of servers: a start must not wait for the next question."""
 
 
+@dataclass(frozen=True)
+class Fetching:
+    """Servers fetch versions from a store by themselves, so what they report is what they serve."""
+
+    sender: str
+    """Name of this trainer process. Versions of another one do not count."""
+    reports: Callable[[], Mapping[str, WeightInfo]] | None
+    """What each server says, by name. None = they are asked over HTTP."""
+
+    def version(self, key: str) -> int | None:
+        """Returns the version of a `WeightInfo.serving`, None if it is not this trainer's."""
+        sender, _, version = key.rpartition("/")
+        return int(version) if sender.partition(".")[0] == self.sender and version.isdecimal() else None
+
+
 class Roster:
     """Keeps the list of servers up to date. Use it from one event loop.
 
@@ -30,7 +46,8 @@ class Roster:
         servers: returns the policy's current servers. Called often.
         secret: the run's secret.
         attestor: admits servers. None = every server that answers is admitted.
-        changed: called when a server becomes ready for weights or leaves service.
+        changed: called when a server becomes ready for weights, takes a version by itself, or leaves service.
+        fetching: None = servers take only versions that they are told to pull.
     """
 
     def __init__(
@@ -40,15 +57,30 @@ class Roster:
         secret: str,
         attestor: Attestor | None,
         changed: Callable[[], object],
+        fetching: Fetching | None = None,
     ):
         self._servers, self._secret, self._attestor, self._changed = servers, secret, attestor, changed
         self._members: dict[str, Member] = {}
+        self._fetching = fetching
+        self._infos: dict[str, WeightInfo] = {}
+        self._refused: dict[str, str] = {}
+        """Server → what it was serving when it missed its probe."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
 
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
+
+    @property
+    def reading(self) -> frozenset[str]:
+        """Versions that servers are fetching, as `WeightInfo.reading`."""
+        return frozenset(self._infos[name].reading for name in self._members if name in self._infos)
+
+    def refuse(self, name: str) -> None:
+        """Does not believe a server that it serves what it served last."""
+        if name in self._infos:
+            self._refused[name] = self._infos[name].serving
 
     async def follow(self) -> None:
         """Adds and removes members, because servers may come, leave or change their address at any time."""
@@ -77,10 +109,16 @@ class Roster:
         while True:
             ended = member.ended
             if member.update is None:
-                info = await member.info()
+                info = await self._ask(member)
                 if member.update is None and member.ended == ended:
                     self.see(member, info)
-            await asyncio.sleep(WATCH_S if member.is_up else min(WATCH_S, COMING_S * len(self._members)))
+            is_quiet = member.is_up and self._fetching is None
+            await asyncio.sleep(WATCH_S if is_quiet else min(WATCH_S, COMING_S * len(self._members)))
+
+    async def _ask(self, member: Member) -> WeightInfo | str | None:
+        if self._fetching is None or self._fetching.reports is None:
+            return await member.info()
+        return self._fetching.reports().get(member.name)
 
     def see(self, member: Member, info: WeightInfo | str | None) -> None:
         """Updates the member from the server's answer."""
@@ -92,12 +130,24 @@ class Roster:
             if self._attestor is not None:
                 self._attestor.left(member.name)
         if isinstance(info, WeightInfo):
-            member.workers = info.workers
-            member.is_up = bool(info.workers) and not member.is_expelled and self._admits(member, info.weight_version)
+            member.workers, self._infos[member.name] = info.workers, info
+            takes_weights = bool(info.workers) or self._fetching is not None
+            member.is_up = takes_weights and not member.is_expelled and self._admits(member, info.weight_version)
+            if self._fetching is not None:
+                self._believe(member, self._fetching.version(info.serving), info.serving)
         else:
             member.is_up, member.is_suspect = False, True
         if (member.is_up, member.serves) != before:
             self._changed()
+
+    def _believe(self, member: Member, version: int | None, key: str) -> None:
+        """Records which version a server has fetched."""
+        if member.is_expelled or self._refused.get(member.name) == key:
+            version = None
+        if version != member.serves:
+            member.serves = version
+            if version is not None and self._attestor is not None:
+                self._attestor.took(member.name, version)
 
     def _admits(self, member: Member, label: str) -> bool:
         return self._attestor is None or self._attestor.admits(member.name, label)

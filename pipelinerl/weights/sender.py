@@ -1,13 +1,12 @@
-"""The trainer's end: takes a snapshot of the weights, has every server pull it, announces who serves which version.
+"""The trainer's end: takes a snapshot of the weights, has it delivered, announces which server serves which version.
 
 Consumes: versions from the training loop, the provider's servers, their answers, missed probes.
 Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version.
 Waits for: servers, each in its own coroutine with a deadline. Ends: at ``close`` or with the first error, which the
 training loop sees at its next call.
 
-All servers that are ready when a version arrives form one chain (`chain`). A server that joins, returns, or was slow
-pulls separately from servers that have the version. Each server is announced as soon as it serves the version, without
-waiting for the slowest.
+Servers pull a version from the trainer's ranks and from one another, or fetch it from a store (`delivery`). Each server
+is announced as soon as it serves the version, without waiting for the slowest.
 """
 
 import asyncio
@@ -15,31 +14,28 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import torch
 
-from pipelinerl.errors import WeightUpdateError
-from pipelinerl.observability import spans
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
-from pipelinerl.weights.dispatch import Dispatch, chained, expected_s, joining
-from pipelinerl.weights.member import Member, UpdateOutcome
+from pipelinerl.weights.delivery import Delivery, Pushing
+from pipelinerl.weights.member import UpdateOutcome
 from pipelinerl.weights.news import Announcement, News, PushStats
 from pipelinerl.weights.offer import Offer
 from pipelinerl.weights.origin import Origin, SenderSettings
-from pipelinerl.weights.plan import DeltaChoice, TakePlan
+from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.protocol import Address, ParamSpec, WeightUpdateAnswer, WeightUpdateRequest
+from pipelinerl.weights.protocol import Address, ParamSpec, WeightInfo
 from pipelinerl.weights.ranks import Ranks
-from pipelinerl.weights.roster import Roster
+from pipelinerl.weights.roster import Fetching, Roster
 from pipelinerl.weights.snapshot import model_stripes
+from pipelinerl.weights.store.delivery import Publishing
 from pipelinerl.weights.supervision import Supervision
 from pipelinerl.world import Job
 
-RECEIVE_SHARE = 0.9
-"""Share of the timeout in which all bytes must arrive, so that the server's own error comes before ours."""
 SAMPLE_POLL_S = 0.05
 
 
@@ -52,6 +48,7 @@ class WeightSender:
         announce: writes a message to topic `trainer`. Called from one thread.
         origin: rank 0's own end. None = this process is the only rank.
         others: addresses of the origins of ranks 1, 2, ….
+        reports: with a store, what each server says about itself. None = they are asked over HTTP.
 
     >>> sender = WeightSender(lambda: world.get("actor_llm"), settings, announce)
     >>> if not sender.is_busy:
@@ -66,11 +63,11 @@ class WeightSender:
         announce: Callable[[Announcement], object],
         origin: Origin | None = None,
         others: Sequence[Address] = (),
+        reports: Callable[[], Mapping[str, WeightInfo]] | None = None,
     ):
         self._settings = settings
         self.origin = origin or Origin(settings, sender=uuid.uuid4().hex)
         self._ranks = Ranks(self.origin, others, settings)
-        self._delta = DeltaChoice(settings.delta)
         self._offer: Offer | None = None
         self._older: Offer | None = None
         """The offer before it."""
@@ -87,9 +84,14 @@ class WeightSender:
                 report=lambda miss: self._loop.call(lambda: self._take_miss(miss)),
             )
         self._roster = Roster(
-            servers, secret=settings.secret, attestor=self._attestor, changed=lambda: self._loop.wake()
+            servers,
+            secret=settings.secret,
+            attestor=self._attestor,
+            changed=lambda: self._loop.wake(),
+            fetching=None if settings.store is None else Fetching(self.origin.sender, reports),
         )
-        self._loop = Supervision(self._bring_up_to_date, self._roster.close)
+        self._delivery = self._make_delivery()
+        self._loop = Supervision(self._bring_up_to_date, self._end)
         self._loop.start()
 
     # The training thread
@@ -115,7 +117,7 @@ class WeightSender:
     def plan(self) -> TakePlan:
         """Decides for all ranks how they take the next version."""
         pulled = (offer.version for offer in (self._offer, self._older) if offer is not None and offer.users)
-        return TakePlan(kept=next(pulled, None), is_delta=self._delta.next())
+        return TakePlan(kept=next(pulled, None), is_delta=self._delivery.wants_delta())
 
     @property
     def outcomes(self) -> dict[str, UpdateOutcome]:
@@ -170,7 +172,7 @@ class WeightSender:
             before = (offer for offer in (self._offer, self._older) if offer is not None and offer.version == plan.kept)
             self._older = next(before, None)
             offer = Offer(version, snapshot.layout, stripes, snapshot.base_version)
-            if plan.is_delta or self._attestor is not None:
+            if plan.is_delta or self._attestor is not None or self._settings.store is not None:
                 offer.descriptions = self._ranks.describe(version, len(stripes))
                 if self._attestor is not None:
                     self._attestor.expect(version, Expected(self._ranks.checksum(offer.descriptions), scores))
@@ -189,6 +191,12 @@ class WeightSender:
         self.origin.close()
         self._ranks.close()
 
+    def _make_delivery(self) -> Delivery:
+        settings, sender = self._settings, self.origin.sender
+        if settings.store is not None:
+            return Publishing(self._ranks, settings, sender=sender, wake=lambda: self._loop.wake())
+        return Pushing(self._ranks, settings, self._attestor, sender=sender, wake=lambda: self._loop.wake())
+
     # The supervising loop
 
     async def _bring_up_to_date(self) -> None:
@@ -196,74 +204,23 @@ class WeightSender:
         await self._roster.follow()
         if self._taking.acquire(blocking=False):  # else ``send`` wakes the loop when it has the snapshot
             try:
-                await self._offer_newest()
+                if self._offer is not None:
+                    await self._delivery.deliver(self._offer, self._roster)
             finally:
                 self._taking.release()
         await asyncio.to_thread(self._tell)
 
-    async def _offer_newest(self) -> None:
-        """Starts the updates of all ready servers that lack the newest version."""
-        offer = self._offer
-        if offer is None:
-            return
-        if offer.is_new and offer.base_version is not None:
-            assert offer.descriptions is not None
-            described = await asyncio.wrap_future(offer.descriptions)
-            offer.take_deltas(described)
-        ready = [m for m in self._roster if m.is_up and m.update is None and m.serves != offer.version]
-        if offer.is_new:
-            offer.start(member.name for member in ready)
-            dispatches = chained(offer, ready, self._ranks.addresses, self._settings.bucket_bytes)
-        else:
-            holders = [m for m in self._roster if m.serves == offer.version and not m.is_suspect]
-            dispatches = joining(offer, ready, holders, self._ranks.addresses, self._settings.bucket_bytes)
-        for dispatch in dispatches:
-            self._start(offer, dispatch)
-
-    def _start(self, offer: Offer, dispatch: Dispatch) -> None:
-        member, num_bytes = dispatch.member, dispatch.num_bytes
-        request = WeightUpdateRequest(
-            sender=self.origin.sender,
-            version=offer.version,
-            params=offer.layout.specs,
-            workers=dispatch.route,
-            carriage=self._settings.carriage,
-            bucket_bytes=dispatch.bucket_bytes,
-            timeout_s=RECEIVE_SHARE * self._settings.timeout_s,
-            stall_s=self._settings.stall_s,
-            expected_s=expected_s(num_bytes, self.outcomes.values()),
-            base_version=dispatch.base_version,
-        )
-        member.held = None
-        offer.users.add(member.name)
-        member.update = asyncio.create_task(self._update(member, offer, request, num_bytes))
-
-    async def _update(self, member: Member, offer: Offer, request: WeightUpdateRequest, num_bytes: int) -> None:
-        """Runs one server's update, after which the server serves the version or is out of service."""
-        started, began, answer, reason = time.monotonic(), time.time_ns(), None, ""
-        try:
-            answer = await member.post(request)
-        except WeightUpdateError as error:
-            reason = str(error)
-        seconds = time.monotonic() - started
-        record_update(member.name, request.version, began, answer, num_bytes)
-        outcome = UpdateOutcome(
-            version=request.version, num_bytes=num_bytes, seconds=seconds, answer=answer, error=reason
-        )
-        member.take(outcome, is_late=offer.is_late(self._settings.stall_s))
-        offer.end(member.name, is_served=answer is not None)
-        if answer is not None:
-            transfer_s = 1e-3 * answer.transfer_ms
-            self._delta.measured(transfer_s + offer.encode_s, is_delta=request.base_version is not None)
-        if answer is not None and self._attestor is not None:
-            self._attestor.took(member.name, request.version)
-        self._loop.wake()
+    async def _end(self) -> None:
+        await self._delivery.close()
+        await self._roster.close()
 
     def _take_miss(self, miss: Miss) -> None:
         """Takes the server out of service. It gets the whole version again unless this was its second miss."""
         member = self._roster.get(miss.server)
         if member is not None:
             member.miss(is_final=miss.is_final)
+            self._roster.refuse(member.name)
+            self._delivery.missed()
         self._misses.append(miss)
         self._loop.wake()
 
@@ -273,13 +230,3 @@ class WeightSender:
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
         self._news.tell(members)
-
-
-def record_update(server: str, version: int, began: int, answer: WeightUpdateAnswer | None, num_bytes: int) -> None:
-    """Record a server's update as spans. The server says how long its parts took, so only this host's clock counts."""
-    trace, ended = f"version {version}", time.time_ns()
-    if answer is None:
-        spans.record("transfer", trace, began, ended, server=server, failed=True)
-        return
-    spans.record("transfer", trace, began, began + int(1e6 * answer.transfer_ms), server=server, bytes=num_bytes)
-    spans.record("swap", trace, ended - int(1e6 * answer.pause_ms), ended, server=server, version=version)

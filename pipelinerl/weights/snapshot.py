@@ -6,14 +6,15 @@ next one is due, or for deltas, whose base is the previous version.
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from pipelinerl.weights.chain import stripes
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.plan import TakePlan
-from pipelinerl.weights.protocol import Description, payload_key
+from pipelinerl.weights.protocol import payload_key
 from pipelinerl.weights.shelf import Shelf
 
 STRIPE_UNIT = 128 << 10
@@ -37,7 +38,8 @@ class Snapshot:
     base: torch.Tensor | None = None
     """Delta mode: this stripe of the previous version, until the delta is encoded."""
     base_version: int | None = None
-    description: "Future[Description] | None" = None
+    in_use: list[Future[Any]] = field(default_factory=list)
+    """Work that reads the buffer."""
 
 
 class Snapshots:
@@ -87,7 +89,7 @@ class Snapshots:
 
     def _reuse(self, spares: list[Snapshot], held: list[Snapshot], num_bytes: int) -> torch.Tensor:
         """Withdraws ``spares``. Returns the memory of one of them, or new memory if none has this size."""
-        wait([snapshot.description for snapshot in held if snapshot.description is not None])  # they read the buffers
+        wait([future for snapshot in held for future in snapshot.in_use])
         for spare in spares:
             for base_version in (None, spare.base_version):
                 self._shelf.withdraw(payload_key(self._sender, spare.version, base_version))

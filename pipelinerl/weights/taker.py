@@ -2,9 +2,11 @@
 
 Consumes: the part's sources, in order. Produces: bytes in an item of the shelf, as they arrive.
 Waits for: bytes. It leaves a source that is dead, silent for ``stall_s``, or ``stall_s`` behind the source after it,
-and continues with the next one at the offset reached. Ends: at the last byte, or when its caller's check raises.
+and continues with the next one at the offset reached. A file in the store is a source, too.
+Ends: at the last byte, or when its caller's check raises.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.carriage import Carrier, make_carrier
-from pipelinerl.weights.protocol import Address, Get, Had, Have
+from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
+from pipelinerl.weights.protocol import Address, Get, Had, Have, StoredFile
 from pipelinerl.weights.protocol import WeightUpdateRequest as Request
 from pipelinerl.weights.shelf import Item, Shelf
-from pipelinerl.weights.wire import ALIVE, DATA, GONE, UNKNOWN, Connection, WireError
+from pipelinerl.weights.store.files import MissingFileError, OpenFile, open_files
+from pipelinerl.weights.store.manifest import StoreError
+from pipelinerl.weights.wire import ALIVE, DATA, GONE, UNKNOWN, Connection, WireError, view_of
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,13 @@ class WithdrawnVersionError(WeightUpdateError):
     """The trainer has replaced these bytes by those of a newer version."""
 
 
+class DamagedFileError(WeightUpdateError):
+    """A file in the store does not hold what was published."""
+
+
+ByteSource = Address | StoredFile
+
+
 class Taker:
     """Pulls the part with one number in every update. Keeps its connection while the source stays the same."""
 
@@ -43,7 +54,7 @@ class Taker:
         self._carriers: dict[str, Carrier] = {}
 
     def pull(
-        self, request: Request, item: Item, number: int, sources: Sequence[Address], check: Callable[[str], None]
+        self, request: Request, item: Item, number: int, sources: Sequence[ByteSource], check: Callable[[str], None]
     ) -> None:
         """Fills range ``number`` of ``item``.
 
@@ -51,7 +62,8 @@ class Taker:
             sources: nearest first, the trainer last.
             check: called often with a description of the last event. Raises when the pull must end.
         Raises:
-            WithdrawnVersionError: the trainer no longer has these bytes.
+            WithdrawnVersionError: the trainer, or the store, no longer has these bytes.
+            DamagedFileError: the store has other bytes than were published.
             WeightUpdateError: what ``check`` raised.
         """
         part, turn, reason = item.ranges[number], 0, ""
@@ -65,7 +77,7 @@ class Taker:
                 following = sources[(turn + 1) % len(sources)]
                 try:
                     self._pull_from(source, request, item, number, check, watch.of(source, following))
-                except WireError as error:
+                except (WireError, StoreError) as error:
                     reason = f"{source}: {error}"
                 except SourceError as error:
                     reason = f"{source} {error}"
@@ -85,15 +97,39 @@ class Taker:
     def close(self) -> None:
         self._hang_up()
 
+    def _read(self, file: StoredFile, request: Request, item: Item, number: int, check: Callable[[str], None]) -> None:
+        """Reads the rest of a part from its file. The hash covers also the bytes that came from elsewhere."""
+        part, digest = item.ranges[number], hashlib.sha256()
+        for start in range(part.start, part.upto, request.bucket_bytes):
+            digest.update(view_of(item.slice(start, min(start + request.bucket_bytes, part.upto)).cpu()))
+        try:
+            with open_files(request.store).open(file.name, request.bucket_bytes) as reader:
+                if part.upto > part.start:
+                    reader.seek(part.upto - part.start)
+                while part.upto < part.end:
+                    check(f"{file} was being read")
+                    bucket = item.slice(part.upto, min(part.upto + request.bucket_bytes, part.end))
+                    count = _fill(reader, bucket, digest)
+                    if count == 0:
+                        raise DamagedFileError(f"{file} ends {part.end - part.upto} bytes too early")
+                    if part.upto + count == part.end and digest.hexdigest() != file.sha256:
+                        raise DamagedFileError(f"{file} has SHA-256 {digest.hexdigest()} instead of {file.sha256}")
+                    self._shelf.advance(item, number, part.upto + count)
+        except MissingFileError as error:
+            raise WithdrawnVersionError(f"version {request.version} was removed from the store: {error}") from error
+
     def _pull_from(
         self,
-        source: Address,
+        source: ByteSource,
         request: Request,
         item: Item,
         number: int,
         check: Callable[[str], None],
         watch: "Watch",
     ) -> None:
+        if isinstance(source, StoredFile):
+            self._read(source, request, item, number, check)
+            return
         part = item.ranges[number]
         connection = self._connected(source, request)
         get = Get(
@@ -145,6 +181,17 @@ class Taker:
         self._connection, self._carriers = None, {}
 
 
+def _fill(reader: OpenFile, bucket: torch.Tensor, digest: "hashlib._Hash") -> int:
+    """Reads at most a bucket and adds it to the digest. Returns the number of bytes, 0 at the end of the file."""
+    host = bucket if bucket.device == CPU else torch.empty_like(bucket, device=CPU)
+    view = view_of(host)
+    count = reader.readinto(view) or 0
+    digest.update(view[:count])
+    if host is not bucket:
+        bucket[:count].copy_(host[:count])
+    return count
+
+
 class Watch:
     """Detects a slow source by comparing it with the source after it.
 
@@ -154,15 +201,15 @@ class Watch:
     otherwise switch between sources for ever.
     """
 
-    def __init__(self, secret: str, request: Request, sources: Sequence[Address]):
+    def __init__(self, secret: str, request: Request, sources: Sequence[ByteSource]):
         self._secret, self._request, self.origin = secret, request, sources[-1]
-        self._following: Address | None = None
+        self._following: ByteSource | None = None
         self._connection: Connection | None = None
         self._started = self._asked_at = time.monotonic()
         self._had: int | None = None
         self._is_used_up = False
 
-    def of(self, source: Address, following: Address) -> "Watch":
+    def of(self, source: ByteSource, following: ByteSource) -> "Watch":
         """Starts comparing ``source`` with ``following``."""
         self.close()
         self._following = following if source != self.origin else None
@@ -187,7 +234,7 @@ class Watch:
             self._is_used_up = True
             raise SourceError(f"is {half_s:g} s or more behind {self._following}")
         self._asked_at = now
-        if self._following != self.origin:
+        if isinstance(self._following, Address):
             self._had = self._ask(self._following, upto)
 
     def close(self) -> None:

@@ -149,6 +149,8 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
     def transfer_backend(self, wanted: str) -> Carriage:
         """The backend for ``weights.backend=wanted``. TCP works everywhere because it goes through host memory.
 
+        With a store, a server's workers pass on what one of them has read, by TCP.
+
         Raises:
             WorldError: the world's devices do not support it.
         """
@@ -156,6 +158,8 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
             kind = "a CPU world" if self.accelerator == "cpu" else f"a world of {self._device_count} GPU(s)"
             shared = f", world.share_devices={str(self.share_devices).lower()}"
             raise WorldError(f"weights.backend={wanted} cannot work in {kind}{shared}: use auto or tcp")
+        if wanted == "store":
+            return "tcp"
         return self.weight_backend if wanted == "auto" else wanted  # type: ignore[return-value]  # checked above
 
     @property

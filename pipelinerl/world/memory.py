@@ -127,6 +127,11 @@ def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
     return 2 * version + (12 * shape.parameters + version) // nodes
 
 
+def version_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Bytes of one weight version as it is sent: in `finetune.dtype`."""
+    return shape.parameters * (4 if cfg.finetune.dtype == "float32" else 2)
+
+
 def with_value(section: Any, key: str, value: Any) -> Any:
     """Return a copy of a section with one key changed. A dotted key changes a section inside."""
     name, _, rest = key.partition(".")

@@ -1,20 +1,25 @@
 """Renders the world and its memory plan as tables. Presentation only."""
 
+from pathlib import Path
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.world.cluster import gpu_memory_bytes
 from pipelinerl.world.map import Job, WorldMap
-from pipelinerl.world.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan
-from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.world.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, version_bytes
+from pipelinerl.world.model_shape import ModelShape, find_model_shape
 from pipelinerl.world.training_memory import GIB
 
 
-def world_table(world: WorldMap) -> Table:
+def world_table(world: WorldMap, weights_by: str | None = None) -> Table:
     """Return a table with one line per job, ordered by node."""
     unit = "GPUs" if world.accelerator == "cuda" else "cores"
-    table = Table(title=world_title(world), title_justify="left", header_style="bold")
+    table = Table(
+        title=world_title(world, weights_by or world.weight_backend), title_justify="left", header_style="bold"
+    )
     for column in ("node", "job", unit, "listens on", "notes"):
         table.add_column(column, overflow="fold")
     for node in world.nodes:
@@ -32,7 +37,7 @@ def world_table(world: WorldMap) -> Table:
     return table
 
 
-def world_title(world: WorldMap) -> str:
+def world_title(world: WorldMap, weights_by: str) -> str:
     kind = "CPU slots" if world.accelerator == "cpu" else "GPUs"
     devices = sum(node.devices for node in world.nodes)
     parts = [
@@ -40,7 +45,7 @@ def world_title(world: WorldMap) -> str:
         f"{devices} {kind}",
         f"{len(world.get('actor_llm'))} policy server(s)",
         f"{world.trainer_world_size} trainer rank(s)",
-        f"weights by {world.weight_backend}",
+        f"weights by {weights_by}",
     ]
     if world.get("preprocessor_llm"):
         parts.insert(3, f"{len(world.get('preprocessor_llm'))} reference server(s)")
@@ -90,14 +95,32 @@ def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -
     return table
 
 
+def store_line(cfg: Config, shape: ModelShape | None) -> str:
+    """Describe what `weights.backend=store` writes."""
+    url = without_credentials(weight_store(cfg.weights.store, Path(cfg.output_dir)))
+    text = f"Weights: every trainer rank writes its stripe of a version to {url}"
+    if shape is None:
+        return f"{text}; the bytes are not known: the config.json of {cfg.model_path} is not on this machine."
+    version, keep = version_bytes(cfg, shape), cfg.weights.store_keep
+    later = "less for a difference" if cfg.weights.delta else "as much for every later one"
+    return (
+        f"{text}: {version / GIB:.2f} GiB for a whole version, {later}. {keep} version(s) stay, besides those that "
+        f"servers still read and the next one: about {(keep + 2) * version / GIB:.2f} GiB there."
+    )
+
+
 def render_world(cfg: Config, world: WorldMap) -> RenderableType:
     """Return the table of jobs. On CUDA add the memory plan if the model's sizes are known without a download."""
-    if world.accelerator == "cpu":
-        return world_table(world)
     shape = find_model_shape(cfg.model_path)
+    is_stored = cfg.weights.backend == "store"
+    jobs: RenderableType = world_table(world, "a store" if is_stored else None)
+    if is_stored:
+        jobs = Group(jobs, store_line(cfg, shape))
+    if world.accelerator == "cpu":
+        return jobs
     if shape is None:
-        return Group(world_table(world), f"No memory plan: the config.json of {cfg.model_path} is not on this machine.")
+        return Group(jobs, f"No memory plan: the config.json of {cfg.model_path} is not on this machine.")
     detected = gpu_memory_bytes()
     gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
     plans = memory_plan(cfg, world, shape, gpu_bytes)
-    return Group(world_table(world), memory_table(plans, gpu_bytes, assumed=not detected))
+    return Group(jobs, memory_table(plans, gpu_bytes, assumed=not detected))

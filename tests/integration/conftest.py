@@ -30,6 +30,7 @@ from pipelinerl.inference.control import UpdateControl, control_router
 from pipelinerl.inference.guard import Guard
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.receiver import Receiver
+from pipelinerl.weights.store.follower import FollowerSettings, StoreFollower
 from pipelinerl.world import Job, WorldMap
 
 START_S = 240.0
@@ -239,11 +240,25 @@ class ModelServer:
         app.add_middleware(Guard)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
+        self.updates = updates
+        self.follower: StoreFollower | None = None
+        self._loop: Any = None
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), daemon=True)
         self._thread.start()
         wait_for(lambda: self._server.started, 20, lambda: "uvicorn did not start")
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.job = Job(name=name, kind="actor_llm", port=self.port, url=f"http://127.0.0.1:{self.port}")
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve()
+
+    def follow(self, url: str, **settings: Any) -> StoreFollower:
+        """Begin to fetch versions from a store."""
+        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 20.0, "stall_s": 5.0}
+        self.follower = StoreFollower(self.updates, self._loop, FollowerSettings(url=url, **(given | settings)))
+        self.follower.start()
+        return self.follower
 
     @staticmethod
     def _allocate(num_bytes: int) -> torch.Tensor:
@@ -275,6 +290,9 @@ class ModelServer:
         return self.label
 
     def stop(self) -> None:
+        if self.follower is not None:
+            self.follower.close()
+            self.follower.join()
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()

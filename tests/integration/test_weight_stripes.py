@@ -181,6 +181,35 @@ def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
     assert max(given) - min(given) <= 2 * STRIPE_UNIT
 
 
+@pytest.mark.parametrize(("dtype", "delta"), [("bfloat16", "true"), ("float32", "false")])
+def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
+    start_model_server: Any, tmp_path: Path, dtype: str, delta: str
+) -> None:
+    store, out = tmp_path / "store", tmp_path / "out.safetensors"
+    servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
+    for server in servers:
+        server.follow(str(store))
+    job = {
+        "engine": "fsdp2",
+        "dtype": dtype,
+        "model": str(save_qwen2(tmp_path / "model", vocab_size=64, layers=24)),
+        "overrides": ["weights.backend=store", f"weights.store={store}", f"weights.delta={delta}"],
+        "urls": [(server.job.name, server.job.url) for server in servers],
+        "out": str(out),
+    }
+    run_ranks(job, tmp_path)
+    expected = load_file(out)
+    for server in servers:
+        assert server.live.keys() == expected.keys()
+        assert holds(server, expected)
+        assert (server.label, server.follower.failures) == ("1", 0)
+    assert sum(json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)) == 0
+    sizes = [path.stat().st_size for path in sorted(store.glob("*-0-*.whole"))]
+    assert len(sizes) == 2
+    assert sum(sizes) == Layout(tuple(spec_of(*item) for item in servers[0].live.items())).num_bytes
+    assert max(sizes) - min(sizes) <= 2 * STRIPE_UNIT
+
+
 def run_ranks(job: dict[str, Any], folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -30,8 +30,14 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, world_size, _ = read_ranks("cpu")
     out = Path(job["out"])
-    given = [f"output_dir={out.parent}", f"model_path={job['model']}", "dataset_loader=a.b", "finetune.dtype=bfloat16"]
-    learning = ["finetune.learning_rate=1e-2", "finetune.gradient_checkpointing=false", "weights.probe=false"]
+    given = [f"output_dir={out.parent}", f"model_path={job['model']}", "dataset_loader=a.b"]
+    dtype = job.get("dtype", "bfloat16")
+    learning = [
+        f"finetune.dtype={dtype}",
+        "finetune.learning_rate=1e-2",
+        "finetune.gradient_checkpointing=false",
+        "weights.probe=false",
+    ]
     overrides = ["actor.rollout_policy=a.b", f"finetune.engine={job['engine']}", *job["overrides"]]
     cfg = parse(compose("base", [*given, *learning, *overrides]))
     own = sending_rank(out.parent, cfg, job["urls"])
@@ -42,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
     assert own.updates.finish(1)
     if own.sender is not None:
         assert own.sender.wait_live(1, 60, count=own.num_servers)
-    weights = {name: tensor.clone() for name, tensor in exported_parameters(own.engine, torch.bfloat16)}
+    weights = {name: tensor.clone() for name, tensor in exported_parameters(own.engine, getattr(torch, dtype))}
     out.with_suffix(f".{rank}").write_text(json.dumps(own.origin.giver.num_bytes))
     if rank == 0:
         save_file(weights, out)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, PositiveInt
 
 from pipelinerl.config.backends import Carriage
 from pipelinerl.config.keys import Section, key
@@ -39,11 +39,24 @@ class VLLMSection(Section):
 class WeightsSection(Section):
     """Weight updates from the trainer to the servers."""
 
-    backend: Literal["auto", Carriage] = key(
+    backend: Literal["auto", Carriage, "store"] = key(
         "auto",
         "how weights travel from one process to the next. `nccl` between GPUs, `ipc` in a world of one shared GPU, "
-        "`tcp` (through host memory) on CPU and on several shared GPUs",
+        "`tcp` (through host memory) on CPU and on several shared GPUs. `store`: as files in `weights.store`, for "
+        "servers that the trainer has no network to. See [No common network](cluster.md)",
         may_change=True,
+    )
+    store: str | None = key(
+        None,
+        "`store`: the folder or fsspec URL (`s3://bucket/run`) to which the trainer writes versions, and from which "
+        "servers fetch them. `null` = `weights` in the run folder. Credentials come from the environment",
+        may_change=True,
+    )
+    store_keep: PositiveInt = key(
+        2, "`store`: so many versions stay in any case. Others go when no server reads them any more", may_change=True
+    )
+    store_poll_s: PositiveFloat = key(
+        0.5, "`store`: time between two looks of a server for a newer version", may_change=True
     )
     bucket_mb: PositiveFloat = key(
         8,

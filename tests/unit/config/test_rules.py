@@ -34,6 +34,8 @@ def test_check_base_configuration_has_no_hint(base: Config) -> None:
 
 
 REFUSED = {
+    "deltas_in_store_are_said": {"weights__backend": "store", "weights__delta": "auto"},
+    "store_is_reached_by_all": {"weights__backend": "store", "streams__backend": "redis"},
     "sequence_fits_trainer": {"finetune__seq_length": 9999},
     "micro_batch_fits_record": {"finetune__seq_length": 70_000, "streams__max_record_mb": 1},
     "completion_fits_server": {"llm__parameters": {"max_tokens": 10000, "temperature": 1.0}},
@@ -200,6 +202,7 @@ HINTED = {
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
     "gradient_shards_without_fsdp2": {"finetune__shard_gradients": True},
+    "store_without_backend": {"weights__store": "/shared/weights"},
     "cluster_without_ray": {"launcher__ray_address": "auto"},
 }
 

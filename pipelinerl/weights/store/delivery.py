@@ -1,0 +1,136 @@
+"""Publishes versions in a store. Servers fetch them by themselves and report what they serve.
+
+Consumes: versions that the ranks have taken, reports of servers. Produces: files, a manifest. Waits for: ranks that
+write, in a task of its own, so that nothing else waits for a slow store. A version that cannot be published is tried
+again. After ``timeout_s`` without success the updates end with the reason.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.observability import spans
+from pipelinerl.weights.member import UpdateOutcome
+from pipelinerl.weights.offer import Offer
+from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.protocol import Part, Write
+from pipelinerl.weights.ranks import Ranks
+from pipelinerl.weights.roster import Roster
+from pipelinerl.weights.store.files import open_files
+from pipelinerl.weights.store.manifest import StoreError
+from pipelinerl.weights.store.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+class Publishing:
+    """The `pipelinerl.weights.delivery.Delivery` to a store.
+
+    Args:
+        wake: wakes the sender's loop.
+    Raises:
+        StoreError: the store cannot be read.
+    """
+
+    def __init__(self, ranks: Ranks, settings: SenderSettings, *, sender: str, wake: Callable[[], object]):
+        assert settings.store is not None
+        self._ranks, self._settings, self._wake = ranks, settings, wake
+        self._publisher = Publisher(
+            open_files(settings.store.url),
+            secret=settings.secret,
+            sender=sender,
+            keep=settings.store.keep,
+            grace_s=settings.stall_s,
+        )
+        self._task: asyncio.Task[None] | None = None
+        self._failing_since: float | None = None
+        self._retry_at = 0.0
+        self._is_missed = False
+        self._published: tuple[float, int] = (0.0, 0)
+        """When the offered version was published, and its bytes."""
+
+    def wants_delta(self) -> bool:
+        return bool(self._settings.delta)
+
+    def missed(self) -> None:
+        self._is_missed = True
+
+    async def close(self) -> None:
+        """Stops waiting for the version that is being published."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, WeightUpdateError):
+                await self._task
+
+    async def deliver(self, offer: Offer, roster: Roster) -> None:
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            await task
+        if self._is_missed and not offer.is_new:
+            offer.reopen()
+        if offer.is_new:
+            if self._task is None and time.monotonic() >= self._retry_at:
+                self._task = asyncio.create_task(self._publish(offer, roster))
+            return
+        for member in roster:
+            if member.serves != offer.version:
+                continue
+            offer.end(member.name, is_served=True)
+            if member.last is None or member.last.version != offer.version:
+                seconds = time.monotonic() - self._published[0]
+                member.last = UpdateOutcome(version=offer.version, num_bytes=self._published[1], seconds=seconds)
+
+    async def _publish(self, offer: Offer, roster: Roster) -> None:
+        """Tries to publish the version. The offer stays new if that fails.
+
+        Raises:
+            WeightUpdateError: it has failed for too long.
+        """
+        began = time.time_ns()
+        try:
+            num_bytes = await self._write(offer)
+        except WeightUpdateError as error:
+            self._failed(offer.version, error)
+            return
+        self._failing_since = None
+        spans.record("publish", f"version {offer.version}", began, time.time_ns(), bytes=num_bytes)
+        self._published = (time.monotonic(), num_bytes)
+        offer.start(member.name for member in roster if member.is_up)
+        self._wake()
+        try:
+            await asyncio.to_thread(self._publisher.clean, roster.reading)
+        except StoreError as error:
+            log.warning("event=store_not_cleaned reason=%s", error)
+
+    async def _write(self, offer: Offer) -> int:
+        """Has every rank write its stripe, then publishes the version. Returns the number of bytes."""
+        assert offer.descriptions is not None
+        offer.take_deltas(await asyncio.wrap_future(offer.descriptions))
+        publisher, base_version = self._publisher, offer.base_version
+        if self._is_missed:
+            self._is_missed, base_version = False, None
+            publisher.revise()
+        if offer.deltas is None or not publisher.extends(offer.version, base_version, offer.deltas):
+            base_version = None
+        ranges = offer.ranges(base_version)
+        order = Write(version=offer.version, prefix=publisher.prefix, is_delta=base_version is not None)
+        files = await asyncio.to_thread(self._ranks.write, order, len(ranges))
+        publisher.wrote([file.name for file in files])
+        parts = tuple(Part(start=s, end=e, file=file) for (s, e), file in zip(ranges, files, strict=True))
+        await asyncio.to_thread(publisher.publish, offer.version, offer.layout.specs, parts, base_version)
+        return sum(end - start for start, end in ranges)
+
+    def _failed(self, version: int, error: WeightUpdateError) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        self._retry_at = now + RETRY_S
+        log.warning("event=version_not_published version=%d reason=%s", version, error)
+        if now - self._failing_since > self._settings.timeout_s:
+            timeout = f"weights.timeout_s={self._settings.timeout_s:g} s"
+            raise WeightUpdateError(f"version {version} could not be published for {timeout}: {error}") from error
