@@ -1,14 +1,14 @@
 """A weight sender in a test, one version at a time."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.member import UpdateOutcome
-from pipelinerl.weights.origin import SenderSettings
+from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.sender import WeightSender
 
 
@@ -38,6 +38,16 @@ class Senders:
         self.sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()], scores)
         wait_for(lambda: not self.sender.is_busy)
         return {name: outcome for name, outcome in self.sender.outcomes.items() if outcome.version == version}
+
+
+def take_on_all_ranks(
+    sender: WeightSender, origins: Sequence[Origin], version: int, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Take a version on rank 0, which sends it, and on all other ranks."""
+    specs, plan = [spec_of(*item) for item in weights.items()], sender.plan()
+    sender.send(version, weights.items(), specs, plan=plan)
+    for origin in origins[1:]:
+        origin.take(version, weights.items(), specs, plan)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -171,7 +171,7 @@ def disk(start: Start) -> list[str]:
     return []
 
 
-def weight_store(start: Start) -> list[str]:
+def store_of_weights(start: Start) -> list[str]:
     """Refuse a store that does not answer, or whose disk has no room for the versions that stay. Writes nothing."""
     from pipelinerl.weights.store.files import open_files
     from pipelinerl.weights.store.manifest import StoreError
@@ -223,4 +223,4 @@ def domain(start: Start) -> list[str]:
 
 
 OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, experts)
-OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, weight_store, model, objective, domain)
+OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, store_of_weights, model, objective, domain)

@@ -72,6 +72,15 @@ class Member:
             )
             self.drop()
 
+    def fetch(self, outcome: "UpdateOutcome") -> None:
+        """Records what it took for the server to fetch the version that it serves."""
+        self.last = outcome
+
+    def report(self, serves: int | None) -> bool:
+        """Records which version the server says that it serves. Returns whether it is another one."""
+        before, self.serves = self.serves, None if self.is_expelled else serves
+        return before != self.serves
+
     def miss(self, *, is_final: bool) -> None:
         """Takes a server that missed its probe out of service, permanently if ``is_final``."""
         self.held = self.serves = None

@@ -142,12 +142,9 @@ class Roster:
 
     def _believe(self, member: Member, version: int | None, key: str) -> None:
         """Records which version a server has fetched."""
-        if member.is_expelled or self._refused.get(member.name) == key:
-            version = None
-        if version != member.serves:
-            member.serves = version
-            if version is not None and self._attestor is not None:
-                self._attestor.took(member.name, version)
+        version = None if self._refused.get(member.name) == key else version
+        if member.report(version) and member.serves is not None and self._attestor is not None:
+            self._attestor.took(member.name, member.serves)
 
     def _admits(self, member: Member, label: str) -> bool:
         return self._attestor is None or self._attestor.admits(member.name, label)

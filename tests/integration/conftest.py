@@ -216,6 +216,27 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path) -> I
 SECRET = "unit-test-secret"
 
 
+class Following:
+    """What a server fetches from a store."""
+
+    def __init__(self, updates: UpdateControl):
+        self._updates = updates
+        self.loop: Any = None
+        self.follower: StoreFollower | None = None
+
+    def follow(self, url: str, **settings: Any) -> StoreFollower:
+        """Begin to fetch versions from the store at ``url``."""
+        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 20.0, "stall_s": 5.0}
+        self.follower = StoreFollower(self._updates, self.loop, FollowerSettings(url=url, **(given | settings)))
+        self.follower.start()
+        return self.follower
+
+    def stop(self) -> None:
+        if self.follower is not None:
+            self.follower.close()
+            self.follower.join()
+
+
 class ModelServer:
     """A server without vLLM: real HTTP, connections and receiver; records pauses, resumes and what is live."""
 
@@ -240,9 +261,7 @@ class ModelServer:
         app.add_middleware(Guard)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)
-        self.updates = updates
-        self.follower: StoreFollower | None = None
-        self._loop: Any = None
+        self.store = Following(updates)
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), daemon=True)
         self._thread.start()
         wait_for(lambda: self._server.started, 20, lambda: "uvicorn did not start")
@@ -250,15 +269,8 @@ class ModelServer:
         self.job = Job(name=name, kind="actor_llm", port=self.port, url=f"http://127.0.0.1:{self.port}")
 
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.store.loop = asyncio.get_running_loop()
         await self._server.serve()
-
-    def follow(self, url: str, **settings: Any) -> StoreFollower:
-        """Begin to fetch versions from a store."""
-        given = {"secret": SECRET, "poll_s": 0.02, "bucket_bytes": 1 << 14, "timeout_s": 20.0, "stall_s": 5.0}
-        self.follower = StoreFollower(self.updates, self._loop, FollowerSettings(url=url, **(given | settings)))
-        self.follower.start()
-        return self.follower
 
     @staticmethod
     def _allocate(num_bytes: int) -> torch.Tensor:
@@ -290,9 +302,7 @@ class ModelServer:
         return self.label
 
     def stop(self) -> None:
-        if self.follower is not None:
-            self.follower.close()
-            self.follower.join()
+        self.store.stop()
         self._server.should_exit = True
         self._thread.join(timeout=10)
         assert not self._thread.is_alive()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.ledger import read as read_ledger
+from pipelinerl.inspect.ledger import read_ledger
 
 RUN_TIMEOUT_S = 900
 STEPS = 40

@@ -21,7 +21,7 @@ from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.snapshot import STRIPE_UNIT
 from pipelinerl.weights.store import files, publisher
 from pipelinerl.weights.store.manifest import NAME
-from tests.sender_kit import wait_for
+from tests.sender_kit import take_on_all_ranks, wait_for
 
 SECRET = "unit-test-secret"
 RANKS = 3
@@ -47,10 +47,7 @@ class Trainer:
 
     def take(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         wait_for(lambda: not self.sender.is_busy)
-        specs, plan = [spec_of(*item) for item in weights.items()], self.sender.plan()
-        self.sender.send(version, weights.items(), specs, plan=plan)
-        for origin in self.origins[1:]:
-            origin.take(version, weights.items(), specs, plan)
+        take_on_all_ranks(self.sender, self.origins, version, weights)
 
     def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Publish a version and wait until all servers serve it."""
@@ -114,7 +111,7 @@ def test_servers_fetch_what_all_ranks_wrote_bit_by_bit(
 ) -> None:
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     for server in servers:
-        server.follow(url)
+        server.store.follow(url)
     trainer = make_trainer(url, *servers)
     for version in (0, 1, 7):
         trainer.send(version, weights(version, dtype))
@@ -133,7 +130,7 @@ def test_differences_are_small_and_a_late_server_applies_them_all(
     start_model_server: Any, make_trainer: Any, url: str
 ) -> None:
     first, late = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
-    first.follow(url)
+    first.store.follow(url)
     trainer = make_trainer(url, first, delta=True)
     sent = weights(0)
     for version in range(5):
@@ -144,7 +141,7 @@ def test_differences_are_small_and_a_late_server_applies_them_all(
     sizes = [files.open_files(url).size(name) for name in files.open_files(url).names() if name.endswith("delta")]
     assert len(sizes) == 4 * RANKS
     assert sum(sizes) < STRIPE_UNIT / 10
-    late.follow(url)
+    late.store.follow(url)
     wait_for(lambda: late.label == "4")
     assert holds(late, sent)
     assert late.swaps == 1
@@ -154,7 +151,7 @@ def test_whole_version_is_written_again_when_differences_outgrow_it(
     start_model_server: Any, make_trainer: Any, url: str
 ) -> None:
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server, delta=True, keep=1, stall_s=0.01)
     sent = weights(0)
     kinds = []
@@ -172,12 +169,12 @@ def test_restarted_server_and_restarted_trainer_go_on_with_the_newest(
     start_model_server: Any, make_trainer: Any, url: str
 ) -> None:
     server = start_model_server("actor_llm_0")
-    server.follow(url)
+    server.store.follow(url)
     first = make_trainer(url, server)
     for version in (3, 4):
         first.send(version, weights(version))
     other = start_model_server("actor_llm_1")  # as one that was restarted: it has nothing
-    other.follow(url)
+    other.store.follow(url)
     wait_for(lambda: other.label == "4")
     first.close()
     second = make_trainer(url, server, other)
@@ -194,14 +191,14 @@ def test_damaged_file_is_not_served_and_the_next_version_is(
     monkeypatch.setattr("pipelinerl.weights.store.follower.LONGEST_PAUSE_S", 0.05)
     url = str(tmp_path / "store")
     server, late = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server)
     trainer.send(0, weights(0))
     path = next(Path(url).glob("*-0-1.whole"))
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
-    follower = late.follow(url)
+    follower = late.store.follow(url)
     wait_for(lambda: follower.failures >= 2)
     assert "SHA-256" in follower.reason
     assert path.name in follower.reason
@@ -217,16 +214,16 @@ def test_incomplete_file_is_found_before_memory_is_changed_for_it(
 ) -> None:
     url = str(tmp_path / "store")
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server)
     trainer.send(0, weights(0))
-    server.follower.close()
-    server.follower.join()
+    server.store.follower.close()
+    server.store.follower.join()
     trainer.take(1, weights(1))
     wait_for(lambda: not (trainer.sender.is_busy and b"-1-0.whole" not in (Path(url) / NAME).read_bytes()))
     path = next(Path(url).glob("*-1-2.whole"))
     {"cut": lambda: os.truncate(path, 100), "gone": path.unlink, "longer": lambda: os.truncate(path, 1 << 30)}[damage]()
-    follower = server.follow(url)
+    follower = server.store.follow(url)
     follower._held = (1, 0, 0)
     wait_for(lambda: follower.failures >= 1)
     assert path.name in follower.reason
@@ -247,12 +244,12 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_manifest_changes_nothing(start_model_server: Any, make_trainer: Any, url: str, kind: str) -> None:
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server)
     trainer.send(0, weights(0))
     files.open_files(url).put(NAME, memoryview(HOSTILE[kind]))
-    wait_for(lambda: server.follower.failures >= 1)
-    assert NAME in server.follower.reason
+    wait_for(lambda: server.store.follower.failures >= 1)
+    assert NAME in server.store.follower.reason
     assert holds(server, weights(0))
     trainer.send(1, weights(1))
     assert holds(server, weights(1))
@@ -260,14 +257,14 @@ def test_hostile_manifest_changes_nothing(start_model_server: Any, make_trainer:
 
 def test_manifest_of_an_earlier_time_is_refused(start_model_server: Any, make_trainer: Any, url: str) -> None:
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server)
     trainer.send(0, weights(0))
     old = files.open_files(url).get(NAME, 1 << 20)
     trainer.send(1, weights(1))
     files.open_files(url).put(NAME, memoryview(old))
-    wait_for(lambda: server.follower.failures >= 1)
-    assert "older" in server.follower.reason
+    wait_for(lambda: server.store.follower.failures >= 1)
+    assert "older" in server.store.follower.reason
     assert server.label == "1"
 
 
@@ -276,7 +273,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
 ) -> None:
     url = str(tmp_path / "store")
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server)
     trainer.send(0, weights(0))
     is_full, put = threading.Event(), files.FolderFiles.put
@@ -304,7 +301,7 @@ def test_store_that_stays_away_ends_the_updates_with_its_reason(
 
     url = str(tmp_path / "store")
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server, timeout_s=0.3)
     trainer.send(0, weights(0))
     shutil.rmtree(url)
@@ -322,7 +319,7 @@ def test_server_that_missed_its_probe_fetches_the_whole_version_again(
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     for server in servers:
-        server.follow(url)
+        server.store.follow(url)
     trainer = make_trainer(url, *servers, delta=True)
     sent = weights(0)
     for version in range(2):
@@ -343,7 +340,7 @@ def test_server_that_missed_its_probe_fetches_the_whole_version_again(
 def test_store_does_not_grow_with_the_versions(start_model_server: Any, make_trainer: Any, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     server = start_model_server()
-    server.follow(url)
+    server.store.follow(url)
     trainer = make_trainer(url, server, ranks=2, stall_s=0.01)
     small = {"w": torch.zeros(STRIPE_UNIT, dtype=torch.bfloat16)}
     counts = []
@@ -374,7 +371,7 @@ def test_killed_writer_leaves_a_version_that_is_whole(start_model_server: Any, u
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     late = start_model_server()
-    follower = late.follow(url)
+    follower = late.store.follow(url)
     for turn in range(4):
         process = subprocess.Popen([sys.executable, "-c", WRITER, url], env=env, stdout=subprocess.PIPE, cwd=root)
         assert process.stdout is not None

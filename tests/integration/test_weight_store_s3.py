@@ -41,7 +41,7 @@ def test_versions_and_differences_go_through_a_bucket(start_model_server: Any, b
     from tests.integration.test_weight_store import Trainer, holds, weights
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
-    servers[0].follow(bucket)
+    servers[0].store.follow(bucket)
     trainer = Trainer(bucket, servers[:1], delta=True)
     try:
         sent = weights(0)
@@ -49,7 +49,7 @@ def test_versions_and_differences_go_through_a_bucket(start_model_server: Any, b
             sent["embed"][version] += 1.0
             trainer.send(version, sent)
             assert holds(servers[0], sent)
-        late = servers[1].follow(bucket)
+        late = servers[1].store.follow(bucket)
         wait_for(lambda: servers[1].label == "2")
         assert holds(servers[1], sent)
         assert late.failures == 0

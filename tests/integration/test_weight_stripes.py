@@ -19,7 +19,7 @@ from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.snapshot import STRIPE_UNIT
 from tests.models import save_qwen2
-from tests.sender_kit import wait_for
+from tests.sender_kit import take_on_all_ranks, wait_for
 from tests.zero3 import shard_everything
 
 ROOT = Path(__file__).parents[2]
@@ -42,10 +42,7 @@ class Trainer:
 
     def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Takes a version on every rank and waits until all servers serve it."""
-        specs, plan = [spec_of(*item) for item in weights.items()], self.sender.plan()
-        self.sender.send(version, weights.items(), specs, plan=plan)
-        for origin in self.origins[1:]:
-            origin.take(version, weights.items(), specs, plan)
+        take_on_all_ranks(self.sender, self.origins, version, weights)
         assert self.sender.wait_live(version, 20, count=self._count), self.sender.outcomes
         wait_for(lambda: not self.sender.is_busy)
 
@@ -188,7 +185,7 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     store, out = tmp_path / "store", tmp_path / "out.safetensors"
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     for server in servers:
-        server.follow(str(store))
+        server.store.follow(str(store))
     job = {
         "engine": "fsdp2",
         "dtype": dtype,
@@ -202,7 +199,7 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     for server in servers:
         assert server.live.keys() == expected.keys()
         assert holds(server, expected)
-        assert (server.label, server.follower.failures) == ("1", 0)
+        assert (server.label, server.store.follower.failures) == ("1", 0)
     assert sum(json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)) == 0
     sizes = [path.stat().st_size for path in sorted(store.glob("*-0-*.whole"))]
     assert len(sizes) == 2

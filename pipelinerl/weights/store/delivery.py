@@ -83,7 +83,7 @@ class Publishing:
             offer.end(member.name, is_served=True)
             if member.last is None or member.last.version != offer.version:
                 seconds = time.monotonic() - self._published[0]
-                member.last = UpdateOutcome(version=offer.version, num_bytes=self._published[1], seconds=seconds)
+                member.fetch(UpdateOutcome(version=offer.version, num_bytes=self._published[1], seconds=seconds))
 
     async def _publish(self, offer: Offer, roster: Roster) -> None:
         """Tries to publish the version. The offer stays new if that fails.

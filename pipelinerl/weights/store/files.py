@@ -80,7 +80,7 @@ class FolderFiles:
         with self._explained():
             make_folder(self._folder)
             with replacement(self._folder / name, mode=0o600, sync=True) as file:
-                for chunk in chunks(content):
+                for chunk in pieces(content):
                     digest.update(chunk)
                     file.write(chunk)
         return StoredFile(name=name, sha256=digest.hexdigest(), num_bytes=len(content))
@@ -141,7 +141,7 @@ class RemoteFiles:
             else:
                 self._system.makedirs(self._root, exist_ok=True)
                 with self._system.open(self._path(name), "wb", block_size=CHUNK_BYTES) as file:
-                    for chunk in chunks(content):
+                    for chunk in pieces(content):
                         digest.update(chunk)
                         file.write(chunk)
         return StoredFile(name=name, sha256=digest.hexdigest(), num_bytes=len(content))
@@ -187,7 +187,7 @@ class RemoteFiles:
             raise StoreError(f"the store {self._url}: {type(error).__name__}: {error}") from error
 
 
-def chunks(content: memoryview) -> Iterator[memoryview]:
+def pieces(content: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(content), CHUNK_BYTES):
         yield content[start : start + CHUNK_BYTES]
 

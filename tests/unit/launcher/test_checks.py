@@ -67,13 +67,13 @@ def test_router_replay_is_refused_on_cpu_where_servers_do_not_report_experts() -
 
 def test_store_of_weights_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["weights.backend=store", f"weights.store={tmp_path}/here/weights"]
-    assert checks.weight_store(start(*given)) == []
+    assert checks.store_of_weights(start(*given)) == []
     assert not (tmp_path / "here").exists(), "a check writes nothing"
     (tmp_path / "here").write_text("in the way")
     with pytest.raises(ConfigError, match=r"`weights.store` is '.*/here/weights'.*here"):
-        checks.weight_store(start(*given))
+        checks.store_of_weights(start(*given))
     with pytest.raises(ConfigError, match=r"`weights.store` is 'nosuch://bucket/run': .*nosuch"):
-        checks.weight_store(start("weights.backend=store", "weights.store=nosuch://user:word@bucket/run"))
+        checks.store_of_weights(start("weights.backend=store", "weights.store=nosuch://user:word@bucket/run"))
 
 
 def test_store_of_weights_needs_room_for_the_versions_that_stay(
@@ -83,6 +83,6 @@ def test_store_of_weights_needs_room_for_the_versions_that_stay(
     monkeypatch.setattr(checks, "find_model_shape", lambda path: shape)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=9 * 10**9))
     given = ["weights.backend=store", f"weights.store={tmp_path}", "finetune.dtype=bfloat16"]
-    assert checks.weight_store(start(*given)) == []
+    assert checks.store_of_weights(start(*given)) == []
     with pytest.raises(ConfigError, match=r"weights\.store_keep=3 versions with two in passing need 9\.3 GiB"):
-        checks.weight_store(start(*given, "weights.store_keep=3"))
+        checks.store_of_weights(start(*given, "weights.store_keep=3"))
