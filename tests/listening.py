@@ -1,6 +1,10 @@
 """The listening sockets of a run's processes, each in the network namespace of its process."""
 
+import contextlib
 import json
+import os
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +17,8 @@ from pipelinerl.inspect.outside import process_environment
 from pipelinerl.launcher.reaper import marked_processes
 from pipelinerl.observability.status import read_statuses
 
+LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp."""
 STRANGER = Path(__file__).with_name("stranger.py")
 
 
@@ -27,9 +33,29 @@ def listening(run_dir: Path, launchers: Sequence[int] = ()) -> dict[tuple[str, i
     found = {}
     for pid, path in sorted(roles.items()):
         role = path.rpartition("/")[2]
-        for connection in psutil.Process(pid).net_connections(kind="inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                found[connection.laddr.ip, connection.laddr.port] = role
+        found |= dict.fromkeys(listening_sockets(pid), role)
+    return found
+
+
+def listening_sockets(pid: int) -> set[tuple[str, int]]:
+    """Address and port of the TCP sockets on which a process listens, in the network namespace of that process.
+
+    psutil reads the tables of its own namespace.
+    """
+    folder = Path("/proc") / str(pid)
+    links = set()
+    for link in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.add(os.readlink(link))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in (folder / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in links:
+                address, port = fields[1].split(":")
+                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+                packed = struct.pack(f"={len(words)}I", *words)  # the kernel prints words of the machine's byte order
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
     return found
 
 

@@ -3,7 +3,9 @@
 import json
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+THREADS = 64
 SILENCE_S = 1.0
 BODY = b'{"prompt": "x", "model": "policy", "max_tokens": 1}'
 GET = ("/health", "/version", "/v1/models", "/weight_info", "/metrics")
@@ -42,4 +44,6 @@ def answers(host: str, port: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({port: answers(sys.argv[1], int(port)) for port in sys.argv[2:]}))
+    with ThreadPoolExecutor(THREADS) as pool:  # most ports are silent: their questions wait
+        heard = pool.map(lambda port: answers(sys.argv[1], int(port)), sys.argv[2:])
+        print(json.dumps(dict(zip(sys.argv[2:], heard, strict=True))))

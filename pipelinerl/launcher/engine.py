@@ -35,10 +35,11 @@ class RoleEngine(Protocol):
         """End the processes of roles that hang or are frozen, until cancelled."""
         ...
 
-    def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
+    def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         """End all roles and block until they have ended.
 
         Args:
             orderly: end working roles before the roles that serve them, and call ``report`` before the stores end.
+            may_save: give trainers time to save a step that is not saved. False: they could not, so they get none.
         """
         ...

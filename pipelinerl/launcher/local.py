@@ -60,9 +60,9 @@ class LocalEngine:
                 self._running[failed.job].kill_reason = failed.reason
                 await self._watchdog.kill(failed)
 
-    def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
+    def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         roles = [RoleProcess(role.command, role.process) for role in self._running.values()]
-        self._stopper.stop_all(roles, orderly=orderly, report=report)
+        self._stopper.stop_all(roles, orderly=orderly, may_save=may_save, report=report)
 
     def _started(self) -> dict[str, float]:
         """Monotonic start times of the running processes, by job."""

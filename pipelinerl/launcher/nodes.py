@@ -210,7 +210,7 @@ class Leader(NodeConnection):
             try:
                 message = await wire.receive(self._rendezvous.node_timeout_s)
             except NodeLostError as error:
-                supervisor.fail(str(error))
+                supervisor.fail(str(error), is_cut_off=True)
                 return
             if message["kind"] == "actor_done":
                 supervisor.actor_done(str(message["name"]))
@@ -294,7 +294,7 @@ class Follower(NodeConnection):
             try:
                 message = await self.wire.receive(self._rendezvous.node_timeout_s)
             except NodeLostError as error:
-                supervisor.fail(str(error))
+                supervisor.fail(str(error), is_cut_off=True)
                 return
             if message["kind"] == "end":
                 tell_supervisor(supervisor, message, self.wire.peer)

@@ -122,7 +122,7 @@ class RayEngine:
                     *(value_of(actor.kill.remote()) for actor in placed.actors), return_exceptions=True
                 )
 
-    def stop_all(self, *, orderly: bool, report: Callable[[], None]) -> None:
+    def stop_all(self, *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         for placed in self._placed.values():
             if placed.task is not None:
                 placed.task.cancel()
@@ -133,18 +133,19 @@ class RayEngine:
                     report()
                 limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
                 wave = [placed for placed in self._placed.values() if placed.unit.kind in kinds]
-                self._stop_wave(wave, limit_s, hurried)
+                self._stop_wave(wave, limit_s, hurried, may_save)
         for placed in self._placed.values():
             self._remove(placed)
 
-    def _stop_wave(self, wave: list[Placed], limit_s: float, hurried: Callable[[], bool]) -> None:
+    def _stop_wave(self, wave: list[Placed], limit_s: float, hurried: Callable[[], bool], may_save: bool) -> None:
         """Ask these roles to end and wait for it. A trainer with an unsaved step gets time to save it."""
         import ray
 
         statuses = read_statuses(self._run_dir)
         refs, longest_s = [], limit_s
         for placed in wave:
-            saves = any(job.name in statuses and is_to_save(job.name, statuses[job.name]) for job in placed.unit.jobs)
+            jobs = placed.unit.jobs if may_save else ()
+            saves = any(job.name in statuses and is_to_save(job.name, statuses[job.name]) for job in jobs)
             own_s = max(limit_s, self._limits.save_timeout_s) if saves else limit_s
             longest_s = max(longest_s, own_s)
             refs += [actor.stop.remote(own_s) for actor in placed.actors]

@@ -116,6 +116,7 @@ async def supervise(
         say=say,
         report=(lambda: report_run(plan, path, started, roles_started, tracking)) if tracking else (lambda: None),
         others=connection,
+        trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
     )
     answer_signals(supervisor)
     say(f"{'resuming' if resumed else 'starting'} {path}")

@@ -40,10 +40,11 @@ class Stopper:
     def __init__(self, host: Host, limits: LauncherSection, say: Callable[[str], None]):
         self._host, self._limits, self._say = host, limits, say
 
-    def stop_all(self, roles: list[RoleProcess], *, orderly: bool, report: Callable[[], None]) -> None:
+    def stop_all(self, roles: list[RoleProcess], *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         """Stop the roles in waves and sweep all remaining processes. Blocks until all have ended.
 
-        An orderly end also calls ``report``, just before the stores are stopped.
+        An orderly end also calls ``report``, just before the stores are stopped. Without ``may_save``, trainers get no
+        longer than the other roles: ranks that cannot reach each other cannot save.
         """
         pids = self._host.all_processes()
         segments = reaper.shared_memory_of(pids)
@@ -55,14 +56,14 @@ class Stopper:
                 report()
             running = {role.command.name: role.process for role in roles if role.command.kind in kinds}
             limit_s = self._limits.stop_timeout_s * (1.0 if index == 0 or orderly else HURRY)
-            late += self._stop_wave(running, limit_s)
+            late += self._stop_wave(running, limit_s, may_save)
         if late:
             log.warning("event=killed reason=did not end in time jobs=%s", ", ".join(late))
         self._host.sweep_all(0 if late else LEFTOVER_GRACE_S, segments)
         for role in roles:
             role.process.wait()
 
-    def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float) -> list[str]:
+    def _stop_wave(self, running: Mapping[str, subprocess.Popen[bytes]], limit_s: float, may_save: bool) -> list[str]:
         """Ask these roles to end and return those that did not. A trainer with an unsaved step gets time to save it."""
         statuses = read_statuses(self._host.run_dir)
         ranks = {
@@ -70,7 +71,7 @@ class Stopper:
             for name in running
             if name.startswith("finetune_")
         }
-        saving = {name for name in running if name in statuses and is_to_save(name, statuses[name])}
+        saving = {name for name in running if may_save and name in statuses and is_to_save(name, statuses[name])}
         if saving:
             self._say(
                 f"{', '.join(sorted(saving))}: saves its last step, for at most launcher.save_timeout_s="

@@ -43,6 +43,8 @@ class Ending:
     reason: str = ""
     failure: RoleFailure | None = None
     restarts: Mapping[str, int] = field(default_factory=dict)
+    is_cut_off: bool = False
+    """Whether another node is lost."""
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Supervisor:
         say: tells the user a line.
         report: writes the report at an orderly end, while the streams can still be read.
         others: the launchers of other nodes.
+        trains_on_several_nodes: whether the trainer's ranks need other nodes, so that none can save when one is lost.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Supervisor:
         say: Callable[[str], None],
         report: Callable[[], None],
         others: Others | None = None,
+        trains_on_several_nodes: bool = False,
     ):
         self._roles = {command.name: Role(command) for command in commands}
         self._engine = engine
@@ -98,6 +102,7 @@ class Supervisor:
         self._training_done = training_done
         self._say = say
         self._others = others or Others()
+        self._trains_on_several_nodes = trains_on_several_nodes
         self._first_failure: RoleFailure | None = None
         self._ending: asyncio.Future[Ending] | None = None
 
@@ -106,27 +111,37 @@ class Supervisor:
         self._ending = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(self._keep(role)) for role in self._roles.values()]
         tasks.append(asyncio.create_task(self._engine.watch()))
-        orderly = False
+        orderly, may_save = False, True
         try:
             for task in tasks:
                 task.add_done_callback(self._task_ended)
             ending = await self._ending
             orderly = ending.kind == "done"
+            may_save = not (ending.is_cut_off and self._trains_on_several_nodes)
             await self._others.tell_end(ending)
             return ending
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._engine.stop_all(orderly=orderly, report=self._report)  # blocking on purpose: nothing else is left
+            # Blocking on purpose: nothing else is left.
+            self._engine.stop_all(orderly=orderly, may_save=may_save, report=self._report)
 
     def request_stop(self, reason: str) -> None:
         """End the run because of a request from outside. `reason` is the name of the signal."""
         self._end(Ending(kind="stopped", reason=reason, restarts=self.restarts))
 
-    def fail(self, reason: str) -> None:
-        """End the run for a reason outside this node's roles, such as a node that disappeared."""
-        self._end(Ending(kind="failed", reason=reason, failure=self._first_failure, restarts=self.restarts))
+    def fail(self, reason: str, *, is_cut_off: bool = False) -> None:
+        """End the run for a reason outside this node's roles. ``is_cut_off``: the reason is a node that is lost."""
+        self._end(
+            Ending(
+                kind="failed",
+                reason=reason,
+                failure=self._first_failure,
+                restarts=self.restarts,
+                is_cut_off=is_cut_off,
+            )
+        )
 
     def actor_done(self, name: str) -> None:
         """Note that an actor of any node made its last evaluation. The last actor completes the run."""

@@ -111,6 +111,7 @@ def check_what_a_stranger_reaches(nodes: Nodes, run_dir: Path, launchers: Launch
     """Every port is on loopback or on its node's address alone, and says nothing without the secret but its health."""
     found = listening(run_dir, [process.pid for process in launchers.processes])
     print({f"{address}:{port}": role for (address, port), role in found.items()})
+    assert {address for address, _ in found} >= set(nodes.addresses), "the launchers and the roles of both nodes listen"
     assert {address for address, _ in found} <= {"127.0.0.1", *nodes.addresses}, found
     for here, there in ((0, 1), (1, 0)):
         ports = [port for address, port in found if address == nodes.addresses[here]]
