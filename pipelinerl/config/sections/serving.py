@@ -49,7 +49,7 @@ class WeightsSection(Section):
     store: str | None = key(
         None,
         "`store`: the folder or fsspec URL (`s3://bucket/run`) to which the trainer writes versions, and from which "
-        "servers fetch them. `null` = `weights` in the run folder. Credentials come from the environment",
+        "servers fetch them. `null` = `weights/store` in the run folder. Credentials come from the environment",
         may_change=True,
     )
     store_keep: PositiveInt = key(
