@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "launch": Command("pipelinerl.launch", "start or resume an experiment: --config-name=NAME key=value …"),
+    "evaluate": Command("pipelinerl.evaluate", "pass@k of a model on an experiment's test problems"),
     "status": Command("pipelinerl.status", "one screen about a run"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),

@@ -18,7 +18,7 @@ LAYERS = (
     ("domains", "verifier", "sandbox", "tiny_model", "plan", "utils", "countdown_utils"),
     ("actor", "preprocess", "finetune", "inference", "environments"),
     ("launcher", "replay"),
-    ("launch", "ledger", "migrate", "render", "status"),
+    ("launch", "ledger", "migrate", "render", "status", "evaluate"),
 )
 """A folder (or module beside them) may import from its own layer and those above it in this list, without circles.
 Nothing imports a `__main__`, which may therefore import anything."""

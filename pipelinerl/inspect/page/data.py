@@ -237,8 +237,11 @@ def evaluation(done: EvaluationDone) -> dict[str, Any]:
     }
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209)."""
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209), which may be an effective number.
+
+    It stays within [0, 1] and has a width at 0 and 1, too.
+    """
     if not count:
         return 0.0, 1.0
     square = Z_95**2 / count
