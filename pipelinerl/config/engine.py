@@ -7,6 +7,9 @@ from typing import Any
 from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
 
+ADAMW = "adamw"
+"""The built-in optimizer, the only one that DeepSpeed shards."""
+
 
 def engine_of(config: Config, ranks: int) -> str:
     """Returns `ddp`, `deepspeed` or `fsdp2`. One rank needs neither of the last two."""

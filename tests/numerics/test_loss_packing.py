@@ -179,7 +179,7 @@ def test_value_head_reaches_the_reward(tmp_path: object) -> None:
         dtype="float32",
         gradient_clipping_threshold=None,
         learning_rate=1e-2,
-        optimizer=SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
+        optimizer=SimpleNamespace(name="adamw", kwargs={}, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
     )
     engine = ReplicatedEngine(policy, finetune, torch.device("cpu"))
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))

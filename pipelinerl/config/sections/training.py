@@ -57,8 +57,14 @@ class LoraSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """The optimizer."""
 
+    name: str = key(
+        "adamw",
+        "`adamw` (torch's, fused where it can be). Or the dotted name of a class: of torch (`torch.optim.SGD`), of "
+        "bitsandbytes or torchao, which you install (`bitsandbytes.optim.AdamW8bit`), or of yours. Not with DeepSpeed",
+    )
+    kwargs: dict[str, Any] = key({}, "further arguments of a class, e.g. `{momentum: 0.9}`")
     betas: tuple[float, float] = key([0.9, 0.999], "decay rates of the moments, both in [0, 1)")
     eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
     weight_decay: NonNegativeFloat = key(0.0, "decay of matrices")
@@ -84,7 +90,7 @@ class FinetuneSection(Section):  # structure: one field per key
     gradient_accumulation_passes: PositiveInt = key(
         256, "optimizer batch = this × `train_batch_size` rollouts over all ranks"
     )
-    learning_rate: PositiveFloat = key(1.0e-6, "peak learning rate of AdamW")
+    learning_rate: PositiveFloat = key(1.0e-6, "peak learning rate")
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(
         "cosine", "over `max_train_steps`"
     )

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.engines.optimizers import state_tensors
 from pipelinerl.finetune.engines.stepping import SteppingEngine
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty
 from pipelinerl.finetune.pieces import Piece
@@ -36,6 +38,7 @@ class ShardedEngine(SteppingEngine):
         if empty:
             _make_shards(self.policy, device)
         self.make_optimizer(finetune)
+        check_states(self.optimizer, finetune.optimizer.name)
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
         """Shard the policy. Its inputs are not cast, because the constants of the loss are float32."""
@@ -67,6 +70,21 @@ class ShardedEngine(SteppingEngine):
             return None
         [chunk] = tensor.__create_chunk_list__()
         return Piece(tensor.to_local().view(-1), chunk.offsets[0] * (tensor.numel() // len(tensor)), tensor.numel())
+
+
+def check_states(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse an optimizer with states that are not sharded as their parameters are. A checkpoint could not hold them.
+
+    Raises:
+        ConfigError: there is such a state.
+    """
+    for parameter in optimizer.state:
+        for key, state in state_tensors(optimizer, parameter).items():
+            if not isinstance(state, DTensor) or state.shape != parameter.shape:
+                raise ConfigError(
+                    f"`finetune.optimizer.name` is {name}: its state {key!r} is not sharded as its parameter is, which "
+                    "finetune.engine=fsdp2 needs; use finetune.engine=ddp, or another optimizer"
+                )
 
 
 def _make_shards(policy: Policy, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The part that DDP and FSDP2 share: torch's AdamW over the policy's parameters, sharded or not."""
+"""The part that DDP and FSDP2 share: an optimizer over the policy's parameters, sharded or not."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -9,14 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.sections import FinetuneSection
-from pipelinerl.finetune.engines.base import (
-    OPTIMIZER_STATES,
-    Engine,
-    NonFiniteGradientError,
-    adamw,
-    create_moments,
-    set_step,
-)
+from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
+from pipelinerl.finetune.engines.optimizers import make_optimizer, set_num_steps, set_rate, state_tensors
 from pipelinerl.finetune.pieces import Piece
 
 
@@ -24,12 +18,11 @@ class SteppingEngine(Engine):
     """An engine that clips and steps by itself. A subclass places the parameters, then calls ``make_optimizer``."""
 
     def make_optimizer(self, finetune: FinetuneSection) -> None:
-        """Make the optimizer with zero moments. The parameters must have their final place."""
+        """Make the optimizer with its states. The parameters must have their final place."""
         self.clipping = finetune.gradient_clipping_threshold
         self.parameters = dict(self.policy.named_parameters())
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.optimizer = adamw(self.policy, finetune)
-        create_moments(self.optimizer, self.trained.values())
+        self.optimizer = make_optimizer(self.policy, finetune)
 
     def step(self, learning_rate: float) -> float:
         parameters = list(self.trained.values())
@@ -39,8 +32,7 @@ class SteppingEngine(Engine):
             raise NonFiniteGradientError(f"the gradient norm is {norm}")
         if self.clipping is not None and norm > self.clipping:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clipping, torch.tensor(norm, device=self.device))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -55,8 +47,8 @@ class SteppingEngine(Engine):
     def pieces(self) -> dict[str, Piece]:
         found = {}
         for name, parameter in self.trained.items():
-            moments = self.optimizer.state[parameter]
-            for key, tensor in {"param": parameter.detach(), **{k: moments[k] for k in OPTIMIZER_STATES}}.items():
+            states = state_tensors(self.optimizer, parameter)
+            for key, tensor in {"param": parameter.detach(), **states}.items():
                 piece = self.local_piece(tensor)
                 if piece is not None:
                     found[f"{name}.{key}"] = piece
@@ -67,7 +59,7 @@ class SteppingEngine(Engine):
         """This rank's range of the flattened ``tensor``, as a view. None if it has no part of it."""
 
     def loaded(self, num_steps: int) -> None:
-        set_step(self.optimizer, num_steps)
+        set_num_steps(self.optimizer, num_steps)
 
 
 def whole(tensor: Tensor) -> Tensor:
