@@ -108,7 +108,7 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
     else:
         token_ids, positions, logprobs = _edited(text, turn)
     if text.visual_features is not None:
-        raise RecordError(f"training_texts[{turn}].visual_features is set: images cannot be trained")
+        raise RecordError(f"training_texts[{turn}].visual_features is set: images are not trained, no record has them")
     return _Piece(
         token_ids=token_ids,
         positions=positions,

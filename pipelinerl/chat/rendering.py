@@ -21,6 +21,8 @@ import numpy as np
 from pipelinerl.chat.tool_calls import CallReader, ReadText
 from pipelinerl.errors import DomainError
 
+IMAGE_PARTS = ("image", "image_url", "input_image", "video", "video_url")
+"""Types of a content part that hold pictures, in the APIs of OpenAI and transformers."""
 CACHED_PROMPTS = 256
 CACHED_BYTES = 32 * 2**20
 """A few prompts are enough, because the attempts of a group use the same one at about the same time. The limit in
@@ -148,6 +150,8 @@ def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str,
     try:
         return msgspec.msgpack.encode((messages, tools, kwargs))
     except (TypeError, OverflowError) as error:
+        for message in messages:
+            plain_message(message)  # says it if the value is an image
         raise DomainError(f"a prompt's messages and tools must be plain JSON values: {error}") from error
 
 
@@ -172,6 +176,11 @@ def _part_text(part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if str(kind) in IMAGE_PARTS:
+        raise DomainError(
+            f"a message has a content part of type {kind!r}: images are not trained. The tokens of an image stand for "
+            "features, which requests to servers, rollout records and micro-batches do not carry; describe it in text"
+        )
     raise DomainError(f"a message has a content part of type {kind!r}; only parts of type 'text' are supported")
 
 

@@ -53,6 +53,13 @@ NAME_LISTS = ("train_dataset_names", "test_dataset_names")
 """One name is a list of one here."""
 ENVIRONMENT_REPLICAS = ("world.env_replicas_per_actor", "world.env_replicas")
 VERIFIERS = "world.verifier_replicas"
+CODING = "pipelinerl.domains.coding.generate_rollout"
+CODING_KEYS = {
+    "sandbox_timeout": "sandbox_timeout_s",
+    "max_tests_per_problem": f"{LOADER_PARAMETERS}.max_tests",
+    "actor.max_tests_per_problem": f"{LOADER_PARAMETERS}.max_tests",
+}
+"""Keys that only PipelineRL's coding domain reads, and their names here."""
 OPEN = ("rewards", "vllm_config.vllm_kwargs", "llm.parameters", "test_llm.parameters")
 """Mappings of the user's in which PipelineRL has keys of its own."""
 
@@ -93,6 +100,7 @@ def migrate(old: Mapping[str, Any]) -> Migration:
     for key, value in given.items():
         _carry(key, value, result)
     _functions(result)
+    _coding(result)
     return result
 
 
@@ -291,6 +299,25 @@ def _functions(result: Migration) -> None:
             result.changed.append(f"{key}: {old} → {DOTTED_NAMES[old]}")
             if key == "dataset_loader" and result.values.pop(LOADER_PARAMETERS, None):
                 result.missing.append(f"{LOADER_PARAMETERS}: this loader takes others, see its docstring")
+
+
+def _coding(result: Migration) -> None:
+    """Keys of PipelineRL's coding domain, where the experiment uses that domain and not a module of the user's."""
+    if result.values.get("actor.rollout_policy") != CODING:
+        return
+    for old, new in CODING_KEYS.items():
+        if old not in result.values:
+            continue
+        section, _, last = new.rpartition(".")
+        value = result.values.pop(old)
+        result.values["extra_keys"].remove(old)
+        if section:
+            result.values.setdefault(section, {})[last] = value
+        else:
+            result.values[new] = value
+        result.changed.append(f"{old}: {_short(value)} → {new}: {_short(value)}")
+    if not result.values.get("extra_keys", True):
+        del result.values["extra_keys"]
 
 
 def _short(value: Any) -> str:

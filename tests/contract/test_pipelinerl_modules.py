@@ -2,11 +2,13 @@
 
 import inspect
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from fastapi.testclient import TestClient
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +32,7 @@ from pipelinerl.domains.math import (
     load_problems,
     verify_answer,
 )
+from pipelinerl.domains.math.rollouts import length_penalty
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import GenerateRequest, LLMCall, LLMEvent, LLMOutput, LLMStream, Prompt, TrainableLLM
 from pipelinerl.records.answers import Answer, Completion
@@ -103,6 +106,84 @@ async def test_domain_of_several_turns_runs_unchanged(
     assert [text.reward for text in result.training_texts] == [reward] * turns
     assert result.metrics.overflow is overflow  # type: ignore[attr-defined]
     assert max(text.output_tokens for text in result.training_texts) <= budget
+
+
+async def play_with_functions(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
+) -> RolloutResult:
+    """A domain of function calls: tools in the system message, a judge of its own over HTTP, partial credit."""
+    begin = time.time()
+    tools = [tool.get("function", tool) for tool in problem["extra_info"]["oai_tools"]]
+    messages = [
+        {"role": "system", "content": f"{cfg.actor.get('system_prompt', '')}\n{tools}"},
+        {"role": "user", "content": cfg.actor.get("task_template", "{task}").format(task=problem["task"])},
+    ]
+    call = await llm_async_generate(llm, Prompt(messages=messages, tools=None), session)
+    called = [{"name": one.function.name} for one in call.output.tool_calls] if call.output.tool_calls else None
+    (job,) = get_environment_jobs(cfg, resolve_environment_key(cfg, default="fn_calling"))
+    body = {"generation": call.output.content, "tool_calls": called, "reward_context": problem["reward_context"]}
+    async with session.post(f"http://{job.hostname}:{job.port}/verify", json=body) as answer:
+        verdict = await answer.json()
+    table, trace = RewardTable(**dict(cfg.rewards)), make_training_text(llm, call)
+    table.log_config("fn_calling")
+    reward = table.correct_answer_finished if verdict["answer_status"] == "correct" else table.wrong_answer_finished
+    if verdict["answer_status"] == "wrong":
+        reward += verdict["partial_score"] * (table.correct_answer_finished - reward)
+    reward *= cfg.actor.discount_factor**call.output_length_tokens
+    if table.buffer_tokens > 0:
+        reward += length_penalty(llm.parameters["max_tokens"], call.output_length_tokens, table.buffer_tokens)
+    trace.reward = reward
+    trace.metadata.setdefault("fn_calling", {}).update(verdict)
+    metrics = BaseMetrics(reward=reward, success=verdict["answer_status"] == "correct", no_error=True, no_answer=False)
+    return RolloutResult(
+        training_texts=[trace], metrics=metrics, latency=time.time() - begin, dataset_name="bfcl", domain="fn_calling"
+    )
+
+
+@pytest.fixture
+async def judge_of_functions() -> AsyncIterator[dict[str, Any]]:
+    """A stand-in for the service of a domain, as the job that the run would have placed."""
+
+    async def verify(request: web.Request) -> web.Response:
+        body = await request.json()
+        found = sum(name in body["generation"] for name in body["reward_context"]["names"])
+        share = found / len(body["reward_context"]["names"])
+        return web.json_response({"answer_status": "correct" if share == 1 else "wrong", "partial_score": share})
+
+    app = web.Application()
+    app.router.add_post("/verify", verify)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    yield {"name": "environment_0", "kind": "environment", "environment_key": "fn_calling", "port": port}
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("add(1, 2) mul(3, 4)", 1.0), ("add(1, 2)", 0.25), ("no", -0.5)])
+async def test_domain_with_a_judge_of_its_own_runs_unchanged(
+    reply: str, reward: float, judge_of_functions: dict[str, Any]
+) -> None:
+    cfg = OmegaConf.create({"actor": {"discount_factor": 1}, "rewards": REWARDS, "jobs": [judge_of_functions]})
+    names = {"reward_context": {"names": ["add", "mul"]}, "extra_info": {"oai_tools": [{"name": "add"}]}}
+    result = await run_rollout(play_with_functions, PROBLEM | names, [reply], cfg)
+    assert result.training_texts[0].reward == reward
+    assert result.training_texts[0].metadata["fn_calling"]["partial_score"] == {1.0: 1.0, 0.25: 0.5, -0.5: 0.0}[reward]
+
+
+async def play_with_a_picture(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
+) -> RolloutResult:
+    """A domain of charts, as far as its first call."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image;base64,iVBORw0KGgo="}}
+    content = [picture, {"type": "text", "text": problem["task"]}]
+    call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": content}]), session)
+    raise AssertionError(call)
+
+
+async def test_domain_with_pictures_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(DomainError, match=r"images are not trained.*requests to servers, rollout records and micro-"):
+        await run_rollout(play_with_a_picture, PROBLEM, ["4"])
 
 
 async def test_budget_of_a_call_goes_before_that_of_the_model() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -12,16 +13,25 @@ from pipelinerl.sandbox import Outcome
 RETRIES = 4
 FIRST_DELAY_S = 0.5
 MAX_CONCURRENT = 64
+"""Requests of all rollouts of a worker at one time."""
+RUN_TIMEOUT_S = 10.0
+
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def worker_slots() -> asyncio.Semaphore:
+    """The slots that every rollout of this worker, that is of its event loop, shares."""
+    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
 
 
 class SandboxFusion:
     """A client for one endpoint, over the rollout's HTTP session. ``run_timeout_s`` limits one run of a program."""
 
-    def __init__(self, endpoint: str, session: aiohttp.ClientSession, *, run_timeout_s: float = 10.0):
+    def __init__(self, endpoint: str, session: aiohttp.ClientSession, *, run_timeout_s: float = RUN_TIMEOUT_S):
         self._url = f"{endpoint.rstrip('/')}/run_code"
         self._session = session
         self._run_timeout_s = run_timeout_s
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots = worker_slots()
 
     async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
         """Runs the program once per standard input, until a run does not exit by itself.

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.coding.fusion import SandboxFusion
+from pipelinerl.domains.coding.fusion import RUN_TIMEOUT_S, SandboxFusion
 from pipelinerl.domains.coding.judge import Runner, TestSuite, judge
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
@@ -30,7 +30,7 @@ def runner_of(cfg: DictConfig, session: aiohttp.ClientSession) -> Runner:
     """Returns SandboxFusion if an endpoint is configured, else the embedded sandbox, one per event loop."""
     endpoint = cfg.get("sandbox_endpoint") or os.environ.get(ENDPOINT_VARIABLE)
     if endpoint:
-        return SandboxFusion(endpoint, session)
+        return SandboxFusion(endpoint, session, run_timeout_s=cfg.get("sandbox_timeout_s") or RUN_TIMEOUT_S)
     return _sandboxes.setdefault(asyncio.get_running_loop(), Sandbox())
 
 

@@ -4,6 +4,7 @@ The domains of this package use ``pipelinerl.domains.rewards`` and ``pipelinerl.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from pipelinerl.domains.math.judge import judge as judge_math
 from pipelinerl.domains.math.judge import last_boxed
 from pipelinerl.domains.verifier_client import VerifierClient
 from pipelinerl.records.verdicts import Verdict, no_answer
+
+log = logging.getLogger(__name__)
 
 OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
 """Verdict → prefix of the table's field names."""
@@ -59,6 +62,10 @@ class RewardTable(BaseModel):
         """Returns the smallest and the largest reward."""
         entries = [value for name, value in self.model_dump().items() if name.endswith("finished")]
         return min(entries), max(entries)
+
+    def log_config(self, domain: str = "") -> None:
+        """Logs the table, for a domain that tells once what it rewards."""
+        log.info("event=rewards domain=%s %s", domain, self.model_dump())
 
 
 def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) -> float:

@@ -1,10 +1,13 @@
+import asyncio
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from omegaconf import OmegaConf
 
+from pipelinerl.domains.coding import fusion as fusion_module
 from pipelinerl.domains.coding import generate_rollout
 from pipelinerl.domains.coding import rollouts as rollouts_module
 from pipelinerl.domains.coding.fusion import SandboxFusion
@@ -139,8 +142,6 @@ async def test_partial_credit_is_the_configurations_choice(monkeypatch, partial,
 
 
 async def test_endpoint_of_configuration_or_environment_chooses_sandbox_fusion(monkeypatch):
-    from omegaconf import OmegaConf
-
     async with ClientSession() as session:
         empty = OmegaConf.create({"sandbox_endpoint": None})
         monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
@@ -190,3 +191,33 @@ async def test_sandbox_error_is_repeated_and_then_a_verifier_error(monkeypatch):
     assert outcome.stdout == "ok"
     with pytest.raises(VerifierError, match="no container"):
         await fusion([dict(failed) for _ in range(9)], [""])
+
+
+async def test_sandbox_fusion_of_every_rollout_shares_the_workers_slots(monkeypatch):
+    monkeypatch.setattr(fusion_module, "MAX_CONCURRENT", 2)
+    under_way, most, timeouts = 0, 0, set()
+
+    async def run_code(request: web.Request) -> web.Response:
+        nonlocal under_way, most
+        timeouts.add((await request.json())["run_timeout"])
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)  # long enough for the others to arrive
+        under_way -= 1
+        return web.json_response(answer("Finished", 0, "ok"))
+
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    cfg = OmegaConf.create({"sandbox_endpoint": endpoint, "sandbox_timeout_s": 3.5})
+    try:
+        async with ClientSession() as session:
+            rollouts = (rollouts_module.runner_of(cfg, session) for _ in range(8))
+            outcomes = await asyncio.gather(*(one.run_python("code", [""]) for one in rollouts))
+    finally:
+        await runner.cleanup()
+    assert [outcome.stdout for (outcome,) in outcomes] == ["ok"] * 8
+    assert (most, timeouts) == (2, {3.5})

@@ -103,12 +103,19 @@ def test_every_key_is_carried_or_told() -> None:
         "my_own": {"key": 1},
         "me": {"job_idx": None},
         "preprocess": {"n_workers": 8, "ring_buffer_size": 128},
-        "debug": {"mode": "actor"},
+        "debug": {"mode": "open_loop", "use_existing_llms": True},
         "finetune": {"model_class": "vision2seq-language-modeling"},
     }
     new = migrate(experiment({"/domain_mix": "base"}, **keys))
     told = "\n".join([*new.needless, *new.missing, *new.changed])
-    for name in ("my_own.key", "me.job_idx", "preprocess.n_workers", "debug.mode", "domain_mix"):
+    for name in (
+        "my_own.key",
+        "me.job_idx",
+        "preprocess.n_workers",
+        "debug.mode",
+        "debug.use_existing_llms",
+        "domain_mix",
+    ):
         assert name in told
     assert any(line.startswith("finetune.model_class: vision2seq") for line in new.missing)
     assert new.values["actor.rollout_policy"] == "os.getcwd"
@@ -123,9 +130,9 @@ def test_keys_of_the_domains_own_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def test_references_follow_their_keys() -> None:
-    new = migrate(experiment(domain={"n": "${finetune.attempts}", "m": "${debug.mode}"}))
+    new = migrate(experiment(domain={"n": "${finetune.attempts}", "m": "${debug.use_existing_llms}"}))
     assert "domain" not in new.values
-    assert any("refers to `debug.mode`" in line for line in new.missing)
+    assert any("refers to `debug.use_existing_llms`" in line for line in new.missing)
     assert migrate(experiment(domain={"n": "${finetune.attempts}"})).values["domain"] == {"n": "${attempts}"}
 
 
@@ -164,3 +171,22 @@ def test_command_refuses_what_is_no_experiment(
         (tmp_path / "old.yaml").write_text(content)
     assert main([str(tmp_path / "old.yaml")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_keys_of_the_coding_domain_go_where_the_domain_here_reads_them(tmp_path: Path) -> None:
+    """The section `conf/coding.yaml` of PipelineRL's README of domains, in an experiment around it."""
+    sandbox = {"sandbox_endpoint": "http://127.0.0.1:8080", "sandbox_timeout": 12.0, "max_tests_per_problem": 5}
+    old = {
+        "defaults": ["base", "_self_"],
+        "actor": {"rollout_policy": "pipelinerl.domains.coding.generate_coding_rollout", **sandbox},
+        "dataset_loader": "pipelinerl.domains.coding.dataset.load_problems",
+        "train_dataset_names": ["taco", "apps"],
+        "test_dataset_names": "livecodebench_v5",
+        "environment_key": "coding",
+    }
+    config = config_of(migrate(old), tmp_path)
+    assert (config.sandbox_endpoint, config.sandbox_timeout_s) == ("http://127.0.0.1:8080", 12.0)
+    assert (config.dataset_loader_params, config.extra_keys) == ({"max_tests": 5}, [])
+    ours = migrate({**old, "actor": {"rollout_policy": "my_module.generate_rollout"}, "sandbox_timeout": 3.0})
+    assert ours.values["sandbox_timeout"] == 3.0
+    assert ours.values["extra_keys"] == ["sandbox_timeout"], "a module of the user's reads it where it was"
