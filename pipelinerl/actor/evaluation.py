@@ -104,8 +104,11 @@ class Evaluation:
     def done(self) -> EvaluationDone:
         """Builds the result from the rollouts so far."""
         by_dataset: dict[str, list[Rollout]] = {}
-        for (_, dataset, _), rollouts in self.rollouts.items():
+        outcomes: dict[str, list[tuple[int, int]]] = {}
+        for (_, dataset, _), rollouts in sorted(self.rollouts.items()):
             by_dataset.setdefault(dataset, []).extend(rollouts)
+            solved = sum(rollout.metrics.get("success", 0.0) > 0 for rollout in rollouts)
+            outcomes.setdefault(dataset, []).append((len(rollouts), solved))
         everything = [rollout for rollouts in by_dataset.values() for rollout in rollouts]
         metrics = {"complete": len(everything) / (len(self.problems) * self.attempts)}
         for dataset, rollouts in by_dataset.items():
@@ -117,6 +120,7 @@ class Evaluation:
             reward=_mean(everything, "reward"),
             num_rollouts=len(everything),
             metrics=metrics,
+            outcomes={dataset: tuple(pairs) for dataset, pairs in outcomes.items()},
             timestamp=time.time(),
         )
 

@@ -22,11 +22,11 @@ class TopicJournal:
     Args:
         folder: the job's folder, for the snapshot.
         groups: writer of topic ``actor``.
-        keeper: reader that protects records from deletion until a snapshot covers them.
+        keeper: reader that protects records from deletion until a snapshot covers them. None: nothing is deleted.
         progress: counts the records.
     """
 
-    def __init__(self, folder: Path, groups: TopicWriter, keeper: TopicReader, progress: ActorProgress):
+    def __init__(self, folder: Path, groups: TopicWriter, keeper: TopicReader | None, progress: ActorProgress):
         self._folder, self._groups, self._progress = folder, groups, progress
         self._keeper = keeper
         self._next_save = time.monotonic() + SAVE_EVERY_S
@@ -65,7 +65,8 @@ class TopicJournal:
         offset = self._groups.next_offset
         self._groups.sync()
         save_snapshot(self._folder, self._progress.snapshot(offset))
-        self._keeper.commit(offset)
+        if self._keeper is not None:
+            self._keeper.commit(offset)
         self._next_save = time.monotonic() + SAVE_EVERY_S
 
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from pipelinerl.actor.alone import ONLY_VERSION, OneVersion
 from pipelinerl.actor.evaluation import TestProblem
 from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
 from pipelinerl.actor.failures import DomainErrors
@@ -22,6 +23,7 @@ from pipelinerl.actor.workers import RolloutWorkers
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import first_capacity, most_rollouts
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.errors import DomainError
 from pipelinerl.host.process import raise_open_files
 from pipelinerl.observability.metrics import MetricsLogger
 from pipelinerl.observability.role import RoleContext
@@ -44,7 +46,7 @@ def run(context: RoleContext) -> None:
     domains = train_domains(cfg)
     wait_for_environments(context)
     progress = ActorProgress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
-    trainer = TrainerState(run_dir, last_step=cfg.finetune.max_train_steps)
+    trainer = make_trainer(context, progress)
     trainer.start_listening()
     drops = DropListener(run_dir, replica)
     metrics_log = MetricsLogger(cfg, run_dir, "actor" if replica == 0 else f"actor_{replica}")
@@ -56,11 +58,11 @@ def run(context: RoleContext) -> None:
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR_TEST, instance=replica), RolloutGroup) as test_groups,
             open_writer(SingleStreamSpec(run_dir, topics.EVALUATION, instance=replica), EvaluationMessage) as news,
-            open_reader(groups.spec, ActorRecord, name=context.job.name) as keeper,
+            open_reader(groups.spec, ActorRecord, name=None if cfg.debug.mode else context.job.name) as keeper,
         ):
-            journal = TopicJournal(run_dir / context.job.name, groups, keeper, progress)
+            journal = TopicJournal(run_dir / context.job.name, groups, None if cfg.debug.mode else keeper, progress)
             journal.replay()
-            if not begin_again(context, trainer, journal, groups, news):
+            if isinstance(trainer, TrainerState) and not begin_again(context, trainer, journal, groups, news):
                 return
             ActorLoop(
                 trainer=trainer,
@@ -87,6 +89,29 @@ def run(context: RoleContext) -> None:
         trainer.stop()
         drops.stop()
         metrics_log.close()
+
+
+def make_trainer(context: RoleContext, progress: ActorProgress) -> TrainerState | OneVersion:
+    """Makes the view of the trainer, or without one what stands in its place until enough samples are published."""
+    cfg, view, replica = context.cfg, context.server_view, context.job.replica_idx
+    if cfg.debug.mode is None:
+        return TrainerState(context.run_dir, last_step=cfg.finetune.max_train_steps)
+    wanted = make_pacing(cfg, replica).limit(ONLY_VERSION)
+    return OneVersion(
+        lambda: view.servers("actor_llm", replica),
+        lambda: is_enough(progress, wanted),
+        startup_s=cfg.launcher.startup_timeout_s,
+        silence_s=cfg.launcher.heartbeat_timeout_s,
+    )
+
+
+def is_enough(progress: ActorProgress, wanted: int) -> bool:
+    """Whether ``wanted`` samples are published. Raises ``DomainError`` if as many were dropped instead."""
+    if progress.published < wanted <= progress.dropped:
+        raise DomainError(
+            f"{progress.dropped} samples were dropped and {progress.published} published: see the log for the reasons"
+        )
+    return progress.published >= wanted
 
 
 def wait_for_environments(context: RoleContext) -> None:
@@ -231,7 +256,7 @@ def make_pacing(cfg: Config, replica: int) -> Pacing:
     return Pacing(
         batch_size=cfg.batch_size,
         max_lag_steps=cfg.max_lag_steps,
-        max_train_steps=cfg.finetune.max_train_steps,
+        max_train_steps=0 if cfg.debug.mode == "evaluation" else cfg.finetune.max_train_steps,
         schedule=cfg.schedule,
         steps_per_phase=cfg.steps_per_phase,
         actor=replica,

@@ -8,10 +8,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from pipelinerl.actor.servers import InferenceServer, ServerPool
 from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
@@ -55,10 +56,14 @@ class Client:
         session: the worker's connections. Domains use it too, so it carries no secret.
         limits: limits on the requests.
         token: bearer token of the servers.
+        only_version: the version of all tokens, whatever the servers say, in a run without a trainer. None: theirs.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, limits: RequestLimits, token: str = ""):
+    def __init__(
+        self, session: aiohttp.ClientSession, limits: RequestLimits, token: str = "", only_version: int | None = None
+    ):
         self.session, self.limits, self._token = session, limits, token
+        self._only_version = only_version
         self._places = asyncio.Semaphore(limits.max_requests)
 
     async def post(self, server: InferenceServer, request: GenerateRequest, n: int) -> list[CallTokens]:
@@ -72,7 +77,10 @@ class Client:
             server.requests.add(task)
             try:
                 async with asyncio.timeout(self.limits.timeout_s):
-                    return _with_known_weights(await task, server)
+                    completions = await task
+                    if self._only_version is not None:
+                        return [_of_version(tokens, self._only_version) for tokens in completions]
+                    return _with_known_weights(completions, server)
             except TimeoutError as error:
                 raise TransportError(
                     f"{server.name} gave no completion within actor.request_timeout_s={self.limits.timeout_s}"
@@ -94,6 +102,12 @@ def _with_known_weights(completions: list[CallTokens], server: InferenceServer) 
     if any(len(tokens.completion_ids) and not len(tokens.version_spans) for tokens in completions):
         raise TransportError(f"{server.name} restarted and holds no weights of this run yet")
     return completions
+
+
+def _of_version(tokens: CallTokens, version: int) -> CallTokens:
+    count = len(tokens.completion_ids)
+    spans = np.array([(0, count, version)] if count else [], dtype=np.int32).reshape(-1, 3)
+    return replace(tokens, version_spans=spans)
 
 
 def is_cancelled() -> bool:

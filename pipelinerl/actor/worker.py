@@ -92,6 +92,7 @@ async def _serve(
     """Reads the actor's messages, starts groups and sends their outcomes. ``name``: the process's, in its spans."""
     import aiohttp
 
+    from pipelinerl.actor.alone import ONLY_VERSION
     from pipelinerl.actor.executor import Executor, GroupTasks
     from pipelinerl.actor.setup import load_rollout_side
     from pipelinerl.actor.transport import Client
@@ -104,7 +105,8 @@ async def _serve(
     connector = aiohttp.TCPConnector(limit=side.limits.max_connections, keepalive_timeout=30, ssl=client_context())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""))
+        only_version = None if side.config.debug.mode is None else ONLY_VERSION
+        client = Client(session, side.limits, os.environ.get(SECRET_VARIABLE, ""), only_version)
         executor = Executor(side.cfg, side.functions, side.llms, client, side.rules)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())

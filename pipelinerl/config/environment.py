@@ -17,6 +17,8 @@ STRANGERS_VARIABLE = "PIPELINERL_STRANGERS"
 """Set if an inference server listens where processes outside its node can reach it."""
 RANKS_FILE_VARIABLE = "PIPELINERL_RANKS_FILE"
 """The file in which the trainer ranks of one node meet."""
+DRY_RUN_VARIABLE = "DRY_RUN"
+"""`1` = as `dry_run=true`."""
 SECRET_VARIABLES = (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)
 MIN_SECRET_CHARS = 16
 

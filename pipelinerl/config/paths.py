@@ -31,6 +31,7 @@ RUN_ADDRESS = Path("conf") / "address"
 METRICS, CHECKPOINTS, EXPORTS = "metrics", "checkpoints", "exports"
 """Folders of a run folder that several commands read."""
 SUMMARY_FILE, CURVE_FILE = "summary.json", "learning_curve.png"
+ALONE_FILE = "alone.json"
 REPORT_FILE, TIMELINE_FILE = "report.html", "timeline.json"
 """Files of a run folder for people."""
 

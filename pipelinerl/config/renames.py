@@ -52,7 +52,6 @@ def own(old: str) -> Rename:
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
 TRAINER_START = "the launcher starts the trainer's ranks and writes the engine's settings"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
-ALONE = "roles are tried alone in tests: `pipelinerl.testing` plays a domain without a server"
 RUN_FOLDER = "a run is its folder: the same command resumes it, and its wandb runs with it"
 
 EXPERIMENT = (
@@ -71,13 +70,24 @@ EXPERIMENT = (
     needless("fsdp.*", "FSDP2 computes in `finetune.dtype` and reduces in float32"),
     needless("jobs", OWN_JOBS),
     needless("me.*", OWN_JOBS),
-    missing("train_subset", "let the domain's loader take a number in `dataset_loader_params`"),
-    missing("debug.mode", ALONE),
-    missing("debug.streams_from", ALONE),
-    missing("debug.use_existing_llms", ALONE),
+    moved(
+        "debug.mode",
+        "debug.mode",
+        "one kind of role at a time: run the next one on the first one's streams",
+        values={
+            "": LEFT_OUT,
+            "actor+preprocessor": NO_EQUIVALENT,
+            "finetune+preprocessor": NO_EQUIVALENT,
+            "open_loop": NO_EQUIVALENT,
+        },
+    ),
+    missing("debug.use_existing_llms", "name the servers: `debug.existing_llms: [http://HOST:PORT]`"),
     needless("debug.place_inference_workers", "the world map places servers"),
     missing("environment_start_port", "see `world.port_base`"),
     own("sandbox_timeout"),
+    moved("actor.sandbox_endpoint", "sandbox_endpoint"),
+    moved("actor.sandbox_timeout", "sandbox_timeout_s"),
+    own("actor.max_tests_per_problem"),
     own("max_tests_per_problem"),
 )
 ROLLOUTS = (
@@ -209,8 +219,13 @@ TRAINER = (
     moved("finetune.force_restart", "force_restart"),
     moved(
         "finetune.optim",
-        "finetune.optimizer",
-        values={"adamw_torch": LEFT_OUT, "adafactor": NO_EQUIVALENT, "cpuadam": NO_EQUIVALENT, "lion": NO_EQUIVALENT},
+        "finetune.optimizer.name",
+        values={
+            "adamw_torch": LEFT_OUT,
+            "adafactor": "torch.optim.Adafactor",
+            "cpuadam": NO_EQUIVALENT,
+            "lion": "bitsandbytes.optim.Lion",
+        },
     ),
     needless("finetune.config_name", "the model is `model_path`"),
     needless("finetune.output_dir", "the folder is `output_dir`"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
+from pipelinerl.config.debug import DEBUG_RULES
 from pipelinerl.config.engine import deepspeed_file, engine_of
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
@@ -151,6 +152,8 @@ def lag_allows_updates(config: Config) -> str | None:
 
 def intervals_fit_the_run(config: Config) -> str | None:
     """The defaults suit runs of any length. An interval longer than the run was probably meant in samples."""
+    if config.debug.mode is not None:
+        return None
     steps = config.finetune.max_train_steps
     for name, interval in (
         ("eval_every_n_versions", config.eval_every_n_versions),
@@ -287,6 +290,7 @@ RULES: tuple[Rule, ...] = (
     tls_files_are_complete,
     micro_batch_fits_record,
     *OBJECTIVE_RULES,
+    *DEBUG_RULES,
     max_tokens_given,
     sequence_fits_trainer,
     completion_fits_server,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.config.load import resolve_function
-from pipelinerl.config.sections import Config, DomainSection
+from pipelinerl.config.sections import Config, DomainSection, SubsetSection
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import ConfigError, DomainError
 
@@ -25,6 +25,8 @@ class Domain:
     section: DomainSection
     several: bool
     """Whether it is an entry of `domains`. If not, it is the single domain of the top-level keys."""
+    subset: SubsetSection | None = None
+    """`train_subset`."""
 
     def key(self, name: str) -> str:
         """Returns a field's configuration key, such as `actor.rollout_policy` or `domains.math.rollout_policy`."""
@@ -80,7 +82,15 @@ class Domain:
         return problems
 
     def train_problems(self) -> list[Problem]:
-        return self.problems(self.section.train_dataset_names, needed_for="train_dataset_names")
+        problems = self.problems(self.section.train_dataset_names, needed_for="train_dataset_names")
+        if self.subset is None:
+            return problems
+        if len(problems) <= self.subset.begin:
+            raise DomainError(
+                f"`train_subset.begin` is {self.subset.begin}, but {self.section.dataset_loader} returns only "
+                f"{len(problems)} problems"
+            )
+        return problems[self.subset.begin : self.subset.end]
 
     def test_problems(self) -> list[Problem]:
         names = self.section.test_dataset_names
@@ -104,7 +114,7 @@ class Domain:
 def domains_of(cfg: Config) -> tuple[Domain, ...]:
     """Returns the domains of the run. A run without `domains` has one, named after its loader's module."""
     if cfg.domains:
-        return tuple(Domain(section, several=True) for section in cfg.domains)
+        return tuple(Domain(section, several=True, subset=cfg.train_subset) for section in cfg.domains)
     name = cfg.dataset_loader.rsplit(".", 2)[-2] if "." in cfg.dataset_loader else cfg.dataset_loader
     section = DomainSection(
         name=name,
@@ -115,7 +125,7 @@ def domains_of(cfg: Config) -> tuple[Domain, ...]:
         train_dataset_names=cfg.train_dataset_names,
         test_dataset_names=cfg.test_dataset_names,
     )
-    return (Domain(section, several=False),)
+    return (Domain(section, several=False, subset=cfg.train_subset),)
 
 
 def import_named(key: str, dotted: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ Consumes: topic `training_data` (this rank's partition), topic `evaluation`.
 Produces: optimizer steps, weight updates on the servers, messages on topic `trainer`, checkpoints, metrics.
 Waits for: the servers at the start (deadline `launcher.startup_timeout_s`), the micro-batches of the next step, the
 previous weight update before it begins another. Ends: when asked to stop. The launcher asks once the actor has made the
-last evaluation.
+last evaluation. Without the rest of the run it ends after the last recorded step.
 
 A version is pushed while the next step trains. The trainer's checkpoint is authoritative: after a restart, the role
 loads the newest complete checkpoint, pushes its weights and replays the stream from its position.
@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.finetune.accumulate import train_step
+from pipelinerl.finetune.alone import connect_nobody
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
@@ -147,7 +148,9 @@ class Trainer:
         self.engine.close()
 
     def _await_records(self, step: int) -> list[MicroBatch] | None:
-        """Wait for the micro-batches of ``step``, or at a phase's start of the whole phase. None when asked to stop.
+        """Wait for the micro-batches of ``step``, or at a phase's start of the whole phase.
+
+        None when asked to stop, or at the end of recorded data.
 
         Sends a deferred update as soon as that is allowed. The ranks iterate together, so that they agree whether to
         train, stop or send weights.
@@ -155,7 +158,10 @@ class Trainer:
         while True:
             last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
             records = self.feed.next_step(step, DEFERRED_POLL_S if self.updates.deferred else POLL_S, last)
-            agreed = self.engine.lowest(STOP if self.ctx.stop.is_set() else WAIT if records is None else TRAIN)
+            is_over = records is None and self.cfg.debug.mode is not None  # recorded data, of which no more will come
+            agreed = self.engine.lowest(
+                STOP if self.ctx.stop.is_set() or is_over else WAIT if records is None else TRAIN
+            )
             if agreed == TRAIN:
                 return records
             if records is not None:
@@ -239,4 +245,5 @@ def server_reports(watch: MembershipWatch) -> dict[str, WeightInfo]:
 def run(ctx: RoleContext) -> None:
     """Run the trainer role on this rank until it is asked to stop."""
     transformers.utils.logging.disable_progress_bar()
-    Trainer(ctx, connect_weights).run(stay=True)
+    alone = ctx.cfg.debug.mode is not None
+    Trainer(ctx, connect_nobody if alone else connect_weights).run(stay=not alone)

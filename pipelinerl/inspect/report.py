@@ -314,12 +314,16 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> list[str]:
         f"lag              mean {number(lag['mean'], 2)}, max {number(lag['max'], 0)} optimizer steps; "
         f"a median of {number(summary['versions_in_one_rollout_median'], 0)}, up to "
         f"{number(summary['versions_in_one_rollout_max'], 0)} weight versions in one rollout",
-        f"answers          median {number(lengths['median'], 0)}, 99th percentile {number(lengths['p99'], 0)} tokens",
+        answer_line(lengths),
         f"tokens           {number(summary['tokens_generated_per_s'], 0)}/s generated, "
         f"{number(summary['tokens_trained_per_s'], 0)}/s trained",
         f"wall time        {number(summary['wall_s'], 0)} s, of which training {number(summary['training_s'], 0)} s",
         f"look at          {run_dir}: {REPORT_FILE}, {CURVE_FILE}, {SUMMARY_FILE}, <role>/log.txt",
     ]
+
+
+def answer_line(lengths: Mapping[str, int | None]) -> str:
+    return f"answers          median {number(lengths['median'], 0)}, 99th percentile {number(lengths['p99'], 0)} tokens"
 
 
 def number(value: float | None, digits: int) -> str:

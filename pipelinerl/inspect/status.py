@@ -21,6 +21,7 @@ from pipelinerl.config.environment import ROLE_VARIABLE
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
+from pipelinerl.inspect.alone import read_alone
 from pipelinerl.inspect.outside import look_into, process_environment
 from pipelinerl.inspect.report import last_per_step, number, read_records, read_summary
 from pipelinerl.observability.catalogue import TrainerMetric
@@ -57,6 +58,8 @@ def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, S
     """
     if is_running(run_dir):
         return f"running, step {step} of {last_step}"
+    if alone := read_alone(run_dir):
+        return f"finished, debug.mode={alone['mode']}"
     summary = read_summary(run_dir)
     if summary is not None and summary["optimizer_steps"] >= last_step:
         return f"finished, {summary['optimizer_steps']} steps"

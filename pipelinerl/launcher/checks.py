@@ -9,15 +9,20 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import paths, rules
+from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
+from pipelinerl.config.engine import ADAMW, engine_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
+from pipelinerl.launcher.existing import check_existing
+from pipelinerl.launcher.recorded import check_recording
 from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.redis_server.server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
@@ -97,6 +102,22 @@ def server_arguments(start: Start) -> list[str]:
     return []
 
 
+def optimizer(start: Start) -> list[str]:
+    """Refuse an optimizer that the engine cannot run, or whose package is not installed."""
+    options, ranks = start.config.finetune.optimizer, start.world.trainer_world_size
+    if options.name == ADAMW:
+        return ["finetune.optimizer.kwargs has no effect: adamw takes none"] if options.kwargs else []
+    if engine_of(start.config, ranks) == "deepspeed":
+        raise ConfigError(
+            f"`finetune.optimizer.name` is {options.name}, but DeepSpeed shards the states of adamw only: set "
+            "use_deepspeed=false and use_fsdp=true, or finetune.engine=ddp"
+        )
+    package = options.name.partition(".")[0]
+    if find_spec(package) is None:
+        raise ConfigError(f"`finetune.optimizer.name` is {options.name}: {package} is not installed")
+    return []
+
+
 def experts(start: Start) -> list[str]:
     """Refuse what only a mixture of experts can do for a model without experts."""
     config, options = start.config, server_options(start.config)
@@ -122,7 +143,9 @@ def memory(start: Start) -> list[str]:
     detected = gpu_memory_bytes()
     if shape is None or not detected:
         return []
+    kinds = started_kinds(start.config)
     plans = memory_plan(start.config, start.world, shape, min(detected))
+    plans = tuple(plan for plan in plans if kinds is None or plan.kind in kinds)
     for plan in plans:
         if not plan.fits:
             raise ConfigError(
@@ -213,14 +236,35 @@ def model(start: Start) -> list[str]:
     return []
 
 
+def alone(start: Start) -> list[str]:
+    """Refuse roles alone on several nodes, without servers that answer, or on streams that they cannot read."""
+    mode = start.config.debug.mode
+    if mode is not None and len(start.world.nodes) > 1:
+        raise ConfigError(f"`debug.mode` is {mode}: roles alone run on one node, and this world has several")
+    check_recording(start.config, start.world.trainer_world_size)
+    return check_existing(start.config)
+
+
 def objective(start: Start) -> list[str]:
     preflight.check_own_objective(start.config, start.container)
     return []
 
 
 def domain(start: Start) -> list[str]:
+    if start.config.debug.mode not in (None, *WITH_ROLLOUTS):
+        return []
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, experts)
-OF_THIS_MACHINE: tuple[StartCheck, ...] = (devices, memory, redis, disk, store_of_weights, model, objective, domain)
+OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, optimizer, experts)
+OF_THIS_MACHINE: tuple[StartCheck, ...] = (
+    devices,
+    alone,
+    memory,
+    redis,
+    disk,
+    store_of_weights,
+    model,
+    objective,
+    domain,
+)

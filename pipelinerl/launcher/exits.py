@@ -22,20 +22,27 @@ class Exit:
 
 
 def decide_after_exit(
-    kind: str, code: int, kill_reason: str | None, *, training_done: bool, restarts_used: int, limits: LauncherSection
+    kind: str,
+    code: int,
+    kill_reason: str | None,
+    *,
+    training_done: bool,
+    restarts_used: int,
+    limits: LauncherSection,
+    alone: bool = False,
 ) -> Exit:
     """Decide what follows from an exit that the launcher did not ask for.
 
     Args:
+        alone: the roles run without the rest (`debug.mode`), so that each ends by itself when its work is done.
         code: exit code. Below 0 it is minus the number of the signal that killed the process.
         kill_reason: why the launcher killed the process itself. None if it did not.
         restarts_used: restarts of all roles of this node so far.
     """
     if code == EXIT_LEFT and kill_reason is None:
         return Exit(action="done", reason="it left the run as it was asked to")
-    if code == 0 and kill_reason is None and kind == "actor" and training_done:
-        return Exit(action="done")
-    if code == 0 and kill_reason is None and kind in ENDS_BY_ITSELF and (training_done or kind == "preprocessor"):
+    may_end = training_done or alone or kind == "preprocessor"
+    if code == 0 and kill_reason is None and kind in ENDS_BY_ITSELF and may_end:
         return Exit(action="done")
     reason = kill_reason or describe_exit(code)
     if code == 0 and kill_reason is None:

@@ -18,18 +18,20 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config import rules
-from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
+from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
+from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.alone import alone_lines, read_alone
 from pipelinerl.inspect.report import read_summary, summary_lines
-from pipelinerl.launcher import checks, preflight, run_dir, stream_epoch
+from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
 from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.nodes import Follower, Leader, Rendezvous, plan_rendezvous
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.running import RunPlan, say, show_world, supervise, voice
+from pipelinerl.launcher.running import RunPlan, report_alone, say, show_world, supervise, voice
 from pipelinerl.launcher.supervisor import Ending
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
@@ -44,14 +46,13 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
     """Run the experiment of a composed configuration and return the exit code. Raises PipelineRLError to refuse it."""
     os.umask(0o077)
     started = psutil.Process().create_time()
+    if os.environ.get(DRY_RUN_VARIABLE) == "1":
+        OmegaConf.update(cfg, "dry_run", True)
     missing = missing_keys(cfg) if cfg.dry_run else []
     for key in missing:  # a dry run shows the world of `base` alone, too
         OmegaConf.update(cfg, key, "not-given")
-    container = to_container(cfg)
-    path = Path(parse_container(container).output_dir).expanduser().resolve()
-    container["output_dir"] = str(path)
-    config = parse_container(container)
-    rules.check_rules(config)
+    container, config = resolved(cfg)
+    path = Path(config.output_dir)
     if config.dry_run:
         return dry_run(make_plan(config, container, path, command_of), path, overrides, command_of, missing)
     rank = read_node_environment(os.environ).rank
@@ -68,6 +69,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
         begin_epoch_if_asked(claim, config)
+        recorded.copy_streams(config, path, say)
         run_dir.write_run_dir(path, container, plan.world, plan.commands)
         if config.launcher.engine == "external":
             return hand_over(plan, path, command_of)
@@ -75,7 +77,19 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
             ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
         else:
             ending = asyncio.run(lead(plan, claim, started))
-    return tell_ending(ending, path)
+        if config.debug.mode and ending.kind == "stopped":
+            report_alone(plan, path, finished=False)
+    return tell_ending(ending, path, config.debug.mode)
+
+
+def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
+    """Return the checked configuration of this run, with the settings that its `debug.mode` fixes."""
+    container = to_container(cfg)
+    container["output_dir"] = str(Path(parse_container(container).output_dir).expanduser().resolve())
+    config = parse_container(container)
+    rules.check_rules(config)
+    container = with_settings(container, fixed_settings(config))
+    return container, parse_container(container)
 
 
 def hand_over(plan: RunPlan, path: Path, command_of: CommandOf) -> int:
@@ -180,8 +194,12 @@ def rendezvous_of(plan: RunPlan) -> Rendezvous:
 
 def tell_finished(claim: Claim) -> int:
     say(f"the run in {claim.path} is finished:")
-    for line in summary_lines(read_summary(claim.path) or {}, claim.path):
+    alone = read_alone(claim.path)
+    for line in alone_lines(alone, claim.path) if alone else summary_lines(read_summary(claim.path) or {}, claim.path):
         say("  " + line)
+    if alone:
+        say("force_restart=true starts over")
+        return EXIT_DONE
     say("raise finetune.max_train_steps to go on, or force_restart=true to start over")
     return EXIT_DONE
 
@@ -219,7 +237,12 @@ def make_plan(
     jobs = world.jobs if world else None
     world = world or build_world(config, os.environ)
     env = {} if jobs else os.environ  # a launcher beside a Ray cluster has none of its GPUs
-    commands = tuple(command_of(job, world, path, env) for job in jobs or world.on_node(node_rank))
+    kinds = started_kinds(config)
+    commands = tuple(
+        command_of(job, world, path, env)
+        for job in jobs or world.on_node(node_rank)
+        if kinds is None or job.kind in kinds
+    )
     return RunPlan(config=config, container=container, world=world, node_rank=node_rank, commands=commands)
 
 
@@ -231,7 +254,8 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
         run_dir.check_folder(path, plan.container, force_restart=plan.config.force_restart)
     warnings = checks.run_checks(start_of(plan, path, overrides), only_shown=True)
     show_world(plan)
-    for job in plan.world.jobs:
+    kinds = started_kinds(plan.config)
+    for job in (job for job in plan.world.jobs if kinds is None or job.kind in kinds):
         say("")
         say(f"# {job.name} on {job.hostname}")
         say(printable(command_of(job, plan.world, path, os.environ)))
@@ -241,10 +265,11 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
     return EXIT_DONE
 
 
-def tell_ending(ending: Ending, path: Path) -> int:
+def tell_ending(ending: Ending, path: Path, mode: str | None = None) -> int:
+    """Say how the run ended and return the exit code. Servers alone (``mode``) end only when they are stopped."""
     if ending.restarts:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
-    if ending.kind == "done":
+    if ending.kind == "done" or (mode == "servers" and ending.kind == "stopped"):
         return EXIT_DONE
     if ending.kind == "stopped":
         say(f"stopped by {ending.reason}; the same command resumes {path}")

@@ -20,6 +20,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pipelinerl.config.paths import (
+    ALONE_FILE,
     CHECKPOINTS,
     CURVE_FILE,
     EXPORTS,
@@ -33,6 +34,7 @@ from pipelinerl.config.paths import (
 from pipelinerl.config.resume import differing_keys
 from pipelinerl.errors import ConfigError
 from pipelinerl.host.disk import make_folder, replace_file
+from pipelinerl.inspect.alone import read_alone
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines
@@ -63,6 +65,7 @@ OWNED = (
     EPOCH_FILE,
     LOG_FILE,
     SUMMARY_FILE,
+    ALONE_FILE,
     CURVE_FILE,
     REPORT_FILE,
 )
@@ -158,7 +161,9 @@ def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: boo
 
 
 def is_finished(path: Path, max_train_steps: int) -> bool:
-    """Whether the folder's summary covers at least `max_train_steps`."""
+    """Whether the folder's summary covers at least `max_train_steps`, or its roles alone have ended."""
+    if read_alone(path) is not None:
+        return True
     summary = read_summary(path)
     return summary is not None and summary["optimizer_steps"] >= max_train_steps
 

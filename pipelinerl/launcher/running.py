@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from pipelinerl.config.debug import WORKING
 from pipelinerl.config.environment import (
     MIN_SECRET_CHARS,
     REDIS_PASSWORD_VARIABLE,
@@ -25,6 +26,7 @@ from pipelinerl.config.environment import (
 from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.alone import alone_figures, alone_lines, write_alone
 from pipelinerl.inspect.report import summary_lines, write_report
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import (
@@ -43,6 +45,7 @@ from pipelinerl.launcher.tracking import RunTracking
 from pipelinerl.membership.address import RedisAddress, address_of, publish_run
 from pipelinerl.membership.stores import StoreAwayError
 from pipelinerl.streams import backend_from_config
+from pipelinerl.utils import is_healthy
 from pipelinerl.world import WorldMap
 from pipelinerl.world.tls import adopt
 
@@ -50,6 +53,7 @@ log = logging.getLogger(__name__)
 
 GUARDIAN_GRACE_S = 5.0
 PUBLISH_RETRY_S = 0.5
+SERVERS_POLL_S = 0.5
 
 voice = Voice(lambda line: log.info("%s", line))
 say = voice.say
@@ -83,6 +87,11 @@ def show_world(plan: RunPlan) -> None:
         Console().print(render_world(plan.config, plan.world))
 
 
+def say_start(plan: RunPlan, path: Path, resumed: bool) -> None:
+    say(f"{'resuming' if resumed else 'starting'} {path}")
+    show_world(plan)
+
+
 async def supervise(
     plan: RunPlan,
     path: Path,
@@ -100,31 +109,31 @@ async def supervise(
         lock: of the run folder.
         engine_on: None = the engine of this node.
     """
-    config, leads, roles_started = plan.config, plan.node_rank == 0, time.time()
+    config, roles_started = plan.config, time.time()
     guard = Reaper(mark := RunMark(), grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
     host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
     backend_from_config(config, path)
-    tracking = RunTracking(config, path) if leads else None
+    tracking = None if plan.node_rank else RunTracking(config, path)
     follower = follow_topics(config, path, tracking)
     supervisor = Supervisor(
         plan.commands,
         (engine_on or local_engine(plan))(host),
         run_dir=path,
         limits=config.launcher,
-        actors=[job.name for job in plan.world.get("actor")],
+        awaited=awaited_jobs(plan),
         training_done=follower.training_done,
         say=say,
         report=(lambda: report_run(plan, path, started, roles_started, tracking)) if tracking else (lambda: None),
         others=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
+        alone=config.debug.mode is not None,
     )
     answer_signals(supervisor)
-    say(f"{'resuming' if resumed else 'starting'} {path}")
-    show_world(plan)
+    say_start(plan, path, resumed)
     follower.start()
     beside = [asyncio.create_task(work) for work in work_beside(plan, host, supervisor, guard, connection)]
     try:
-        with voice.live(RunLine(path, config.finetune.max_train_steps)) if leads else contextlib.nullcontext():
+        with live_line(plan, path):
             return await supervisor.run()
     finally:
         for task in beside:
@@ -135,12 +144,27 @@ async def supervise(
         guard.dismiss()
 
 
+def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Show the line of a run on the leading node. It says nothing about servers or a preprocessor alone."""
+    if plan.node_rank or plan.config.debug.mode in ("servers", "preprocessor"):
+        return contextlib.nullcontext()
+    return voice.live(RunLine(path, plan.config.finetune.max_train_steps))
+
+
+def awaited_jobs(plan: RunPlan) -> list[str]:
+    """Names of the jobs whose end is the end of the run."""
+    mode = plan.config.debug.mode
+    return [job.name for job in plan.world.get("actor" if mode is None else WORKING.get(mode, ""))]
+
+
 def work_beside(
     plan: RunPlan, host: Host, supervisor: Supervisor, guard: Reaper, connection: NodeConnection | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """What goes on while the supervisor runs."""
     yield guard.keep()
     yield publish_address(plan, host.run_dir)
+    if plan.config.debug.mode == "servers":
+        yield tell_servers(plan.world)
     if plan.builds_model:
         yield build_model(plan.config, host, supervisor)
     if connection:
@@ -225,8 +249,35 @@ def secrets_of(plan: RunPlan, env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: secret, REDIS_PASSWORD_VARIABLE: external or derived_password(secret)}
 
 
+async def tell_servers(world: WorldMap) -> None:
+    """Say once that all servers answer, and what another run says to use them."""
+    urls = world.get_actor_urls()
+    while True:
+        if await asyncio.to_thread(lambda: all(map(is_healthy, urls))):
+            break
+        await asyncio.sleep(SERVERS_POLL_S)
+    say(f"the servers answer until Ctrl-C: debug.existing_llms=[{','.join(urls)}]")
+
+
+def report_alone(plan: RunPlan, path: Path, *, finished: bool) -> None:
+    """Say what roles did without the rest of the run. If it cannot be read, the run still counts."""
+    try:
+        figures = alone_figures(path, plan.config)
+        if finished:
+            write_alone(path, figures)
+    except Exception as error:  # the report is an extra: its failure is only reported
+        log.exception("event=report_failed")
+        say(f"warning: no summary: {type(error).__name__}: {error}")
+        return
+    for line in alone_lines(figures, path):
+        say(line)
+
+
 def report_run(plan: RunPlan, path: Path, launched: float, started: float, tracking: RunTracking) -> None:
     """Write summary, picture and page. If that fails the run still counts as finished."""
+    if plan.config.debug.mode:
+        report_alone(plan, path, finished=True)
+        return
     try:
         replicas = plan.config.world.replicas
         summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)

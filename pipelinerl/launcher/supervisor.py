@@ -65,18 +65,20 @@ class Others:
         """Tell the others that this node is about to stop its roles."""
 
 
-class Supervisor:
+class Supervisor:  # structure: the roles, their engine, and by what their exits are judged
     """Keeps roles running.
 
     Args:
         commands: of the roles.
         engine: runs their processes.
-        actors: names of the actor jobs of the whole world. The run is complete when all of them have ended.
+        awaited: names of the jobs of the whole world whose end is the end of the run: the actors, or with
+            `debug.mode` the roles that work alone.
         training_done: whether the trainer made its last step. It may block, and is called in a thread.
         say: tells the user a line.
         report: writes the report at an orderly end, while the streams can still be read.
         others: the launchers of other nodes.
         trains_on_several_nodes: whether the trainer's ranks need other nodes, so that none can save when one is lost.
+        alone: roles run without the rest of the run, see `decide_after_exit`.
     """
 
     def __init__(
@@ -86,19 +88,21 @@ class Supervisor:
         *,
         run_dir: Path,
         limits: LauncherSection,
-        actors: Sequence[str],
+        awaited: Sequence[str],
         training_done: Callable[[], bool],
         say: Callable[[str], None],
         report: Callable[[], None],
         others: Others | None = None,
         trains_on_several_nodes: bool = False,
+        alone: bool = False,
     ):
         self._roles = {command.name: Role(command) for command in commands}
         self._engine = engine
         self._run_dir = run_dir
         self._limits = limits
         self._report = report
-        self._pending_actors = set(actors)
+        self._awaited = set(awaited)
+        self._alone = alone
         self._training_done = training_done
         self._say = say
         self._others = others or Others()
@@ -144,9 +148,9 @@ class Supervisor:
         )
 
     def actor_done(self, name: str) -> None:
-        """Note that an actor of any node made its last evaluation. The last actor completes the run."""
-        self._pending_actors.discard(name)
-        if not self._pending_actors:
+        """Note that an awaited job of any node has ended its work. The last one completes the run."""
+        self._awaited.discard(name)
+        if not self._awaited:
             self.finish()
 
     def finish(self) -> None:
@@ -169,6 +173,7 @@ class Supervisor:
                 training_done=await self._is_training_done(role),
                 restarts_used=sum(self.restarts.values()),
                 limits=self._limits,
+                alone=self._alone,
             )
             if decision.action == "done":
                 await self._done(role, decision.reason)
@@ -199,7 +204,7 @@ class Supervisor:
         log.info("event=job_ended job=%s", role.command.name)
         if remark:
             self._say(f"{role.command.name}: {remark}")
-        if role.command.kind == "actor":
+        if role.command.name in self._awaited:
             await self._others.tell_actor_done(role.command.name)
             self.actor_done(role.command.name)
 

@@ -44,6 +44,8 @@ class Intake:
         self._groups = open_groups(ctx, source, order)
         self._pending: deque[_Pending] = deque()
         self._scorer = make_scorer(ctx)
+        self.is_exhausted = False
+        """Whether the last read found no more groups and none is pending."""
 
     @property
     def is_scoring(self) -> bool:
@@ -56,8 +58,10 @@ class Intake:
             with self._ctx.status.waiting("reference log-probs", on="preprocessor_llm"):
                 self._ctx.stop.wait(BUSY_POLL_S)
             return
+        before = self._groups.position
         with self._ctx.status.waiting("the next group", on=f"actor_{self._ctx.job.replica_idx}"):
             groups = self._groups.poll(BUSY_POLL_S if self._pending else IDLE_POLL_S)
+        self.is_exhausted = self._groups.position == before and not self._pending
         for samples in groups:
             self._pending.append(_Pending(samples, self._scorer.submit(samples) if self._scorer else None))
 

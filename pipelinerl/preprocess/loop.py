@@ -3,8 +3,9 @@
 Consumes: topic `actor` of its own replica, topic `trainer`. Produces: `training_data`, `preprocessor`, metrics.
 Waits for: the next group (from the actor), reference log-probs (from the reference servers), and the trainer when
 `preprocess.max_ready_steps` packed batches (or a phase of the conventional schedule, if that is more) are ahead of it.
-The last wait always ends, because the trainer then has a batch to train. Ends: when asked to stop. After a restart, it
-resumes behind its last published batch (see ``progress``).
+The last wait always ends, because the trainer then has a batch to train. Ends: when asked to stop, and without the rest
+of the run at the end of the recorded groups. After a restart, it resumes behind its last published batch (see
+``progress``).
 
 With n replicas, preprocessor r reads only actor r and packs the optimizer steps with step % n == r. Its output is a
 pure function of one topic, so exactly-once delivery needs no agreement between replicas. The trainer takes the steps in
@@ -44,7 +45,7 @@ def run(ctx: RoleContext) -> None:
     """Run the role until ``ctx.stop`` is set."""
     preprocessor = Preprocessor(ctx)
     try:
-        while not ctx.stop.is_set():
+        while not ctx.stop.is_set() and not preprocessor.is_done:
             preprocessor.turn()
     finally:
         preprocessor.close()
@@ -131,6 +132,11 @@ class Preprocessor:
             self._decide(sample)
         self._report_drops()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all recorded groups were read (`debug.mode=preprocessor`). A whole run's groups never end."""
+        return self.cfg.debug.mode is not None and self.intake.is_exhausted
+
     def close(self) -> None:
         self.trainer.stop()
         self.intake.close()
@@ -161,6 +167,8 @@ class Preprocessor:
         return True
 
     def _too_far_ahead(self, step: int) -> bool:
+        if self.cfg.debug.mode is not None:
+            return False  # nobody trains
         steps_trained = (self.trainer.samples_processed or 0) // self.cfg.batch_size
         return step - steps_trained > max_ready_steps(self.cfg)
 

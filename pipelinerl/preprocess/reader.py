@@ -59,6 +59,11 @@ class GroupReader:
         self._vocab_size = vocab_size
         self._attempts = attempts
 
+    @property
+    def position(self) -> int:
+        """Offset of the next record to read."""
+        return self._reader.position
+
     def poll(self, timeout_s: float) -> list[list[Sample]]:
         """Samples of the next groups, one list per group. Empty if none arrives within ``timeout_s``."""
         return list(self._groups(self._reader.poll(timeout_s)))

@@ -113,6 +113,8 @@ class EvaluationDone(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_
     num_rollouts: int
     metrics: dict[str, float]
     """`complete`: share of the attempts with a result. Per dataset: `<dataset>/success`, `<dataset>/reward`, …"""
+    outcomes: dict[str, tuple[tuple[int, int], ...]] = {}
+    """Per dataset, for each problem in order: attempts with a result, and how many of them succeeded."""
     timestamp: float = 0.0
 
 

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -223,7 +224,8 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     Raises:
         WorldError: the jobs do not fit, a port is in use, or the devices do not support ``weights.backend``.
     """
-    placements = place(request_from_config(cfg), cluster)
+    existing = existing_servers(cfg)
+    placements = tuple(p for p in place(request_from_config(cfg), cluster) if not (existing and p.kind == "actor_llm"))
     listening = [p for p in placements if p.kind in LISTENING_KINDS]
     meeting = [_meeting(p.name) for p in listening if p.server]
     weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
@@ -246,9 +248,12 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     world = WorldMap(
         accelerator=cluster.accelerator,
         nodes=cluster.nodes,
-        jobs=tuple(
-            _with_span(_job(p, cluster, ports.get(p.name), tls=cfg.world.tls), p, placements, cluster, ports)
-            for p in placements
+        jobs=(
+            *existing,
+            *(
+                _with_span(_job(p, cluster, ports.get(p.name), tls=cfg.world.tls), p, placements, cluster, ports)
+                for p in placements
+            ),
         ),
         master_port=base,
         weight_port=weight_port,
@@ -258,6 +263,23 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     )
     world.transfer_backend(cfg.weights.backend)  # refuses an impossible backend before the start
     return world
+
+
+def existing_servers(cfg: Config) -> tuple[Job, ...]:
+    """The servers of `debug.existing_llms` as jobs, which nobody starts."""
+    urls = cfg.debug.existing_llms
+    return tuple(
+        Job(
+            name=f"actor_llm_{index}",
+            kind="actor_llm",
+            replica_idx=index,
+            hostname=urlsplit(url).hostname or "",
+            port=urlsplit(url).port,
+            url=url.rstrip("/"),
+            serves=index * cfg.world.replicas // len(urls),
+        )
+        for index, url in enumerate(urls)
+    )
 
 
 def _port_base(cfg: Config, cluster: Cluster, count: int) -> int:

@@ -64,12 +64,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_from_config(cfg: Config) -> Request:
-    devices_per_node(cfg, cfg.world.nodes_per_server)
+    elsewhere = bool(cfg.debug.existing_llms)  # the parallel sizes are those of other machines
+    if not elsewhere:
+        devices_per_node(cfg, cfg.world.nodes_per_server)
     return Request(
         world=cfg.world,
         environments=environment_servers(cfg),
-        gpus_per_llm=devices_per_server(cfg),
-        seq_parallel=cfg.finetune.seq_parallel,
+        gpus_per_llm=1 if elsewhere else devices_per_server(cfg),
+        seq_parallel=1 if elsewhere else cfg.finetune.seq_parallel,
         redis=cfg.streams.backend == "redis" and not cfg.streams.external,
     )
 

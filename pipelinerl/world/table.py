@@ -1,10 +1,12 @@
 """Renders the world and its memory plan as tables. Presentation only."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from pipelinerl.config.debug import started_kinds
 from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.world.cluster import gpu_memory_bytes
@@ -14,8 +16,13 @@ from pipelinerl.world.model_shape import ModelShape, find_model_shape
 from pipelinerl.world.training_memory import GIB
 
 
-def world_table(world: WorldMap, weights_by: str | None = None) -> Table:
-    """Return a table with one line per job, ordered by node."""
+def world_table(world: WorldMap, weights_by: str | None = None, started: Collection[str] | None = None) -> Table:
+    """Return a table with one line per job, ordered by node.
+
+    Args:
+        weights_by: what carries the weights. None = the world's backend.
+        started: the kinds of jobs that this run starts. None = all.
+    """
     unit = "GPUs" if world.accelerator == "cuda" else "cores"
     table = Table(
         title=world_title(world, weights_by or world.weight_backend), title_justify="left", header_style="bold"
@@ -31,7 +38,7 @@ def world_table(world: WorldMap, weights_by: str | None = None) -> Table:
                 job.name,
                 compact_numbers(devices),
                 job.url,
-                job_note(job, world),
+                job_note(job, world) if started is None or job.kind in started else "not started by this run",
                 end_section=index == len(jobs) - 1,
             )
     return table
@@ -113,7 +120,7 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
     """Return the table of jobs. On CUDA add the memory plan if the model's sizes are known without a download."""
     shape = find_model_shape(cfg.model_path)
     is_stored = cfg.weights.backend == "store"
-    jobs: RenderableType = world_table(world, "a store" if is_stored else None)
+    jobs: RenderableType = world_table(world, "a store" if is_stored else None, started_kinds(cfg))
     if is_stored:
         jobs = Group(jobs, store_line(cfg, shape))
     if world.accelerator == "cpu":

@@ -77,7 +77,6 @@ CALLED_FROM_OUTSIDE = {
     "log_message": "http.server",
     "register_domain_rollout": "PipelineRL's name, for users",
     "get_reward_range": "PipelineRL's name, for users",
-    "get_actor_urls": "PipelineRL's name, for users",
     "get_preprocessor_urls": "PipelineRL's name, for users",
     "get_all_jobs": "PipelineRL's name, for users",
     "total_finetune_gpus": "PipelineRL's name, for users",

@@ -4,7 +4,13 @@ A key that is not here is refused. ``make format`` writes the YAML files and the
 """
 
 from pipelinerl.config.keys import Section
-from pipelinerl.config.sections.experiment import Config, DomainSection, TinyModelSection
+from pipelinerl.config.sections.experiment import (
+    Config,
+    DebugSection,
+    DomainSection,
+    SubsetSection,
+    TinyModelSection,
+)
 from pipelinerl.config.sections.machines import (
     ArchiveSection,
     LauncherSection,
@@ -28,6 +34,7 @@ __all__ = [
     "ActorSection",
     "ArchiveSection",
     "Config",
+    "DebugSection",
     "DomainSection",
     "EvalSection",
     "EvaluationLLMSection",
@@ -40,6 +47,7 @@ __all__ = [
     "RLSection",
     "Section",
     "StreamsSection",
+    "SubsetSection",
     "TinyModelSection",
     "TracingSection",
     "VLLMSection",

@@ -40,6 +40,34 @@ class TinyModelSection(Section):
     params: dict[str, Any] = key(REQUIRED, "arguments of the recipe")
 
 
+class SubsetSection(Section):
+    """A part of the training problems."""
+
+    begin: NonNegativeInt = key(REQUIRED, "first problem")
+    end: PositiveInt = key(REQUIRED, "the problem after the last one")
+
+
+class DebugSection(Section):
+    """Roles without the rest of the run. [guides/alone.md](guides/alone.md) shows each mode."""
+
+    mode: Literal["servers", "actor", "evaluation", "preprocessor", "finetune"] | None = key(
+        None,
+        "start only these roles. `servers`: inference servers, until Ctrl-C. `actor`: rollouts without training, for "
+        "`finetune.max_train_steps` batches. `evaluation`: the test problems once. `preprocessor` and `finetune`: on "
+        "the streams of `debug.streams_from`. Null = the whole run",
+    )
+    existing_llms: list[str] = key(
+        [],
+        "actor and evaluation: URLs of running servers of this project, e.g. `[http://127.0.0.1:8080]`, instead of "
+        "servers of the run's own. Any weights count as version 0",
+        may_change=True,
+    )
+    streams_from: str | None = key(
+        None,
+        "preprocessor and finetune: folder of the run whose recorded streams they read. They are copied",
+    )
+
+
 class DomainSection(Section):
     """One domain of a mixed run."""
 
@@ -121,6 +149,7 @@ class Config(Section):  # structure: one field per key of the top level
         "else the embedded sandbox",
         may_change=True,
     )
+    sandbox_timeout_s: PositiveFloat = key(10, "longest time of one run of a program in SandboxFusion", may_change=True)
     environments: list[dict[str, Any]] | dict[str, dict[str, Any]] = key(
         [],
         "servers of your own, which the run starts and supervises. An entry has `_target_` (a class with a method "
@@ -155,6 +184,10 @@ class Config(Section):  # structure: one field per key of the top level
         "rewards by outcome, for domains that use them. Files in `conf/rewards` are chosen by e.g. "
         "`rewards=success_and_format`",
     )
+    train_subset: SubsetSection | None = key(
+        None,
+        "train on the problems from `begin` to before `end` of each domain, as the loader returns them. Null = all",
+    )
     llm: LLMSection
     test_llm: EvaluationLLMSection
     actor: ActorSection
@@ -166,6 +199,7 @@ class Config(Section):  # structure: one field per key of the top level
     streams: StreamsSection
     finetune: FinetuneSection
     launcher: LauncherSection
+    debug: DebugSection
     verifier: VerifierSection
     archive: ArchiveSection
     tracing: TracingSection

@@ -6,7 +6,7 @@ from pipelinerl.config.load import compose, config_keys, is_free_form, suggestio
 from pipelinerl.config.renames import GROUPS, RENAMES, Rename, rename_of
 from pipelinerl.launch import explain_refusal
 
-SAME_NAME = {"eval_every_n_versions", "finetune.weight_update_interval", "finetune.lora.target_modules"}
+SAME_NAME = {"debug.mode", "eval_every_n_versions", "finetune.weight_update_interval", "finetune.lora.target_modules"}
 """Keys that are here too, with values of another meaning."""
 
 
@@ -31,7 +31,7 @@ def test_every_row_is_there_once_and_says_why_there_is_no_key() -> None:
         ("finetune.attempts", "`attempts`"),
         ("finetune.max_lag", "`max_lag_steps` here (counted in samples there and in optimizer steps here"),
         ("finetune.max_lag", "e.g. `1024 samples`"),
-        ("debug.mode", "has no equivalent here"),
+        ("debug.use_existing_llms", "has no equivalent here: name the servers: `debug.existing_llms"),
         ("finetune.model_class", "`finetune.rl.advantage`"),
         ("wandb.use_wandb", "`wandb.mode` here (true → online; false → disabled)"),
         ("finetune.interrupt_train_steps", "has no equivalent here: `finetune.max_train_steps` ends the run"),
@@ -46,7 +46,9 @@ def test_refusal_of_an_old_key_follows_the_table(old: str, said: str) -> None:
 
 
 def test_refusal_on_the_command_line_follows_the_table() -> None:
-    overrides = [f"{old}=1" for old in ("debug.mode", "finetune.attempts", "rewards.correct_answer_finished")]
+    overrides = [
+        f"{old}=1" for old in ("debug.use_existing_llms", "finetune.attempts", "rewards.correct_answer_finished")
+    ]
     for override in overrides:
         with pytest.raises(Exception, match="Could not override") as refused:
             compose("base", ["output_dir=x", override])

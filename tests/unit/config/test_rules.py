@@ -69,6 +69,17 @@ REFUSED = {
     },
     "phases_are_conventional": {"steps_per_phase": 2},
     "intervals_fit_the_run": {"eval_every_n_versions": 20_000},
+    "streams_come_with_their_mode": {"debug__mode": "finetune"},
+    "recorded_streams_become_files": {
+        "debug__mode": "preprocessor",
+        "debug__streams_from": "results/recorded",
+        "streams__backend": "redis",
+    },
+    "existing_servers_come_with_rollouts": {"debug__existing_llms": ["http://127.0.0.1:8080"]},
+    "alone_on_one_node": {"debug__mode": "actor", "launcher__engine": "external"},
+    "alone_from_the_beginning": {"debug__mode": "servers", "resume": "checkpoint"},
+    "evaluation_has_problems": {"debug__mode": "evaluation", "test_dataset_names": []},
+    "subset_is_not_empty": {"train_subset": {"begin": 8, "end": 8}},
     "ray_shares_no_device": {"launcher__engine": "ray", "world__share_devices": True},
 }
 

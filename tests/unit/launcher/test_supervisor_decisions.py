@@ -50,6 +50,14 @@ def test_exit_follows_the_table(kind: str, code: int, training_done: bool, resta
     assert decision.action == action
 
 
+def test_roles_alone_end_by_themselves() -> None:
+    rest = {"training_done": False, "restarts_used": 0, "limits": LIMITS, "alone": True}
+    kinds = ("actor", "finetune", "preprocessor", "actor_llm")
+    assert [decide_after_exit(kind, 0, None, **rest).action for kind in kinds] == ["done"] * 3 + ["restart"]
+    assert decide_after_exit("actor", 1, None, **rest).action == "restart"
+    assert decide_after_exit("actor", 2, None, **rest).action == "fail"
+
+
 def test_exit_names_signal_budget_and_reason() -> None:
     killed = decide_after_exit("actor", -9, None, training_done=False, restarts_used=2, limits=LIMITS)
     assert killed.reason == "killed by SIGKILL, and launcher.max_restarts=2 is used up"
