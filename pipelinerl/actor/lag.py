@@ -1,8 +1,8 @@
-"""Decides when the next group may start: the pacing rule of docs/architecture.md. Pure.
+"""Decides when the next group may start: the pacing rule of docs/architecture.md.
 
 Samples are trained in publication order, exactly ``batch_size`` per optimizer step. The number of samples dispatched
 and not dropped therefore tells at which version the next sample will be trained. A drop (failure, filter, lag) makes
-room at once, so no filter can starve training. ``max_lag_steps`` 0 gives synchronous training.
+room at once, so no filter can starve training. ``max_lag_steps`` 0 gives synchronous training. The module does no I/O.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class Pacing:
 
     batch_size: int
     max_lag_steps: int | None
-    """Steps between sampling and training. None: bounded only by the end of training."""
+    """Largest number of optimizer steps between sampling and training. None: only the end of training is a bound."""
     max_train_steps: int
     schedule: Literal["pipeline", "conventional"] = "pipeline"
     steps_per_phase: int = 1
-    """With schedule "conventional": optimizer steps whose data are generated on one version."""
+    """Optimizer steps whose data are generated on one version. Only schedule "conventional" reads it."""
     actor: int = 0
     num_actors: int = 1
 
     def limit(self, version: int) -> int:
-        """Returns how many samples this actor may have dispatched, without those dropped, while ``version`` is live.
+        """Returns the largest number of samples, dispatched minus dropped, of this actor while ``version`` is live.
 
         Actor r of n fills the optimizer steps with ``step % n == r``, as preprocessor r packs them.
         """
@@ -41,5 +41,11 @@ class Pacing:
         return self.batch_size * len(range(self.actor, steps, self.num_actors))
 
     def may_start(self, *, dispatched: int, dropped: int, version: int) -> bool:
-        """Whether another group may start. ``dispatched`` and ``dropped`` are totals in samples."""
+        """Returns whether another group may start.
+
+        Args:
+            dispatched: samples that this actor has dispatched since the start of the run.
+            dropped: those of them that will never be trained.
+            version: the live weight version.
+        """
         return dispatched - dropped < self.limit(version)

@@ -1,9 +1,11 @@
-"""Turns a domain's ``RolloutResult`` into a ``Rollout`` record: exact tokens, spans and log-probabilities. Pure.
+"""Turns a domain's ``RolloutResult`` into a ``Rollout`` record: exact tokens, spans and log-probabilities.
 
 Texts whose tokens extend each other become ONE training sequence. Any other text starts a new one. In modes `texts` and
 `steps` every text has its own reward and so its own advantage, and texts are never joined. Lists that the domain
 replaced or edited (labels masked with -100) take precedence over the server's. A text whose lists contradict each other
 is refused with its index. Shapes: T tokens, K trained tokens, R spans.
+
+The module does no I/O.
 """
 
 from collections.abc import Iterable
@@ -55,10 +57,12 @@ def to_rollout(
         result: the return value of the domain's function.
         attempt: index of the attempt in its group.
         latency_s: duration of the attempt.
-        num_llm_calls: its completions.
-        sent_tokens: prompt tokens of all its calls, of which the server took ``cached_tokens`` from its prefix cache.
-        fallback_version: version of tokens that carry none (texts that a domain built itself): the oldest possible.
-        seq_length: ``finetune.seq_length``.
+        num_llm_calls: number of completions of the attempt.
+        sent_tokens: prompt tokens of all its calls.
+        cached_tokens: those of ``sent_tokens`` that the server took from its prefix cache.
+        fallback_version: weight version of tokens that carry none, because the domain built their text itself. The
+            caller gives the oldest possible version.
+        seq_length: ``finetune.seq_length``, the largest number of tokens of a training sequence.
         rewards: reward mode of a result that sets none (``actor.rewards``).
 
     Raises:
@@ -121,7 +125,7 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
 
 
 def _routed_experts(text: TrainingText, token_ids: np.ndarray) -> np.ndarray | None:
-    """Returns the server's choice of experts, if the text has still the tokens that the server saw."""
+    """Returns the server's choice of experts, or None if the text no longer has the tokens that the server saw."""
     tokens = text.call_tokens
     if tokens is None or tokens.routed_experts is None or not np.array_equal(tokens.token_ids, token_ids):
         return None
@@ -207,7 +211,10 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
 
 
 def _joined_routing(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Keeps the choice under which each token was sampled. The later call has routed the earlier tokens again."""
+    """Joins the routing of two pieces. Each token keeps the choice of experts under which it was sampled.
+
+    The later call has routed the earlier tokens again, and this second choice is left out.
+    """
     return None if earlier is None or later is None else np.concatenate((earlier, later[len(earlier) :]))
 
 
@@ -232,7 +239,7 @@ def spans_of(positions: np.ndarray, versions: np.ndarray) -> np.ndarray:
     if not len(positions):
         return np.empty((0, 3), dtype=np.int32)
     first, last = int(positions[0]), int(positions[-1])
-    if last - first == len(positions) - 1 and (versions == versions[0]).all():  # the usual case, ten times as fast
+    if last - first == len(positions) - 1 and (versions == versions[0]).all():  # the usual case needs no search
         return np.array([[first, last + 1, versions[0]]], dtype=np.int32)
     breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(versions) != 0)) + 1
     starts = np.concatenate(([0], breaks))

@@ -1,8 +1,8 @@
 """The files of one writer's archive, within a bound.
 
 A step has two files, each written atomically: `kept` has the chosen and the flagged rollouts, `rest` all others. Only
-the newest steps have a `rest`. Beyond the bound the oldest `rest` is deleted first, then steps are thinned evenly. A
-full disk only costs an entry of the archive: the run continues.
+the newest steps have a `rest`. Beyond the bound the oldest `rest` is deleted first, then steps are thinned evenly. If
+the disk is full, the archive misses a step and the run continues.
 """
 
 import logging
@@ -37,12 +37,12 @@ class StepFile(NamedTuple):
 
 
 class StepArchive(Generic[R]):
-    """Writes one job's part of the archive. For one thread only.
+    """Writes one job's part of the archive. Only one thread may use it.
 
     Args:
         folder: created at the first write.
         record_type: type of the records in the files.
-        max_bytes: bound on all files together. The newest step's `kept` stays regardless of its size.
+        max_bytes: bound on all files together, in bytes. The newest step's `kept` stays regardless of its size.
         last_steps: number of newest steps whose `rest` stays.
         per_step: number of rollouts that are chosen of every step.
     """
@@ -56,7 +56,15 @@ class StepArchive(Generic[R]):
         self._warned = False
 
     def write(self, step: int, *, kept: R, rest: R) -> None:
-        """Write a step, replacing an earlier version of it, and delete files beyond the bound."""
+        """Write a step, replacing an earlier version of it, and delete files beyond the bound.
+
+        An error of the disk is logged once and not raised.
+
+        Args:
+            step: number of the optimizer step.
+            kept: chosen and flagged rollouts.
+            rest: all other rollouts.
+        """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for part, record in ((KEPT, kept), (REST, rest)):
@@ -75,9 +83,11 @@ class StepArchive(Generic[R]):
 def open_archive(
     section: ArchiveSection, run_dir: Path, name: str, record_type: type[R], *, share: float
 ) -> StepArchive[R] | None:
-    """Open the archive of a job with its share of `archive.archive_mb`. None if `archive_mb` is 0.
+    """Open the archive of a job with its share of `archive.archive_mb`. Returns None if `archive_mb` is 0.
 
     Args:
+        section: section `archive` of the configuration.
+        run_dir: the run folder.
         name: the job's name.
         record_type: type of the records in the files.
         share: fraction of `archive.archive_mb` that the job may use.
@@ -103,12 +113,13 @@ def sizes_in(folder: Path) -> dict[StepFile, int]:
 
 
 def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_bytes: int) -> list[StepFile]:
-    """Return the files to delete after step ``newest`` was written. Pure.
+    """Return the files to delete after a step was written. It does no I/O.
 
     Args:
         sizes: bytes of each file.
+        newest: the step that was written.
         last_steps: number of newest steps whose `rest` stays.
-        max_bytes: bound on all files together.
+        max_bytes: bound on all files together, in bytes.
     """
     gone = [file for file in sizes if file.part == REST and file.step <= newest - last_steps]
     left = {file: size for file, size in sizes.items() if file not in set(gone)}
@@ -129,7 +140,7 @@ def surplus(sizes: Mapping[StepFile, int], newest: int, *, last_steps: int, max_
 
 
 def _least_missed(steps: list[int]) -> int:
-    """The step between first and last whose removal leaves the smallest gap. Of several, the oldest."""
+    """Return the step between first and last whose removal leaves the smallest gap. The oldest one wins a tie."""
     gaps = [(after - before, step) for before, step, after in zip(steps, steps[1:], steps[2:], strict=False)]
     return min(gaps)[1]
 
@@ -137,10 +148,16 @@ def _least_missed(steps: list[int]) -> int:
 def read_archive(
     run_dir: Path, kind: str, record_type: type[R], step: int | None = None
 ) -> Iterator[tuple[int, str, list[R]]]:
-    """Yield (step, job's name, records of its files) of every job of a kind, by step. ``step``: only this one.
+    """Yield (step, job's name, records of its files) of every job of a kind, by step.
 
     A file that cannot be read is left out with a warning, because a power cut may have emptied it. A file that a live
     run has just deleted is left out silently.
+
+    Args:
+        run_dir: the run folder.
+        kind: kind of the jobs, such as ``actor``.
+        record_type: type of the records in the files.
+        step: the only step to read. None: all steps.
     """
     codec: Codec[R] = Codec(record_type)
     places: dict[tuple[int, str], list[StepFile]] = defaultdict(list)

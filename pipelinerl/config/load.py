@@ -238,5 +238,6 @@ def resolve_function(dotted: str) -> Callable[..., Any]:
             raise ConfigError(f"`{dotted}` is not a function but {type(target).__name__}")
         return target
     raise ConfigError(
-        f"`{dotted}` cannot be imported: no module {parts[0]!r} on sys.path; write package.module.function"
+        f"`{dotted}` cannot be imported: no module {parts[0]!r} on sys.path; write package.module.function "
+        "and add its folder to PYTHONPATH"
     )

@@ -39,7 +39,7 @@ LOGGED = (
 
 
 class TrainerTopic:
-    """Writes topic `trainer`. Safe to share between the loop and the thread that announces weights."""
+    """Writes topic `trainer`. The training loop and the thread that announces weights may share it."""
 
     def __init__(self, run_dir: Path):
         self._writer = open_writer(SingleStreamSpec(run_dir, TRAINER), TrainerMessage)
@@ -60,7 +60,14 @@ class Outputs:
     def __init__(
         self, ctx: RoleContext, connect: Callable[[Announce], tuple[StripeHolder, Sender | None]], counters: Counters
     ):
-        """``connect`` makes rank 0's end of weight updates and the sender, which announces versions by its argument."""
+        """Open topics and metrics, and connect the sender.
+
+        Args:
+            ctx: configuration and folder of the role.
+            connect: makes rank 0's end of weight updates and the sender. The sender calls the argument of ``connect``
+                to announce versions.
+            counters: steps and samples that the run has behind it.
+        """
         self._topic = TrainerTopic(ctx.run_dir)
         if (message := resumed_message(ctx.run_dir, counters)) is not None:
             self._topic.write(message)
@@ -74,7 +81,12 @@ class Outputs:
         self.sender = sender
 
     def report(self, counters: Counters, metrics: dict[MetricName, float]) -> None:
-        """Publish a finished step: a message, metrics and a log line. Adds the sender's statistics to ``metrics``."""
+        """Publish a finished step as a message, metrics and a log line.
+
+        Args:
+            counters: totals after the step.
+            metrics: the step's metrics. The sender's statistics are added to them.
+        """
         stats = self.sender.stats
         metrics |= {
             TrainerMetric.PAUSE_MS: stats.pause_ms,

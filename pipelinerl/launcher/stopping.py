@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 LEFTOVER_GRACE_S = 1.0
 STORES = ("redis",)
-"""Kinds that all other roles need until they have ended."""
+"""Kinds of roles that all other roles need until those have ended."""
 HURRY = 0.2
 """Share of `launcher.stop_timeout_s` that later waves get when the run does not end in order."""
 
@@ -34,6 +34,8 @@ class Stopper:
     """Ends all roles of a node.
 
     Args:
+        host: this node's processes.
+        limits: section `launcher` of the configuration.
         say: tells the user a line.
     """
 
@@ -43,8 +45,12 @@ class Stopper:
     def stop_all(self, roles: list[RoleProcess], *, orderly: bool, may_save: bool, report: Callable[[], None]) -> None:
         """Stop the roles in waves and sweep all remaining processes. Blocks until all have ended.
 
-        An orderly end also calls ``report``, just before the stores are stopped. Without ``may_save``, trainers get no
-        longer than the other roles: ranks that cannot reach each other cannot save.
+        Args:
+            roles: the roles of this node.
+            orderly: whether the run is complete. Roles that work are then stopped before the roles that serve them.
+            may_save: whether trainers get longer than the other roles, to save a step. Ranks that cannot reach each
+                other cannot save.
+            report: called at an orderly end, just before the stores are stopped.
         """
         pids = self._host.all_processes()
         segments = reaper.shared_memory_of(pids)
@@ -83,7 +89,7 @@ class Stopper:
 
 
 def is_to_save(name: str, status: StatusRecord) -> bool:
-    """Whether a role is a trainer that has made an optimizer step which is not saved yet."""
+    """Return whether a role is a trainer with an optimizer step that is not saved yet."""
     return name.startswith("finetune_") and status.state == "running" and not status.fields.get("saved", True)
 
 

@@ -1,7 +1,7 @@
 """Keeps roles running until the run is done, is asked to stop, or has used up its restarts.
 
-Consumes: exits that the engine reports, messages of other nodes, a stop request. Produces: restarts within the budget,
-one `Ending`. When it ends, every process that the engine started has ended.
+The supervisor reacts to exits that the engine reports, to messages of other nodes and to a stop request. It restarts
+roles within the budget and returns one `Ending`. When it ends, every process that the engine started has ended.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFailure:
-    """Why a role ended unexpectedly, with its log and last error."""
+    """The reason for which a role ended unexpectedly, with its log and last error."""
 
     job: str
     reason: str
@@ -37,7 +37,7 @@ class RoleFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How the run ended on this node."""
+    """The end of the run on this node."""
 
     kind: Literal["done", "stopped", "failed"]
     reason: str = ""
@@ -49,14 +49,14 @@ class Ending:
 
 @dataclass
 class Role:
-    """A role and how often it was started again."""
+    """A role and the number of its restarts."""
 
     command: RoleCommand
     restarts: int = 0
 
 
 class Others:
-    """How this launcher tells the launchers of other nodes. This base class does nothing, for a world of one node."""
+    """Messages to the launchers of other nodes. This base class sends none, as a world of one node has no others."""
 
     async def tell_actor_done(self, name: str) -> None:
         """Tell the others that an actor of this node made its last evaluation."""
@@ -69,11 +69,13 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
     """Keeps roles running.
 
     Args:
-        commands: of the roles.
-        engine: runs their processes.
+        commands: start commands of the roles.
+        engine: runs the processes of the roles.
+        run_dir: the run folder.
+        limits: section `launcher` of the configuration.
         awaited: names of the jobs of the whole world whose end is the end of the run: the actors, or with
             `debug.mode` the roles that work alone.
-        training_done: whether the trainer made its last step. It may block, and is called in a thread.
+        training_done: returns whether the trainer made its last step. It may block, so a thread calls it.
         say: tells the user a line.
         report: writes the report at an orderly end, while the streams can still be read.
         others: the launchers of other nodes.
@@ -132,7 +134,7 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
             self._engine.stop_all(orderly=orderly, may_save=may_save, report=self._report)
 
     def request_stop(self, reason: str) -> None:
-        """End the run because of a request from outside. `reason` is the name of the signal."""
+        """End the run because of a request from outside. ``reason`` is the name of the signal."""
         self._end(Ending(kind="stopped", reason=reason, restarts=self.restarts))
 
     def fail(self, reason: str, *, is_cut_off: bool = False) -> None:
@@ -186,9 +188,9 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
             await self._back_off(role, failure)
 
     async def _is_training_done(self, role: Role) -> bool:
-        """Whether training is done. The streams are asked in a thread, because a store that is down delays the answer.
+        """Return whether training is done. A thread reads the streams, because a store that is down delays the answer.
 
-        The stores' own roles are not asked about, because they must restart without the streams.
+        The result is False for the stores' own roles, because they must restart without the streams.
         """
         return role.command.kind not in STORES and await asyncio.to_thread(self._training_done)
 

@@ -1,6 +1,6 @@
-"""Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays. Pure.
+"""Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays.
 
-Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimizer batch.
+The module does no I/O. Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimizer batch.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ class Collation:
     num_ranks: int
     """Data-parallel ranks. Each gets its own micro-batches."""
     seq_length: int
+    """Largest number of tokens of a packed micro-batch."""
     sequences_per_micro_batch: int | None = None
     """Sequences per micro-batch with `finetune.seq_packing=false`. None: pack up to ``seq_length`` tokens."""
     advantage: str = "loo"
@@ -46,7 +47,15 @@ class _Segment:
 
 
 def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
-    """Make the micro-batches of every rank, in the order of rounds. All ranks get the same number."""
+    """Make the micro-batches of every rank, in the order of rounds. All ranks get the same number.
+
+    Args:
+        batch: the samples of one optimizer step.
+        collation: packing, weights and number of ranks.
+
+    Returns:
+        A list of micro-batches for each of the ``num_ranks`` ranks. A rank without work in a round gets a sentinel.
+    """
     segments = _segments(batch.samples, collation)
     lengths = [len(segment.sequence.token_ids) for segment in segments]
     if collation.sequences_per_micro_batch is None:
@@ -64,7 +73,7 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
 
 
 def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> list[list[MicroBatch]]:
-    """The same batches, with ``order`` set in the first micro-batch of every rank."""
+    """Return the same batches with ``order`` set in the first micro-batch of every rank."""
     return [[msgspec.structs.replace(first, order=order), *others] for first, *others in batches]
 
 
@@ -135,7 +144,10 @@ def _micro_batch(
 
 
 def _routed_experts(sequences: Sequence[TrainingSequence], starts_S: Sequence[int], total: int) -> np.ndarray | None:
-    """int16 [T, layers × experts per token], `NOT_ROUTED` where a sequence has none. None if no sequence has any."""
+    """Return the routing of all tokens, int16 [T, layers × experts per token], or None if no sequence has any.
+
+    Tokens of a sequence without routing get `NOT_ROUTED`.
+    """
     width = next((s.routed_experts.shape[1] for s in sequences if s.routed_experts is not None), None)
     if width is None:
         return None
@@ -167,7 +179,7 @@ def _scatter(
 
 
 def _sentinel(batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool) -> MicroBatch:
-    """A micro-batch that fills an empty slot: one short segment of token 0, weight 0, without trained tokens."""
+    """Make a micro-batch that fills an empty slot: one short segment of token 0, weight 0, without trained tokens."""
     zeros_T = np.zeros(SENTINEL_TOKENS, dtype=np.float32)
     return MicroBatch(
         step=batch.step,

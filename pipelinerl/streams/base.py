@@ -115,8 +115,12 @@ class Backend(ABC):
         """Opens a reader of ``spec``. The stream need not exist yet.
 
         Args:
-            name: name of the durable position, which protects records from deletion. None = no durable position.
+            name: name of the durable position, which protects records from deletion. None = no durable position. A new
+                name gets its durable position here, at the first offset to read.
             start: first offset to read. None = the durable position, else the oldest record.
+
+        Raises:
+            StreamError: ``start`` is below the oldest record or beyond the next one. The name gets no position then.
         """
 
     @abstractmethod

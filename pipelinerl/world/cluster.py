@@ -1,8 +1,8 @@
 """The machines of a run: node ranks, host names, devices and cores, read from the environment.
 
-Consumes ``world.*`` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment. Emits a frozen
-``Cluster``, which is the same for every launcher of the run except for its ``rank`` and cores. It never guesses a host
-name from another one. It counts GPUs through NVML and never imports torch.
+The module reads section `world` and the variables of torchrun, SLURM or a plain ``WORLD_SIZE``/``RANK`` environment.
+The result is a frozen ``Cluster``, which is the same for every launcher of the run except for its ``rank`` and cores.
+The module never guesses a host name from another one. It counts GPUs through NVML and never imports torch.
 """
 
 import ctypes
@@ -69,7 +69,9 @@ def read_cluster(
     In a dry run without launcher variables ``world.hosts`` alone defines the nodes, and this launcher is the first.
 
     Args:
+        world: section `world` of the configuration.
         env: the launcher's environment.
+        dry_run: whether the nodes are only planned.
         count_gpus: counts the GPUs of this node.
         affinity: returns the cores that this process may use.
 
@@ -95,6 +97,9 @@ def read_node_environment(env: Mapping[str, str]) -> NodeEnvironment:
     """Read this launcher's place from torchrun's variables, ``WORLD_SIZE``/``RANK`` or SLURM's, in this order.
 
     Without any of them there is one node.
+
+    Raises:
+        WorldError: a variable is missing or no number, or several launchers run on this node.
     """
     if "GROUP_RANK" in env and "LOCAL_WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -175,7 +180,7 @@ def _integer(env: Mapping[str, str], key: str) -> int:
 
 
 def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
-    """Host names in node order.
+    """Return host names in node order.
 
     A single node has its loopback address, so that its roles listen only there. If `world.hosts` names it, roles on
     other machines may join.
@@ -198,7 +203,7 @@ def _hosts(world: WorldSection, place: NodeEnvironment) -> tuple[str, ...]:
 
 
 def _gpus_per_node(world: WorldSection, num_nodes: int, count_gpus: Callable[[], int]) -> tuple[int, ...]:
-    """Configured GPUs of each node. If they are not configured, every node counts as having as many as this one."""
+    """Return the configured GPUs of each node. By default every node counts as having as many as this one."""
     configured = world.gpus_per_node
     if world.accelerator == "cpu":
         return (0,) * num_nodes
@@ -227,7 +232,11 @@ def _accelerator(world: WorldSection, gpus: tuple[int, ...]) -> Literal["cpu", "
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
-    """Expand SLURM's compressed host list: ``gpu[01-03,7],login`` → gpu01, gpu02, gpu03, gpu7, login."""
+    """Expand SLURM's compressed host list: ``gpu[01-03,7],login`` → gpu01, gpu02, gpu03, gpu7, login.
+
+    Raises:
+        WorldError: the list cannot be read or names no host.
+    """
     hosts: list[str] = []
     parts = re.findall(r"(?:[^,\[\]]+|\[[^\]]*\])+", nodelist)
     if ",".join(parts) != nodelist:
@@ -254,7 +263,7 @@ def _expand_brackets(name: str) -> list[str]:
 
 
 def visible_device_names(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Entries of ``CUDA_VISIBLE_DEVICES`` that CUDA would use (it stops at -1). None if the variable is not set."""
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses: those before -1. None: the variable is not set."""
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
@@ -267,7 +276,7 @@ def visible_device_names(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def count_visible_gpus(env: Mapping[str, str]) -> int:
-    """Number of GPUs that processes with this environment can use."""
+    """Return the number of GPUs that processes with this environment can use."""
     memory = gpu_memory_bytes()
     names = visible_device_names(env)
     if names is None or not memory:
@@ -276,7 +285,7 @@ def count_visible_gpus(env: Mapping[str, str]) -> int:
 
 
 def gpu_memory_bytes() -> tuple[int, ...]:
-    """Total memory of each GPU of this machine. Empty without NVIDIA's driver."""
+    """Return the total memory of each GPU of this machine in bytes. The result is empty without NVIDIA's driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -304,6 +313,11 @@ def _nvml_memory(nvml: ctypes.CDLL, index: int) -> int:
 
 
 def visible_devices(gpus: tuple[int, ...], env: Mapping[str, str]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a job on ``gpus``, which are indices into the GPUs that this launcher may use."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for a job.
+
+    Args:
+        gpus: the job's GPUs, as indices into the GPUs that this launcher may use.
+        env: the launcher's environment.
+    """
     names = visible_device_names(env)
     return ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)

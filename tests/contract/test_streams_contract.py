@@ -1,6 +1,7 @@
 """The contract of streams, held to every backend: public names, bytes on disk, offsets, positions, one writer."""
 
 import inspect
+import json
 import os
 import struct
 import threading
@@ -30,9 +31,15 @@ class Other(msgspec.Struct, frozen=True, kw_only=True, tag="other"):
     text: str
 
 
-@pytest.fixture(params=["files", "memory", "redis"])
+# The dotted path of another package's backend. docs/guides/stream-backend.md shows how to use it.
+YOURS = os.environ.get("STREAM_BACKEND", "")
+
+
+@pytest.fixture(params=["files", "memory", "redis", *filter(None, [YOURS])])
 def backend(request: pytest.FixtureRequest, redis_options: dict[str, Any] | None) -> str:
-    if request.param != "redis":
+    if request.param == YOURS:
+        set_streams_backend(YOURS, **json.loads(os.environ.get("STREAM_OPTIONS", "{}")))
+    elif request.param != "redis":
         set_streams_backend(MemoryBackend() if request.param == "memory" else request.param)
     elif redis_options is None:
         pytest.skip("redis-server 7 or newer is not installed")

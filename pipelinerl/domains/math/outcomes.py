@@ -21,7 +21,7 @@ from pipelinerl.records.verdicts import Verdict, no_answer
 log = logging.getLogger(__name__)
 
 OUTCOMES = {"correct": "correct_answer", "wrong": "wrong_answer", "no_answer": "no_answer", "unparsable": "unparsable"}
-"""Verdict → prefix of the table's field names."""
+"""Prefix of the table's field names for each verdict."""
 COUNTDOWN = re.compile(r"countdown-(\d+)-\[([\d, ]+)\]")
 """A reference answer of the countdown data: target and numbers."""
 
@@ -84,9 +84,14 @@ def get_reward(answer_status: str, finished: bool, reward_table: RewardTable) ->
 
 
 def length_penalty(max_length: int, sequence_length: int, buffer_tokens: int) -> float:
-    """Returns the overlong penalty of DAPO (arXiv 2503.14476, eq. 13). All arguments are in tokens.
+    """Returns the overlong penalty of DAPO (arXiv 2503.14476, eq. 13).
 
-    It is 0 up to ``max_length - buffer_tokens``, then falls linearly to -1 at ``max_length``.
+    The penalty is 0 up to ``max_length - buffer_tokens``, then falls linearly to -1 at ``max_length``.
+
+    Args:
+        max_length: limit of the completion, in tokens.
+        sequence_length: length of the completion, in tokens.
+        buffer_tokens: length of the ramp, in tokens.
     """
     over = sequence_length - (max_length - buffer_tokens)
     return -over / buffer_tokens if 0 < over <= buffer_tokens else 0.0
@@ -95,7 +100,7 @@ def length_penalty(max_length: int, sequence_length: int, buffer_tokens: int) ->
 def verify_answer(prediction: str, gold: str, strict: bool = True, max_prediction_length: int = 1000) -> str:
     r"""Does the work of ``verify_answer_rpc`` in this process, for tests and data preparation.
 
-    It may run forever, so rollouts must ask a verifier instead.
+    The judge may run forever, so rollouts must ask a verifier instead.
 
     Args:
         prediction: the model's output.
@@ -149,8 +154,8 @@ async def verify_answer_rpc(
 
     Args:
         session: HTTP session of the rollout.
-        host: of the verifier.
-        port: of the verifier.
+        host: the verifier's host name or address.
+        port: the verifier's TCP port.
         prediction: the model's output.
         gold: the reference answer.
         strict: whether variable names and the kind of bracket matter.

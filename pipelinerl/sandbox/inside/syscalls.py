@@ -1,7 +1,7 @@
 """The filter of system calls (seccomp) that a program cannot leave.
 
-A denied call fails with EPERM. Denied are sockets, tracing, mounts, namespaces, memory that no limit counts, calls
-that name another process, and kernel interfaces for which a program has no use.
+A denied call fails with EPERM. The filter denies sockets, tracing, mounts, namespaces, memory that no limit counts,
+calls that name another process, and kernel interfaces for which a program has no use.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ DENIED = {
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
     "personality": (135, 92),
 }  # fmt: skip
-"""Numbers on x86_64 and aarch64."""
+"""Denied calls, with their numbers on x86_64 and aarch64."""
 NAMESPACE_FLAGS = 0x7E020000
 ANY = None
 WHOLE = 0xFFFFFFFF
@@ -63,21 +63,30 @@ CONDITIONAL: dict[str, tuple[tuple[int, int], list[list[ArgumentTest]]]] = {
     "setpriority": ((141, 140), [[(0, WHOLE, ANY)], [(1, WHOLE, ANY)]]),
     "ioprio_set": ((251, 30), [[(0, 0xFFFFFFFE, ANY)], [(1, WHOLE, ANY)]]),
 }
-"""Calls denied if all tests ``(argument, mask, value)`` of one list hold. ``ANY`` = any bit of the mask is set.
+"""Calls that are denied if all tests ``(argument, mask, value)`` of one list hold. ``ANY``: any bit of the mask is set.
 
-clone: new namespaces. mmap: shared anonymous memory, which outlives what is resident. fcntl: F_SETOWN, F_SETSIG,
-F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ and O_ASYNC. ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX.
-The others: any process but the caller.
+- clone is denied new namespaces.
+- mmap is denied shared anonymous memory, because it outlives its resident pages, which the limits count.
+- fcntl is denied F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ and O_ASYNC.
+- ioctl is denied FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI and TIOCLINUX.
+- The other calls are denied for every process but the caller.
 """
 CLONE3 = 435
-"""Its flags lie in memory, which no filter sees. libc uses ``clone`` where it does not exist."""
+"""The filter cannot see the flags of this call, because they lie in memory. The call therefore fails with ENOSYS, as on
+a kernel that does not have it, and libc uses ``clone`` instead."""
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_SET, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, DENY, MISSING = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 X32_BIT = 0x40000000
 
 
 def filter_program(machine: str) -> list[Instruction]:
-    """Returns the BPF program. Another architecture or x32 kills, a denied call fails, all others are allowed."""
+    """Returns the BPF program. It allows every call that is not denied.
+
+    A call of another architecture or of the x32 ABI kills the process.
+
+    Args:
+        machine: architecture of this machine, ``x86_64`` or ``aarch64``.
+    """
     column = COLUMN[machine]
     program = [
         (LOAD, 0, 0, 4),
@@ -110,7 +119,7 @@ def denied_when(tests: list[ArgumentTest]) -> list[Instruction]:
 
 
 class CallFilter:
-    """The filter for this machine, ready to be put on any number of processes."""
+    """The compiled filter for this machine. Any number of processes can apply it."""
 
     def __init__(self) -> None:
         program = filter_program(platform.machine())
@@ -119,6 +128,6 @@ class CallFilter:
         self._header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code))
 
     def apply(self) -> None:
-        """Restricts the calling process and all that it starts."""
+        """Restricts the calling process and every process that it starts. Raises ``OSError`` if the kernel refuses."""
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         check(LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), self._header, 0, 0), "seccomp")
