@@ -58,10 +58,8 @@ def to_rollout(
         attempt: index of the attempt in its group.
         latency_s: duration of the attempt.
         num_llm_calls: number of completions of the attempt.
-        sent_tokens: prompt tokens of all its calls.
-        cached_tokens: those of ``sent_tokens`` that the server took from its prefix cache.
-        fallback_version: weight version of tokens that carry none, because the domain built their text itself. The
-            caller gives the oldest possible version.
+        sent_tokens: prompt tokens of all its calls. ``cached_tokens`` of them came from the server's prefix cache.
+        fallback_version: oldest possible weight version, for tokens of a text that the domain built itself.
         seq_length: ``finetune.seq_length``, the largest number of tokens of a training sequence.
         rewards: reward mode of a result that sets none (``actor.rewards``).
 
