@@ -189,7 +189,7 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
     job = {
         "engine": "fsdp2",
         "dtype": dtype,
-        "model": str(save_qwen2(tmp_path / "model", vocab_size=64, layers=24)),
+        "model": str(save_qwen2(tmp_path / "model", vocab_size=64, layers=24, hidden=64, intermediate=128)),
         "overrides": ["weights.backend=store", f"weights.store={store}", f"weights.delta={delta}"],
         "urls": [(server.job.name, server.job.url) for server in servers],
         "out": str(out),
