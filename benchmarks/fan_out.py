@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
-from pipelinerl.weights import sender as sender_module
+from pipelinerl.weights import delivery
 from pipelinerl.weights.chain import bucket_bytes
 from pipelinerl.weights.cost import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.dispatch import Dispatch, joining
@@ -52,8 +52,8 @@ def push(
     for origin in origins:
         origin.giver._pace = Uplink(rate)
     others = [origin.address for origin in origins[1:]]
-    chained = star if is_star else sender_module.chained
-    with mock.patch.object(sender_module, "chained", chained):
+    chained = star if is_star else delivery.chained
+    with mock.patch.object(delivery, "chained", chained):
         sender = WeightSender(lambda: [one.job for one in running], settings, lambda message: None, origins[0], others)
         try:
             assert sender.wait_for_servers(len(running), 60) == len(running)
