@@ -225,6 +225,8 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACEFUL_S,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
         )
     finally:
         for task in tasks:

@@ -5,6 +5,7 @@ It talks HTTP to the server and makes no decisions.
 
 import asyncio
 import contextlib
+import functools
 import logging
 from dataclasses import dataclass
 
@@ -99,7 +100,9 @@ class Member:
         with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
             try:
                 response = await self.client.get(INFO_PATH, timeout=PROBE_TIMEOUT_S)
-            except httpx.ConnectError:
+            except httpx.ConnectError as error:
+                if "SSL" in str(error):
+                    _warn_once(self.name, self.job.url, str(error))
                 return GONE
             if response.status_code == 200:
                 return msgspec.json.decode(response.content, type=WeightInfo)
@@ -146,3 +149,9 @@ class UpdateOutcome:
     seconds: float
     answer: WeightUpdateAnswer | None = None
     error: str = ""
+
+
+@functools.cache
+def _warn_once(name: str, url: str, error: str) -> None:
+    """Says once that a server's certificate is refused, because the server looks like one that is not there."""
+    log.warning("event=server_not_trusted server=%s url=%s error=%s", name, url, error)
