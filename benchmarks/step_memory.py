@@ -10,7 +10,7 @@ torch's allocator held (`step_memory_rank.py`).
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from pipelinerl.world.model_shape import find_model_shape
 
 RANK_SCRIPT = Path(__file__).with_name("step_memory_rank.py")
 TIMEOUT_S = 500
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 SIZES = {
-    "wide": {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 3, "vocab_size": 3072},
-    "deep": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 10, "vocab_size": 2048},
-    "words": {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "vocab_size": 12288},
+    "wide": HEADS | {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 3, "vocab_size": 3072},
+    "deep": HEADS | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 10, "vocab_size": 2048},
+    "words": HEADS | {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "vocab_size": 12288},
 }
-"""None of these was used to write the plan's formulas."""
+"""Fields of a `Qwen2Config`. A micro-batch has as many tokens as the model has positions."""
 PRECISIONS = {
     "float32": ("finetune.dtype=float32", "finetune.gradient_checkpointing=false"),
     "bfloat16": ("finetune.gradient_checkpointing=false",),
@@ -45,10 +46,9 @@ ZERO_PARAMETERS = 100_000
 """Size of DeepSpeed's buckets here. Those of `conf/deepspeed` are larger than the models."""
 
 
-def save_model(folder: Path, size: str) -> Path:
+def save_model(folder: Path, size: Mapping[str, int]) -> Path:
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    Qwen2ForCausalLM(Qwen2Config(**SIZES[size], **heads)).bfloat16().save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=False)).bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -68,7 +68,7 @@ def measure(cases: Sequence[Sequence[str]], ranks: int, folder: Path) -> list[di
     arguments = [json.dumps({"cases": cases, "out": str(out)})]
     path = {"PYTHONPATH": str(RANK_SCRIPT.parents[1])}
     run_ranks(RANK_SCRIPT, arguments, ranks, timeout_s=TIMEOUT_S, env=path)
-    return json.loads(Path(f"{out}.0").read_text())
+    return [json.loads(Path(f"{out}.{number}.0").read_text()) for number in range(len(cases))]
 
 
 def planned(case: Sequence[str], model: Path, ranks: int, *, cuda: bool = False) -> dict[str, int]:
@@ -81,23 +81,26 @@ def planned(case: Sequence[str], model: Path, ranks: int, *, cuda: bool = False)
 
 
 def compare(
-    engine: str, ranks: int, folder: Path, sizes: Sequence[str], precisions: Sequence[str], tokens: int = 1024
+    engine: str, ranks: int, folder: Path, sizes: Mapping[str, Mapping[str, int]], precisions: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One line per size and precision: the measured and the planned peak of a step, and their ratio."""
+    """One line per size and precision: the measured and the planned peak of a step, and their ratio.
+
+    ``sizes``: by name, as `SIZES`.
+    """
     stage = int(engine.removeprefix("zero")) if engine.startswith("zero") else 0
     overrides = list(ENGINES[engine])
     if stage:
         overrides.append(f"deepspeed_config={save_deepspeed(folder, stage)}")
-    models = {size: save_model(folder / size, size) for size in sizes}
-    keys = [(size, precision) for size in sizes for precision in precisions]
-    cases = [[f"model_path={models[s]}", f"finetune.seq_length={tokens}", *overrides, *PRECISIONS[p]] for s, p in keys]
-    batches = [[case] for case in cases] if stage else [cases]  # a process can hold one of DeepSpeed's engines
-    peaks = [peak for batch in batches for peak in measure(batch, ranks, folder)]
+    models = {name: save_model(folder / name, size) for name, size in sizes.items()}
+    keys = [(name, precision) for name in sizes for precision in precisions]
+    tokens = {name: f"finetune.seq_length={size['max_position_embeddings']}" for name, size in sizes.items()}
+    cases = [[f"model_path={models[name]}", tokens[name], *overrides, *PRECISIONS[kept]] for name, kept in keys]
+    peaks = measure(cases, ranks, Path(tempfile.mkdtemp(dir=folder)))
     lines = []
-    for (size, precision), case, peak in zip(keys, cases, peaks, strict=True):
-        plan = planned(case, models[size], ranks)
+    for (name, precision), case, peak in zip(keys, cases, peaks, strict=True):
+        plan = planned(case, models[name], ranks)
         lines.append(
-            {"engine": engine, "ranks": ranks, "size": size, "precision": precision, "plan": plan}
+            {"engine": engine, "ranks": ranks, "size": name, "precision": precision, "plan": plan}
             | {"measured": peak["step"], "ratio": round(sum(plan.values()) / peak["step"], 3)}
         )
     return lines
@@ -115,7 +118,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for engine in args.engines:
             for ranks in args.ranks:
-                results += compare(engine, ranks, Path(name), args.sizes, args.precisions)
+                results += compare(
+                    engine, ranks, Path(name), {size: SIZES[size] for size in args.sizes}, args.precisions
+                )
                 for line in results[-len(args.sizes) * len(args.precisions) :]:
                     print(json.dumps({key: line[key] for key in line if key != "plan"}), flush=True)
     if args.out:

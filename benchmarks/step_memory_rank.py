@@ -4,12 +4,13 @@
 
 torch's profiler reports every allocation and release of its CPU allocator, so the figures are bytes of tensors and
 contain neither Python's objects nor the allocator's slack. A case is a list of overrides of `conf/base.yaml`. Writes to
-`out` on every rank: per case the peak bytes of each phase.
+`out`.<case>.<rank>: the peak bytes of each phase.
 """
 
 import contextlib
-import gc
+import importlib
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.engine import engine_of
+from pipelinerl.config.environment import RANKS_FILE_VARIABLE
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.build import load_engine, make_rules
@@ -29,7 +31,6 @@ from pipelinerl.finetune.engines import join_ranks, read_ranks
 from pipelinerl.finetune.export import exported_parameters
 from pipelinerl.finetune.model import DTYPES
 from pipelinerl.finetune.rl.objective import LossSettings
-from pipelinerl.observability.role import leave
 
 MICRO_BATCHES = 2
 REQUIRED = ("output_dir=unused", "dataset_loader=a.b", "actor.rollout_policy=a.b")
@@ -105,21 +106,29 @@ def measure(cfg: Any, world_size: int, rank: int, device: torch.device) -> dict[
     return allocations.peaks()
 
 
-def main(job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
+def run_case(job: dict[str, Any], number: int) -> None:
+    """Measures one case of the job."""
     rank, world_size, device = read_ranks(job.get("accelerator", "cpu"))
-    found = []
-    for case in job["cases"]:
-        cfg = parse(compose("base", [*REQUIRED, *case]))
-        join_ranks(engine_of(cfg, world_size), world_size, device, 300)
-        found.append(measure(cfg, world_size, rank, device))
-        gc.collect()  # the engine's memory counts as its own case's
-    Path(f"{job['out']}.{rank}").write_text(json.dumps(found))
+    cfg = parse(compose("base", [*REQUIRED, *job["cases"][number]]))
+    os.environ[RANKS_FILE_VARIABLE] = f"{job['out']}.{number}.meeting"
+    join_ranks(engine_of(cfg, world_size), world_size, device, 300)
+    Path(f"{job['out']}.{number}.{rank}").write_text(json.dumps(measure(cfg, world_size, rank, device)))
     if dist.is_initialized():
         dist.barrier()
 
 
+def main(job: dict[str, Any]) -> None:
+    """Measures each case in a fork of this process, which has imported everything and holds no tensors."""
+    torch.set_num_threads(1)
+    if any("finetune.engine=deepspeed" in case for case in job["cases"]):
+        importlib.import_module("deepspeed")
+    for number in range(len(job["cases"])):
+        child = multiprocessing.get_context("fork").Process(target=run_case, args=(job, number))
+        child.start()
+        child.join()
+        if child.exitcode:
+            sys.exit(f"case {number} ended with {child.exitcode}")
+
+
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    os.environ.pop("RANK", None)
-    leave(0)

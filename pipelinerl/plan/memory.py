@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -34,15 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_memory(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Print the GiB that one GPU needs, for every model and trainer, and the smallest server of every model."""
     gpu_bytes = args.gpu_gib * GIB
-    table = Table(title=f"GiB per trainer GPU of {args.gpu_gib:g} GiB (bold: fits), and GPUs per server")
+    title = f"GiB per trainer GPU of {args.gpu_gib:g} GiB (bold: fits), and GPUs per server"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)
     for engine, ranks in TRAINERS:
-        table.add_column(f"{engine} × {ranks}", justify="right")
+        table.add_column(f"{engine}\n× {ranks}", justify="right", no_wrap=True)
     table.add_column("server", justify="right")
     rows = []
+    trainers = {engine: _trainer(engine, args.overrides) for engine, _ in TRAINERS}
     for name, shape in PUBLISHED_SHAPES.items():
-        needed = {f"{e} × {n}": trainer_bytes(_trainer(e, args.overrides), shape, n) / GIB for e, n in TRAINERS}
-        server = smallest_server(shape, gpu_bytes, args.overrides)
+        needed = {f"{e} × {n}": trainer_bytes(trainers[e], shape, n) / GIB for e, n in TRAINERS}
+        server = smallest_server(trainers["ddp"], shape, gpu_bytes)
         cells = [f"[bold]{x:.0f}[/]" if x * GIB <= gpu_bytes else f"{x:.0f}" for x in needed.values()]
         table.add_row(name.partition("/")[2], *cells, "none" if server is None else str(server))
         rows.append({"model": name, "gib": {key: round(x, 1) for key, x in needed.items()}, "gpus_per_server": server})
@@ -50,9 +53,8 @@ def run_memory(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"gpu_gib": args.gpu_gib, "overrides": args.overrides, "models": rows}
 
 
-def smallest_server(shape: ModelShape, gpu_bytes: float, overrides: list[str]) -> int | None:
+def smallest_server(cfg: Config, shape: ModelShape, gpu_bytes: float) -> int | None:
     """Fewest GPUs that hold the model and one sequence of `max_model_len` tokens. None: none of `SERVER_SIZES`."""
-    cfg = _trainer("ddp", overrides)
     length = max_model_len(cfg) or cfg.finetune.seq_length
     for ranks in SERVER_SIZES:
         held = sum(item.num_bytes for item in server_items(cfg, shape, "actor_llm", ranks))

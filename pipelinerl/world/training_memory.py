@@ -29,6 +29,7 @@ GIB = 2**30
 RUNTIME_BYTES = 2 * GIB
 """CUDA context, communication buffers, fragmentation."""
 ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
+ZERO_LIVE_KEYS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """DeepSpeed's defaults, in parameters."""
 
 
@@ -118,7 +119,8 @@ def weight_copies(cfg: Config, shape: ModelShape, engine: str) -> int:
     """Bytes of whole weights that exist besides the rank's own, in the precision of the products.
 
     Autocast copies every linear layer. FSDP2 gathers embedding and head for the whole step, and two layers at a time.
-    ZeRO-3 gathers up to `stage3_max_live_parameters`.
+    ZeRO-3 gathers up to `stage3_max_live_parameters` ahead, and keeps what is used again within
+    `stage3_max_reuse_distance`.
     """
     precision, embeddings = Precision.of(cfg, engine), embedding_parameters(shape)
     if precision.autocast:
@@ -127,8 +129,8 @@ def weight_copies(cfg: Config, shape: ModelShape, engine: str) -> int:
     if engine == "fsdp2":
         return precision.computed * (embeddings + 2 * layer)
     if engine == "deepspeed" and zero_stage(cfg) == 3:
-        live = int(zero_settings(cfg).get("stage3_max_live_parameters", ZERO_LIVE))
-        return precision.computed * min(live, shape.parameters)
+        live = max(int(zero_settings(cfg).get(key, ZERO_LIVE)) for key in ZERO_LIVE_KEYS)
+        return precision.computed * min(max(live, embeddings), shape.parameters)
     return 0
 
 

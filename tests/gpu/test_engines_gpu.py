@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.step_memory import planned, save_model
+from benchmarks.step_memory import SIZES, planned, save_model
 from tests.engine_runs import ENGINES, ROOT, free_port, run_ranks
 from tests.models import save_qwen2
 
@@ -52,7 +52,7 @@ def test_engine_has_the_losses_of_the_cpu_and_resumes_and_exports(
 @pytest.mark.parametrize("recomputed", ["true", "false"])
 def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp_path: Path) -> None:
     """``max_memory_allocated`` of a step in bfloat16, beside the items of the plan that are tensors."""
-    model = save_model(tmp_path / "model", "wide")
+    model = save_model(tmp_path / "model", SIZES["wide"])
     case = [f"model_path={model}", f"finetune.engine={engine}", "finetune.seq_length=8192"]
     case.append(f"finetune.gradient_checkpointing={recomputed}")
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -60,6 +60,6 @@ def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp
     script = ROOT / "benchmarks" / "step_memory_rank.py"
     env = os.environ | ranks | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(script), json.dumps(job)], env=env, check=True, timeout=300)
-    [peaks] = json.loads((tmp_path / "peaks.0").read_text())
+    [peaks] = json.loads((tmp_path / "peaks.0.0").read_text())
     plan = planned(case, model, 1, cuda=True)
     assert sum(plan.values()) == pytest.approx(peaks["step"], rel=MEMORY_TOLERANCE), plan
