@@ -51,14 +51,15 @@ def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -
         RecordError: the record may not be trained.
     """
     index = check_record(record, rules.vocab_size, rules.max_lag_steps)
-    if rules.sequence is not None:
-        whole = to_batch(record, index, device, rows=False, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
-        return slice_batch(whole, rules.sequence)
-    rows = rules.layout == "rows" or (
-        rules.layout == "cheaper"
-        and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit, rules.dense_mask)
+    rows = rules.sequence is None and (
+        rules.layout == "rows"
+        or (
+            rules.layout == "cheaper"
+            and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit, rules.dense_mask)
+        )
     )
-    return to_batch(record, index, device, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
+    batch = to_batch(record, index, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
+    return (batch if rules.sequence is None else slice_batch(batch, rules.sequence)).to(device)
 
 
 def train_step(

@@ -26,8 +26,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.model import Policy, Tokens, decoder_layers
 from pipelinerl.finetune.rl.head import LogitMap
-from pipelinerl.finetune.rl.tokens import SequenceGroup
-from pipelinerl.finetune.sequence import ATTENTION, sequence_attention
 
 log = logging.getLogger(__name__)
 
@@ -96,15 +94,14 @@ def examine_config(
 ) -> Architecture:
     """As ``examine``, for a transformers configuration that is already loaded."""
     register_attention(PACKED, packed_attention)
-    register_attention(ATTENTION, sequence_attention)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         comparison = Comparison(small_copy(config, trust_remote_code))
     if seq_parallel > 1:
-        names: tuple[str, ...] = (ATTENTION,)
+        names: tuple[str, ...] = (PACKED,)
     else:
         names = CANDIDATES if attention == "auto" else (attention,)
-    found = comparison.choose(names, packing)
+    found = comparison.choose(names, packing, seq_parallel > 1)
     log.info(
         "event=model_compared model=%s attention=%s %s", type(comparison.lm).__name__, found.attention, found.logit_map
     )
@@ -125,12 +122,13 @@ class Comparison:
         with torch.no_grad():
             self.own = [self._own_logprobs(ids) for ids in self.documents]
 
-    def choose(self, names: Sequence[str], packing: bool) -> Architecture:
+    def choose(self, names: Sequence[str], packing: bool, sharing: bool = False) -> Architecture:
         """Choose the first of ``names`` that reproduces the model's own log-probs.
 
         Args:
             names: implementations of attention in transformers.
             packing: whether documents are packed, or laid out one per row.
+            sharing: whether ranks share each pack. They need the implementation in ``names``.
         Raises:
             ConfigError: none of them does.
         """
@@ -143,7 +141,7 @@ class Comparison:
             errors[name] = measure(name)
             if is_exact(errors[name]):
                 return Architecture(attention=name, logit_map=self.logit_map)
-        raise ConfigError(self._refusal(errors, packing))
+        raise ConfigError(self._refusal(errors, packing, sharing))
 
     def packed_error(self, attention: str) -> float | str:
         """Largest difference of log-probs, in nats, when all documents share one row, or the error that it raised."""
@@ -163,16 +161,15 @@ class Comparison:
     @torch.no_grad()
     def _error(self, attention: str, tokens: Tokens, places: Tensor) -> float | str:
         """``places``: int64, flat grid indices of the documents' tokens. The last of each document has no target."""
-        group = SequenceGroup(None, 0, 1) if attention == ATTENTION else None
         try:
             self.lm.set_attn_implementation(attention)
-            policy = Policy(self.lm, chunk=64, logit_map=self.logit_map, sequence=group).eval()
+            policy = Policy(self.lm, chunk=64, logit_map=self.logit_map).eval()
             parts = policy(tokens)[places].split(list(LENGTHS))
         except Exception as error:  # the model's code may raise anything: it cannot be computed this way
             return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         return max((ours[:-1] - own).abs().max().item() for ours, own in zip(parts, self.own, strict=True))
 
-    def _refusal(self, errors: dict[str, float | str], packing: bool) -> str:
+    def _refusal(self, errors: dict[str, float | str], packing: bool, sharing: bool) -> str:
         tried = ", ".join(f"{n}: {e if isinstance(e, str) else f'off by {e:.2g} nats'}" for n, e in errors.items())
         rows = any(is_exact(self.rows_error(name)) for name in CANDIDATES)
         if not rows:
@@ -181,7 +178,7 @@ class Comparison:
                 "is allowed): between its layers and its logits is more than a linear head, a scale and a softcap, or "
                 "its layers are computed in another way; use a model with such a head"
             )
-        if ATTENTION in errors:
+        if sharing:
             cure = "finetune.seq_parallel=1"
         elif any(is_exact(self.packed_error(name) if packing else self.rows_error(name)) for name in CANDIDATES):
             cure = "finetune.attn_implementation=auto"

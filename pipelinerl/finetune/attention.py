@@ -4,6 +4,7 @@
 CUDA, torch's variable-length kernel computes this, elsewhere one `scaled_dot_product_attention` per document. A sliding
 window is computed in bands of queries. No fused kernel of torch supports softcaps and attention sinks, so these are
 computed from the scores of one block of queries at a time. The backward pass recomputes the scores to save memory.
+With sequence parallelism a rank has parts of documents and gathers the keys and values of all ranks (``sequence``).
 
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
@@ -18,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.data import to_device
+from pipelinerl.finetune.rl.tokens import SequenceGroup
+from pipelinerl.finetune.sequence import gather_tokens, parts_of, places_of_rows
 
 PACKED = "pipelinerl_packed"
 """The name of this implementation in transformers."""
@@ -32,15 +36,41 @@ VARLEN_HEAD_SIZE = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents that lie one after the other in a row of tokens."""
+    """Documents that lie one after the other in a row of tokens, or a rank's parts of them."""
 
     lengths: tuple[int, ...]
+    """Queries of each."""
+    keys: tuple[int, ...]
+    """Keys of each. The last query is at the place of the last key."""
     device: torch.device
+    group: SequenceGroup | None = None
+    """Ranks that hold the other parts. None: this rank has whole documents."""
+    key_rows: Tensor | None = None
+    """int64: where these keys are among those of all ranks."""
+
+    @classmethod
+    def shared(cls, lengths: tuple[int, ...], device: torch.device, group: SequenceGroup) -> "Documents":
+        """This rank's parts of documents of these lengths."""
+        parts = parts_of(lengths, group)
+        places = places_of_rows(lengths, group)
+        rows = to_device(torch.cat([places[part.keys] for part in parts]), device)
+        keys = tuple(part.keys.stop - part.keys.start for part in parts)
+        return cls(tuple(part.queries for part in parts), keys, device, group, rows)
+
+    def seen(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, G, Σ keys, D]: this rank's and the other ranks' keys and values, document by document. Collective."""
+        if self.group is None or self.key_rows is None:
+            return key, value
+        everyone = gather_tokens(torch.cat([key, value], -1), self.group).index_select(2, self.key_rows)
+        key, value = everyone.split([key.shape[-1], value.shape[-1]], -1)
+        return key, value
 
     @cached_property
-    def ends(self) -> Tensor:
-        """int32 [S + 1]: cumulative lengths, starting with 0."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """int32 [S + 1] for queries and keys: cumulative lengths, starting with 0."""
+        runs = (self.lengths, self.keys)
+        own, seen = (to_device(torch.tensor([0, *accumulate(run)], dtype=torch.int32), self.device) for run in runs)
+        return own, seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +93,19 @@ class _Scoring:
 _announced: Documents | None = None
 
 
-def announce(lengths: tuple[int, ...] | None, device: torch.device) -> None:
+def announce(lengths: tuple[int, ...] | None, device: torch.device, group: SequenceGroup | None = None) -> None:
     """Set the documents of the next forward pass and, with gradient checkpointing, of its backward pass.
 
     Args:
         lengths: lengths of the documents that fill the only row. None: each row is one document.
+        group: ranks among which the row is cut. None: this rank has the whole row.
     """
     global _announced
-    _announced = None if lengths is None or len(lengths) == 1 else Documents(lengths, device)
+    _announced = None
+    if lengths is not None and group is not None:
+        _announced = Documents.shared(lengths, device, group)
+    elif lengths is not None and len(lengths) > 1:
+        _announced = Documents(lengths, lengths, device)
 
 
 def document_lengths(position_ids: Tensor) -> tuple[int, ...] | None:
@@ -115,24 +150,26 @@ def packed_attention(
             f"finetune.attn_implementation: packed attention is causal over whole documents, which "
             f"{type(module).__name__} is not; use sdpa or eager"
         )
-    query, key, value, scale = prepared(query, key, value, scaling)
+    query, key, value, scale = _prepared(query, key, value, scaling)
     scoring = _Scoring(scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux, dropout=dropout)
     if _announced is None:
-        output = _attend(query, key, value, scoring)
-    elif _has_kernel(query, value, scoring):
-        output = _varlen(query, key, value, scoring, _announced)
-    else:
-        output = _attend_documents(query, key, value, scoring, _announced)
+        return _attend(query, key, value, scoring).transpose(1, 2).contiguous(), None
+    key, value = _announced.seen(key, value)
+    attend = _varlen if _has_kernel(query, value, scoring) else _attend_documents
+    output = attend(query, key, value, scoring, _announced)
     return output.transpose(1, 2).contiguous(), None
 
 
 def register_attention(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Register ``attention`` in transformers under ``name``, without a mask."""
+    """Register ``attention`` in transformers under ``name``.
+
+    No function of masks is registered: then transformers makes none, and does not wait for the device to look at the
+    positions.
+    """
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
-def prepared(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+def _prepared(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
     """Queries, keys and values in the autocast dtype, if any, and the scale of the scores (None: D^-½)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not torch.is_autocast_enabled(query.device.type):
@@ -142,10 +179,10 @@ def prepared(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """Attention of one document per row: [B, H, L, D], where D is the head size of the values."""
-    length = query.shape[2]
-    windowed = scoring.window is not None and scoring.window < length
-    if scoring.is_plain and not windowed:
+    """Attention of one document per row, or its last queries: [B, H, L, D], where D is the head size of the values."""
+    length, before = query.shape[2], key.shape[2] - query.shape[2]
+    windowed = scoring.window is not None and scoring.window < key.shape[2]
+    if scoring.is_plain and not windowed and not before:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scoring.scale, dropout_p=scoring.dropout, enable_gqa=True
         )
@@ -154,8 +191,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        first = max(start - scoring.window + 1, 0) if scoring.window is not None else 0
-        part = (query[:, :, start:end], key[:, :, first:end], value[:, :, first:end])
+        first = max(before + start - scoring.window + 1, 0) if scoring.window is not None else 0
+        seen = slice(first, before + end)
+        part = (query[:, :, start:end], key[:, :, seen], value[:, :, seen])
         if scoring.is_plain:
             blocks.append(_banded(*part, scoring))
         else:
@@ -164,16 +202,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Ten
 
 
 def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: Documents) -> Tensor:
-    """Attention of the documents of one row: [1, H, L, D]. Neighbours of one length are one batch.
+    """Attention of the documents of one row: [1, H, L, D]. Neighbours of equal lengths are one batch.
 
     The row is split and not sliced: the gradient of each slice would be a tensor of the whole row.
     """
-    runs = [(length, len(list(run))) for length, run in groupby(documents.lengths)]
-    sizes = [length * count for length, count in runs]
+    kinds = groupby(zip(documents.lengths, documents.keys, strict=True))
+    runs = [(queries, keys, len(list(run))) for (queries, keys), run in kinds]
+    queries, keys = ([run[side] * run[2] for run in runs] for side in (0, 1))
     outputs = []
+<<<<<<< HEAD
     for (_, count), *part in zip(runs, *(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True):
         queries, keys, values = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
         outputs.append(_attend(queries, keys, values, scoring).transpose(0, 1).flatten(1, 2))
+=======
+    parts = (query.split(queries, 2), key.split(keys, 2), value.split(keys, 2))
+    for (_, _, count), *part in zip(runs, *parts, strict=True):
+        q, k, v = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
+        outputs.append(_attend(q, k, v, scoring).transpose(0, 1).flatten(1, 2))
+>>>>>>> f0967dc (finetune: ranks that share a pack hold mirrored blocks of every document, and gather keys and values)
     return torch.cat(outputs, 1)[None]
 
 
@@ -224,16 +270,14 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))
     window = (-1 if scoring.window is None else scoring.window - 1, 0)
-    longest = max(documents.lengths)
     query_LHD, key_LGD, value_LGD = (x[0].transpose(0, 1) for x in (query, key, value))
     output = varlen_attn(
         query_LHD,
         key_LGD,
         value_LGD,
-        documents.ends,
-        documents.ends,
-        longest,
-        longest,
+        *documents.ends,
+        max(documents.lengths),
+        max(documents.keys),
         scale=scoring.scale,
         window_size=window,
         enable_gqa=True,

@@ -7,8 +7,8 @@ causal attention cannot see. Neither needs an attention mask. Rows cost less whe
 Shapes: T tokens, S segments, K trained tokens, B × L the layout's grid.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class TokenIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Input of one forward and backward pass, on the device."""
+    """Input of one forward and backward pass."""
 
     input_ids: Tensor
     """int64 [B, L]"""
@@ -62,6 +62,23 @@ class Batch:
     @property
     def num_trained(self) -> int:
         return self.targets_K.shape[0]
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copy from the host to ``device`` without waiting for it, so that it overlaps with computation."""
+        return _moved(self, device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host to ``device``. Only a copy from pinned memory does not wait for it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return to_device(value, device)
+    if not isinstance(value, (Batch, TokenInputs, LagInputs)):
+        return value
+    return replace(value, **{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
 
 
 def index_tokens(record: MicroBatch) -> TokenIndex:
@@ -125,11 +142,9 @@ def _lay_out(lengths: np.ndarray, rows: bool) -> tuple[np.ndarray, tuple[int, in
     return flat, grid, np.broadcast_to(np.arange(grid[1]), grid)
 
 
-def _put(device: torch.device, array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy to the device. Only a copy from pinned memory does not wait for it, so it overlaps with computation."""
-    # Arrays from a stream are read-only, which torch does not support.
-    tensor = torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+def _tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Arrays from a stream are read-only, which torch does not support."""
+    return torch.as_tensor(np.require(array, requirements=("C", "W")), dtype=dtype)
 
 
 def _on_grid(routed_TR: np.ndarray, flat: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
@@ -141,13 +156,12 @@ def _on_grid(routed_TR: np.ndarray, flat: np.ndarray, grid: tuple[int, int]) -> 
 def to_batch(
     record: MicroBatch,
     index: TokenIndex,
-    device: torch.device,
     *,
     rows: bool,
     pad_id: int = 0,
     float_dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Convert ``record`` to tensors on ``device``.
+    """Convert ``record`` to tensors on the host.
 
     Args:
         rows: lay out one segment per row instead of packing.
@@ -159,30 +173,29 @@ def to_batch(
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
-    put = partial(_put, device)
     at = index.positions_K
     ref, routed = record.ref_logprobs, record.routed_experts
     last_version_S = np.zeros(len(lengths), dtype=np.int64)
     np.maximum.at(last_version_S, index.segments_K, index.versions_K)
     return Batch(
-        input_ids=put(input_ids.reshape(grid)),
-        position_ids=put(positions),
-        predictors_K=put(flat[at - 1]),
-        targets_K=put(record.token_ids[at]),
+        input_ids=_tensor(input_ids.reshape(grid)),
+        position_ids=_tensor(positions),
+        predictors_K=_tensor(flat[at - 1]),
+        targets_K=_tensor(record.token_ids[at]),
         inputs=TokenInputs(
-            sampler_logprobs_K=put(record.logprobs[at], float_dtype),
-            advantages_K=put(record.advantages[at], float_dtype),
-            weights_K=put(record.segment_weights[index.segments_K], float_dtype),
-            segments_K=put(index.segments_K),
+            sampler_logprobs_K=_tensor(record.logprobs[at], float_dtype),
+            advantages_K=_tensor(record.advantages[at], float_dtype),
+            weights_K=_tensor(record.segment_weights[index.segments_K], float_dtype),
+            segments_K=_tensor(index.segments_K),
             num_segments=len(lengths),
-            ref_logprobs_K=None if ref is None else put(ref[at], float_dtype),
+            ref_logprobs_K=None if ref is None else _tensor(ref[at], float_dtype),
         ),
         lags=LagInputs(
-            lag_K=put(record.step - index.versions_K),
-            in_flight_K=put(last_version_S[index.segments_K] - index.versions_K),
+            lag_K=_tensor(record.step - index.versions_K),
+            in_flight_K=_tensor(last_version_S[index.segments_K] - index.versions_K),
         ),
-        segment_rewards_S=put(record.rewards, float_dtype),
+        segment_rewards_S=_tensor(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
         documents=None if rows else tuple(lengths.tolist()),
-        routed_experts_NR=None if routed is None else put(_on_grid(routed, flat, grid), torch.int16),
+        routed_experts_NR=None if routed is None else _tensor(_on_grid(routed, flat, grid), torch.int16),
     )

@@ -24,7 +24,6 @@ from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, hea
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
 from pipelinerl.finetune.routing import RouterReplay
-from pipelinerl.finetune.sequence import set_layout
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Policy(nn.Module):
             fp32_head: whether the products of a bfloat16 head keep float32 precision.
             value_loss_coef: factor of the value loss. None: no value head.
             lora_scaling: factor of the adapters, α/r.
-            sequence: ranks that share each micro-batch. The model must then attend with ``sequence.ATTENTION``.
+            sequence: ranks that share each micro-batch. The model must then attend with ``attention.PACKED``.
             logit_map: how the model changes its head's products, as ``architecture`` measures it.
             routing: replays the servers' choice of experts. None: the model chooses.
         """
@@ -140,11 +139,8 @@ class Policy(nn.Module):
         documents = document_lengths(batch.position_ids) if isinstance(batch, Tokens) else batch.documents
         if self.routing is not None:
             self.routing.announce(None if isinstance(batch, Tokens) else batch.routed_experts_NR)
-        if self.sequence is None:
-            announce(documents, batch.input_ids.device)
-            return
-        assert documents is not None, "sequence parallelism needs packed batches"
-        set_layout(documents, batch.input_ids.shape[1], self.sequence)
+        cut = documents is not None and sum(documents) > batch.input_ids.shape[1]
+        announce(documents, batch.input_ids.device, self.sequence if cut else None)
 
     def _score(self, hidden_NH: Tensor, targets_N: Tensor, temperature: float) -> Tensor:
         head = self.lm.get_output_embeddings()

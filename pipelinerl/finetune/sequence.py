@@ -1,28 +1,32 @@
-"""Sequence parallelism: the ranks of a group share one micro-batch, and each holds a slice of its tokens.
+"""Sequence parallelism: the ranks of a group share one micro-batch, and each holds two blocks of every document.
 
-A transformer computes each token independently except in attention. So each rank computes its slice, and attention
-exchanges keys and values in a ring (``ring``). The rank that holds a token's predecessor computes the token's loss.
-Sums over a sequence are taken over the group, and gradients are summed over all ranks.
+A transformer computes each token independently except in attention. So each rank computes its own tokens, and attention
+gathers the keys and values of all ranks, one layer at a time (arXiv:2407.21783, §3.3.2). They are few beside the other
+activations, as query heads share them. Gathering works with every mask and any number of heads, which neither a ring of
+blocks nor an exchange of heads does. A document is cut into 2R blocks for R ranks, and rank r holds blocks r and
+2R − 1 − r: under a causal mask later tokens cost more, and these pairs cost the same. Neighbouring short documents are
+cut like one document. The rank that holds a token's predecessor computes the token's loss. Sums over a sequence are
+taken over the group, and gradients are summed over all ranks.
 
-Shapes: T tokens of the micro-batch, padded to a multiple of the group's size, and L = T / size tokens of a rank.
+Shapes: T tokens of the micro-batch, padded to a multiple of R, and L = T / R tokens of a rank.
 """
 
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import prepared
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.ring import Ring, RingPlan, ring_attention
 from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup, TokenInputs
 from pipelinerl.records.batches import NOT_ROUTED
 
-ATTENTION = "pipelinerl_sequence"
+LONG_DOCUMENT = 512
+"""Tokens from which on a document is cut by itself. Attention of shorter ones costs little beside linear layers."""
 
 
 def make_sequence_group(size: int) -> SequenceGroup | None:
@@ -38,20 +42,102 @@ def make_sequence_group(size: int) -> SequenceGroup | None:
     return mine
 
 
+def rows_of_ranks(lengths: Sequence[int], ranks: int) -> list[list[slice]]:
+    """Rows of the micro-batch that each rank holds, ascending, L in all.
+
+    Args:
+        lengths: of all documents, with padding. Their sum T is a multiple of ``ranks``.
+    """
+    rows, held, start = [list[slice]() for _ in range(ranks)], [0] * ranks, 0
+    for tokens in _units(lengths):
+        size, rest = divmod(tokens, 2 * ranks)
+        more = [rest // ranks] * ranks
+        for rank in sorted(range(ranks), key=held.__getitem__)[: rest % ranks]:  # so that no rank is 2 tokens ahead
+            more[rank] += 1
+        blocks = [(rank, size + (more[rank] > 0)) for rank in range(ranks)]
+        blocks += [(rank, size + (more[rank] > 1)) for rank in reversed(range(ranks))]
+        for rank, block in blocks:
+            rows[rank] += [slice(start, start + block)] if block else []
+            held[rank] += block
+            start += block
+    return rows
+
+
+def _units(lengths: Sequence[int]) -> Iterator[int]:
+    """Tokens that are cut together: one long document, or neighbouring short ones."""
+    for is_long, documents in groupby(lengths, LONG_DOCUMENT.__le__):
+        tokens = list(documents)
+        yield from tokens if is_long else [sum(tokens)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a rank's queries, all of one document, and the keys that they see causally."""
+
+    queries: int
+    """Number of queries. The parts of a rank fill its L rows."""
+    keys: slice
+    """Rows of the micro-batch, from the document's first token to the part's last."""
+
+
+def parts_of(lengths: Sequence[int], group: SequenceGroup) -> list[Part]:
+    """This rank's parts of documents. ``lengths`` as in ``rows_of_ranks``."""
+    bounds = list(pairwise(accumulate(lengths, initial=0)))
+    cuts = (
+        (start, max(start, rows.start), min(end, rows.stop))
+        for rows in rows_of_ranks(lengths, group.size)[group.index]
+        for start, end in bounds
+    )
+    return [Part(last - first, slice(start, last)) for start, first, last in cuts if first < last]
+
+
+def places_of_rows(lengths: Sequence[int], group: SequenceGroup) -> Tensor:
+    """int64 [T]: place of each row of the micro-batch when the ranks' rows lie one after the other."""
+    order = torch.cat([_indices(rows) for rows in rows_of_ranks(lengths, group.size)])
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def _indices(rows: Sequence[slice]) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in rows])
+
+
+def gather_tokens(mine: Tensor, group: SequenceGroup) -> Tensor:
+    """[…, L, D] of every rank → […, T, D], rank by rank. Collective, also its backward pass."""
+    return _Gather.apply(mine, group)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather. Its backward pass sums every token's gradients over the ranks, in at least float32."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group, mine = group, mine.contiguous()
+        ranks = [torch.empty_like(mine) for _ in range(group.size)]
+        dist.all_gather(ranks, mine, group=group.group)
+        return torch.cat(ranks, -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        ranks = [part.contiguous() for part in wide.chunk(ctx.group.size, -2)]
+        mine = torch.empty_like(ranks[0])
+        dist.reduce_scatter(mine, ranks, group=ctx.group.group)
+        return mine.to(gradient.dtype), None
+
+
 def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
-    """This rank's slice of a packed batch. ``documents`` still describes the whole batch, with its padding."""
-    total = batch.input_ids.shape[1]
-    padding = -total % group.size
-    ids, positions = (F.pad(x, (0, padding)) for x in (batch.input_ids, batch.position_ids))
-    length = (total + padding) // group.size
-    first = group.index * length
-    mine = (batch.predictors_K >= first) & (batch.predictors_K < first + length)
-    inputs, ref = batch.inputs, batch.inputs.ref_logprobs_K
+    """This rank's tokens of a packed batch. ``documents`` still describes the whole batch, with its padding."""
+    padding = -batch.input_ids.shape[1] % group.size
+    documents = (*(batch.documents or ()), *[1] * padding)
+    rows_L = _indices(rows_of_ranks(documents, group.size)[group.index])
+    places_K = (places_of_rows(documents, group) - group.index * len(rows_L))[batch.predictors_K]
+    mine = (places_K >= 0) & (places_K < len(rows_L))
+    inputs, ref, routed = batch.inputs, batch.inputs.ref_logprobs_K, batch.routed_experts_NR
     return replace(
         batch,
-        input_ids=ids[:, first : first + length],
-        position_ids=positions[:, first : first + length],
-        predictors_K=batch.predictors_K[mine] - first,
+        input_ids=F.pad(batch.input_ids, (0, padding))[:, rows_L],
+        position_ids=F.pad(batch.position_ids, (0, padding))[:, rows_L],
+        predictors_K=places_K[mine],
         targets_K=batch.targets_K[mine],
         inputs=TokenInputs(
             sampler_logprobs_K=inputs.sampler_logprobs_K[mine],
@@ -63,60 +149,6 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
             group=group,
         ),
         lags=LagInputs(lag_K=batch.lags.lag_K[mine], in_flight_K=batch.lags.in_flight_K[mine]),
-        documents=(*(batch.documents or ()), *[1] * padding),
-        routed_experts_NR=_slice_routing(batch.routed_experts_NR, padding, slice(first, first + length)),
+        documents=documents,
+        routed_experts_NR=None if routed is None else F.pad(routed, (0, 0, 0, padding), value=NOT_ROUTED)[rows_L],
     )
-
-
-def _slice_routing(routed_NR: Tensor | None, padding: int, mine: slice) -> Tensor | None:
-    return None if routed_NR is None else F.pad(routed_NR, (0, 0, 0, padding), value=NOT_ROUTED)[mine]
-
-
-_ring: Ring | None = None
-
-
-def set_layout(documents: tuple[int, ...], length: int, group: SequenceGroup | None) -> None:
-    """Set the layout for the next forward pass and, with gradient checkpointing, its backward pass.
-
-    Args:
-        documents: lengths of all documents of the group's ranks, including padding.
-        length: L of this rank. If it equals the sum of ``documents``, this rank holds the whole batch.
-        group: ranks that share the batch.
-    """
-    global _ring
-    shared = group if sum(documents) > length else None
-    plan = RingPlan(
-        first_tokens=tuple(accumulate(documents[:-1], initial=0)),
-        length=length,
-        size=shared.size if shared else 1,
-        index=shared.index if shared else 0,
-    )
-    _ring = Ring(plan, shared)
-
-
-def sequence_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **other: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface. Local queries [1, heads, L, D] see the keys and values of all ranks.
-
-    Raises:
-        ConfigError: the model needs dropout, a sliding window, a softcap or sinks, which the ring does not compute.
-    """
-    wanted = {"dropout": dropout or None} | {name: other.get(name) for name in ("sliding_window", "softcap", "s_aux")}
-    refused = [name for name, value in wanted.items() if value is not None]
-    if refused:
-        raise ConfigError(
-            f"finetune.seq_parallel is over 1, but the model's attention has {', '.join(refused)}, which it does not "
-            "compute: set finetune.seq_parallel=1"
-        )
-    assert _ring is not None, "set_layout() comes before the forward pass"
-    query, key, value, scale = prepared(query, key, value, scaling)
-    output = ring_attention(query[0], key[0], value[0], _ring, scale)
-    return output.transpose(0, 1)[None].contiguous(), None

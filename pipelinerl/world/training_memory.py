@@ -12,7 +12,8 @@ Bytes per parameter P (N ranks, float32 master weights everywhere):
     deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
               fp32  4 P + 4 P + 8 P   sharded in the same way
 
-With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters.
+With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Ranks that share
+a micro-batch have their part of its activations, and each layer's keys and values as a whole.
 
 Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
 """
@@ -164,10 +165,11 @@ def step_items(cfg: Config, shape: ModelShape, engine: str, *, cuda: bool = True
     """
     finetune, precision = cfg.finetune, Precision.of(cfg, engine)
     tokens = finetune.seq_length // finetune.seq_parallel
-    layer = tokens * layer_bytes_per_token(shape, precision)
+    gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.seq_length - tokens)
+    layer = tokens * layer_bytes_per_token(shape, precision) + precision.computed * gathered
     kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
-    gradients = tokens * precision.computed * 3 * max(width, shape.hidden)
+    gradients = tokens * precision.computed * 3 * max(width, shape.hidden) + 4 * gathered
     moments = (
         ("output head", head_bytes(cfg, shape, engine, tokens, cuda=cuda)),
         ("one layer's backward pass", gradients + (layer if finetune.gradient_checkpointing else 0)),

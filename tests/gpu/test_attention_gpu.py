@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipelinerl.finetune import attention
-from pipelinerl.finetune.attention import announce, packed_attention
+from pipelinerl.finetune.attention import Documents, announce, packed_attention
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -30,6 +30,22 @@ def test_varlen_kernel_is_near_one_call_per_document(
             monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
         announce(DOCUMENTS, CUDA)
         output, _ = packed_attention(Layer(), *inputs, None, sliding_window=window)
+        found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
+    for kernel, reference in zip(*found, strict=True):
+        assert (kernel.float() - reference.float()).norm() <= 0.02 * reference.float().norm()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_varlen_kernel_takes_the_last_queries_of_documents(window: int | None) -> None:
+    """As sequence parallelism cuts them: each part's last query is at the place of its last key."""
+    torch.manual_seed(0)
+    documents = Documents((100, 1, 300), (500, 1, 300), CUDA)
+    shapes = ((1, 8, 401, 64), (1, 2, 801, 64), (1, 2, 801, 64))
+    inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    scoring = attention._Scoring(scale=0.125, window=window, softcap=None, sinks_H=None, dropout=0.0)
+    found = []
+    for attend in (attention._varlen, attention._attend_documents):
+        output = attend(*inputs, scoring, documents)
         found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     for kernel, reference in zip(*found, strict=True):
         assert (kernel.float() - reference.float()).norm() <= 0.02 * reference.float().norm()

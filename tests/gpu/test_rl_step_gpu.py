@@ -7,7 +7,6 @@ from torch import nn
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy, PolicyOutput, isolation_error
-from pipelinerl.finetune.ring import EXACT, FLASH
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import TokenInputs
@@ -70,19 +69,6 @@ def test_packed_documents_do_not_attend_to_each_other() -> None:
     policy = make_policy(CUDA, torch.float32)
     with torch.no_grad():
         assert isolation_error(policy, VOCAB, CUDA, length=64) <= 1e-4
-
-
-@pytest.mark.parametrize("documents", [None, (100, 1, 155)])
-def test_flash_kernel_of_ring_attention_is_near_matrix_products(documents: tuple[int, ...] | None) -> None:
-    torch.manual_seed(0)
-    query, gradient = (torch.randn(4, 256, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    key, value = (torch.randn(2, 256 if documents else 90, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    (out, lse), (expected, expected_lse) = (k.forward(query, key, value, 0.1, documents) for k in (FLASH, EXACT))
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
-    arguments = (gradient, query, key, value, expected.bfloat16(), expected_lse, 0.1, documents)
-    for mine, theirs in zip(FLASH.backward(*arguments), EXACT.backward(*arguments), strict=True):
-        assert (mine - theirs).norm() <= 0.02 * theirs.norm()
 
 
 @pytest.mark.parametrize("policy_loss", ["reinforce", "gspo"])

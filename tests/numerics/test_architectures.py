@@ -96,10 +96,12 @@ def test_attention_that_cannot_isolate_sinks_is_refused_with_the_one_that_can(at
         examine_config(make_config("gpt_oss"), attention=attention)
 
 
-def test_ring_attention_is_compared_too():
-    assert examine_config(make_config("qwen3"), seq_parallel=2).logit_map == PLAIN
-    with pytest.raises(ConfigError, match=r"softcap.*set finetune\.seq_parallel=1"):
-        examine_config(make_config("gemma2"), seq_parallel=2)
+def test_ranks_that_share_a_pack_take_packed_attention_or_none(monkeypatch: pytest.MonkeyPatch):
+    for name in ("qwen3", "gemma2", "gpt_oss"):
+        assert examine_config(make_config(name), attention="eager", seq_parallel=2).attention == PACKED
+    monkeypatch.setattr(Comparison, "packed_error", lambda *_: 1.0)
+    with pytest.raises(ConfigError, match=r"set finetune\.seq_parallel=1"):
+        examine_config(make_config("qwen3"), seq_parallel=2)
 
 
 def test_logits_changed_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch):

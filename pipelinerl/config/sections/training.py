@@ -82,7 +82,9 @@ class FinetuneSection(Section):  # structure: one field per key
         "models with recurrent or convolutional layers need",
     )
     seq_parallel: PositiveInt = key(
-        1, "ranks that share each packed micro-batch by ring attention. Groups never cross nodes", may_change=True
+        1,
+        "ranks that share each packed micro-batch, each a part of every document. Groups never cross nodes",
+        may_change=True,
     )
     train_batch_size: PositiveInt = key(
         1, "with packing, a factor of the optimizer batch. Without packing, sequences per micro-batch"

@@ -99,7 +99,7 @@ class StepDiagnostics:
                 trained_S.sum().double(),
                 lag_K.sum(),
                 lags.in_flight_K.double().sum(),
-                batch.segment_rewards_S.double()[trained_S].sum(),
+                torch.where(trained_S, batch.segment_rewards_S.double(), 0.0).sum(),
                 torch.full_like(zero, batch.num_tokens if first else 0),
                 torch.full_like(zero, batch.input_ids.numel()),
             ]

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import check_record, index_tokens, prefers_rows, to_batch
@@ -44,7 +43,7 @@ def test_index_names_positions_segments_and_versions() -> None:
 @pytest.mark.parametrize("rows", [False, True])
 def test_batch_predicts_each_trained_token_from_the_one_before(rows: bool) -> None:
     record = make_record()
-    batch = to_batch(record, index_tokens(record), torch.device("cpu"), rows=rows)
+    batch = to_batch(record, index_tokens(record), rows=rows)
     assert batch.targets_K.tolist() == [12, 13, 21, 22]
     assert batch.input_ids.flatten()[batch.predictors_K].tolist() == [11, 12, 20, 21]
     assert batch.position_ids.expand_as(batch.input_ids).flatten()[batch.predictors_K].tolist() == [1, 2, 0, 1]
@@ -89,6 +88,6 @@ def test_what_may_not_reach_a_gradient_is_refused_with_its_sample(changes: dict[
 @pytest.mark.parametrize(("rows", "expected"), [(False, [0, 1, 2, 3, 4, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6, -1])])
 def test_experts_lie_on_the_grid_and_padding_has_none(rows: bool, expected: list[int]) -> None:
     record = make_record(routed_experts=np.arange(7, dtype=np.int16)[:, None])
-    batch = to_batch(record, index_tokens(record), torch.device("cpu"), rows=rows)
+    batch = to_batch(record, index_tokens(record), rows=rows)
     assert batch.routed_experts_NR is not None
     assert batch.routed_experts_NR[:, 0].tolist() == expected
