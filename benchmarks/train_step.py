@@ -1,11 +1,12 @@
 """Overhead of a training step over a bare forward+backward with cross-entropy of the same shape.
 
-    python benchmarks/train_step.py --json train_step.json
+    python -m benchmarks.train_step --json train_step.json
 
 Both sides run the same model on the same token grid (`packed`, or one document per row) with every token trained. The
 bare side materialises the logits and does nothing else; ours checks the record, computes the policy loss with KL and
-entropy terms, all diagnostics and the chunked float32 head. Neither includes the optimizer's update. The two take
-turns, and medians are compared. On a shared machine compare CPU time instead: `--clock cpu`.
+entropy terms, all diagnostics and the chunked float32 head. Neither includes the optimizer's update. With `--lora` both
+train only adapters of all linear layers. The two take turns, and medians are compared. On a shared machine compare CPU
+time instead: `--clock cpu`.
 """
 
 import argparse
@@ -19,17 +20,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from synthetic_batches import make_samples, pack
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.synthetic_batches import make_samples, pack
+from pipelinerl.config.sections import LoraSection
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.model import Policy
+from pipelinerl.finetune.model import Policy, add_adapters
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
 
 SETTINGS = LossSettings(policy_loss="reinforce", kl_coef=0.01, entropy_bonus=0.01)
+ADAPTERS = LoraSection(enabled=True, r=16, alpha=16, dropout=0.0, target_modules="all-linear")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -90,7 +93,9 @@ def timed(function: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - started
 
 
-def measure(shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+def measure(
+    shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[], float], lora: bool = False
+) -> dict[str, float]:
     record = make_record(shape)
     rules = BatchRules(
         vocab_size=shape.vocab_size,
@@ -98,7 +103,10 @@ def measure(shape: Shape, rows: bool, chunk: int, rounds: int, clock: Callable[[
         layout="cheaper" if rows else "packed",
         tokens_per_attention_unit=6 * shape.hidden_size,
     )
-    model, policy = make_model(shape), Policy(make_model(shape), chunk=chunk)
+    models = [make_model(shape) for _ in range(2)]
+    if lora:
+        models = [add_adapters(model, ADAPTERS, seed=0) for model in models]
+    model, policy = models[0], Policy(models[1], chunk=chunk)
     batch = prepare_batch(record, rules, torch.device("cpu"))
     bare, ours = [], []
     for _ in range(rounds + 1):
@@ -122,6 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--layouts", nargs="+", default=["packed", "rows"], choices=["packed", "rows"])
+    parser.add_argument("--lora", action="store_true", help="train adapters only, on both sides")
     parser.add_argument("--chunk", type=int, default=256, help="finetune.head_chunk_tokens")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -135,10 +144,11 @@ def main() -> None:
         "rounds": args.rounds,
         "clock": args.clock,
         "chunk": args.chunk,
+        "lora": args.lora,
         "shape": vars(shape) | {"parameters": parameters},
     }
     for layout in args.layouts:
-        figures = measure(shape, rows=layout == "rows", chunk=args.chunk, rounds=args.rounds, clock=CLOCKS[args.clock])
+        figures = measure(shape, layout == "rows", args.chunk, args.rounds, CLOCKS[args.clock], args.lora)
         result[layout] = figures
         print(f"{layout}: bare {figures['bare_s']:.3f} s, ours {figures['ours_s']:.3f} s, ratio {figures['ratio']:.3f}")
     if args.json:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import DEBUG_RULES
-from pipelinerl.config.engine import deepspeed_file, engine_of
+from pipelinerl.config.engine import deepspeed_file, engine_of, zero_stage
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.paths import CONF_DIR
@@ -193,6 +193,20 @@ def sequence_parallel_needs_packing(config: Config) -> str | None:
     return None
 
 
+def compiled_layers_are_whole(config: Config) -> str | None:
+    finetune = config.finetune
+    if not finetune.compile:
+        return None
+    if finetune.router_replay or finetune.attn_implementation != "auto":
+        return "`finetune.compile` needs `finetune.router_replay` false and `finetune.attn_implementation` auto"
+    if engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3:
+        return (
+            "`finetune.compile` is true but ZeRO-3 gathers weights inside of each layer, which cannot be compiled: "
+            "set `finetune.engine` to fsdp2 (or to ddp for one rank)"
+        )
+    return None
+
+
 def overlong_buffer_fits(config: Config) -> str | None:
     buffer, tokens = config.preprocess.overlong_buffer_tokens, config.llm.parameters.get("max_tokens")
     if isinstance(tokens, int) and buffer >= tokens:
@@ -302,6 +316,7 @@ RULES: tuple[Rule, ...] = (
     one_engine,
     deepspeed_file_exists,
     sequence_parallel_needs_packing,
+    compiled_layers_are_whole,
     overlong_buffer_fits,
     external_redis_has_address,
     head_precision_agrees,

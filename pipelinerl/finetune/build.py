@@ -10,6 +10,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules
 from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.attention import PACKED
+from pipelinerl.finetune.compiling import compile_layers
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
 from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
@@ -46,6 +47,9 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         trust_remote_code=cfg.trust_remote_code,
     )
     lm, files = load_model(cfg, found.attention)
+    if finetune.compile:
+        _require_packed_attention(found.attention)
+        compile_layers(lm)
     policy = Policy(
         lm,
         temperature=finetune.rl.temperature,
@@ -62,6 +66,13 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         stream_weights(engine, files)
     log.info("event=engine_made engine=%s ranks=%d", name, world_size)
     return engine
+
+
+def _require_packed_attention(attention: str) -> None:
+    if attention != PACKED:
+        raise ConfigError(
+            f"finetune.compile: this model's attention is {attention}, which is not compiled; set it false"
+        )
 
 
 def verify_isolation(engine: Engine, attention: str) -> None:

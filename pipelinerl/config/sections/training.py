@@ -121,6 +121,12 @@ class FinetuneSection(Section):  # structure: one field per key
     fp32_lm_head: bool = key("${fp32_lm_head}", "must agree with the servers")
     head_chunk_tokens: PositiveInt = key(256, "tokens whose logits exist at one time", may_change=True)
     gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
+    compile: bool = key(
+        False,
+        "compile the decoder layers with torch.compile, which fuses what lies between matrix products. Takes a minute "
+        "at the start, and a C++ compiler (CPU) or Triton (GPU)",
+        may_change=True,
+    )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = key(
         "auto",
         "attention of the trainer. Auto = each packed document by itself (torch's varlen kernel in bfloat16 on "

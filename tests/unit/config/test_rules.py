@@ -50,6 +50,7 @@ REFUSED = {
     "one_engine": {"use_fsdp": True},
     "deepspeed_file_exists": {"deepspeed_config": "nope"},
     "sequence_parallel_needs_packing": {"finetune__seq_parallel": 2, "finetune__seq_packing": False},
+    "compiled_layers_are_whole": {"finetune__compile": True, "finetune__router_replay": True},
     "overlong_buffer_fits": {"preprocess__overlong_buffer_tokens": 8192},
     "external_redis_has_address": {"streams__external": True},
     "tls_files_are_complete": {"world__tls_cert": "cert.pem"},

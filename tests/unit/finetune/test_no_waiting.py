@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.synthetic_batches import make_samples, pack
-from pipelinerl.finetune.accumulate import BatchRules, prepare
+from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics
@@ -43,7 +43,7 @@ def test_forward_and_backward_pass_and_diagnostics_read_no_value(settings: LossS
     samples = make_samples(0, 6, vocab_size=VOCAB, lengths=(5, 20), step=2, max_lag=2)
     diagnostics = StepDiagnostics(META)
     for record in pack(samples, [range(3), range(3, 6)], step=2):
-        batch = prepare(record, rules, META)
+        batch = prepare_batch(record, rules, META)
         output = policy(batch, settings)
         output.loss.backward()
         altered_K = diagnostics.add(output, batch, settings)
