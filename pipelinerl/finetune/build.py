@@ -16,6 +16,8 @@ from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
 from pipelinerl.finetune.routing import RouterReplay
 from pipelinerl.finetune.sequence import make_sequence_group
+from pipelinerl.world.memory import head_chunk
+from pipelinerl.world.model_shape import find_model_shape
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     policy = Policy(
         lm,
         temperature=finetune.rl.temperature,
-        chunk=finetune.head_chunk_tokens,
+        chunk=_head_chunk(cfg, device, world_size),
         fp32_head=finetune.fp32_lm_head,
         value_loss_coef=finetune.rl.value_loss_coef if finetune.rl.advantage == "value" else None,
         lora_scaling=finetune.lora.alpha / finetune.lora.r,
@@ -66,6 +68,11 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         stream_weights(engine, files)
     log.info("event=engine_made engine=%s ranks=%d", name, world_size)
     return engine
+
+
+def _head_chunk(cfg: Config, device: torch.device, world_size: int) -> int:
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return head_chunk(cfg, find_model_shape(cfg.model_path), world_size, gpu_bytes)
 
 
 def _require_packed_attention(attention: str) -> None:

@@ -15,6 +15,7 @@ from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.training_memory import (
     GIB,
     RUNTIME_BYTES,
+    SMALLEST_CHUNK,
     MemoryItem,
     lora_parameters,
     state_bytes,
@@ -32,6 +33,7 @@ SMALLER_TRAINER = (
 """Settings that make a trainer smaller, the least intrusive first."""
 ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
+LARGER_CHUNKS = (1024, 512)
 MAX_RANKS_POWER = 11
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
@@ -173,6 +175,29 @@ def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes
 
 def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
     return sum(item.num_bytes for item in trainer_items(cfg, shape, ranks))
+
+
+def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> int:
+    """Return the tokens whose logits the output head holds at one time.
+
+    For auto this is the largest of `LARGER_CHUNKS` with which the planned memory fits, else `SMALLEST_CHUNK`.
+
+    Args:
+        shape: None = not known.
+        gpu_bytes: memory of one GPU. None = the trainer runs on a CPU.
+    """
+    wanted = cfg.finetune.head_chunk_tokens
+    if wanted != "auto":
+        return wanted
+    if shape is None or gpu_bytes is None:
+        return SMALLEST_CHUNK
+    capacity = gpu_bytes * (1 - (utilization(cfg) if cfg.world.share_devices else 0.0))
+    fitting = (
+        chunk
+        for chunk in LARGER_CHUNKS
+        if trainer_bytes(with_value(cfg, "finetune.head_chunk_tokens", chunk), shape, ranks) <= capacity
+    )
+    return next(fitting, SMALLEST_CHUNK)
 
 
 def utilization(cfg: Config) -> float:

@@ -29,6 +29,8 @@ from pipelinerl.world.model_shape import ModelShape
 GIB = 2**30
 RUNTIME_BYTES = 2 * GIB
 """CUDA context, communication buffers, fragmentation."""
+SMALLEST_CHUNK = 256
+"""Of `finetune.head_chunk_tokens=auto`."""
 ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
 ZERO_LIVE_KEYS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """DeepSpeed's defaults, in parameters."""
@@ -150,7 +152,8 @@ def head_bytes(cfg: Config, shape: ModelShape, engine: str, tokens: int, *, cuda
     """
     precision = Precision.of(cfg, engine)
     half, matrix, states = precision.computed == 2, shape.vocab * shape.hidden, tokens * shape.hidden
-    logits = min(cfg.finetune.head_chunk_tokens, tokens) * shape.vocab * (10 if half else 8)
+    chunk = cfg.finetune.head_chunk_tokens
+    logits = min(SMALLEST_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab * (10 if half else 8)
     rounded = 2 * matrix if precision.autocast else 0
     operands = 0 if not half else rounded if cuda else 4 * (matrix + states)
     return 4 * matrix + operands + logits + states * (4 + 2 * precision.computed + 2 * precision.stream)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.step_memory import SIZES, planned, save_model
 from tests.engine_runs import ENGINES, ROOT, free_port, run_ranks
+from tests.gpu.device import DEVICE
 from tests.models import save_qwen2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -38,8 +39,10 @@ def test_engine_has_the_losses_of_the_cpu_and_resumes_and_exports(
     second.mkdir()
     out = first / "out.json"
     steps = {"steps": [0, HALF], "save_at": HALF, "save": str(first)}
-    ours = run_ranks(out, 1, engine, model, accelerator="cuda", **steps)
-    ours += run_ranks(second / "out.json", 1, engine, model, accelerator="cuda", steps=[HALF, STEPS], load=str(first))
+    ours = run_ranks(out, 1, engine, model, accelerator=DEVICE.type, **steps)
+    ours += run_ranks(
+        second / "out.json", 1, engine, model, accelerator=DEVICE.type, steps=[HALF, STEPS], load=str(first)
+    )
     for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         for name in ("loss", "grad_norm", "entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), f"step {step} {name}"
@@ -56,10 +59,10 @@ def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp
     case = [f"model_path={model}", f"finetune.engine={engine}", "finetune.seq_length=8192"]
     case.append(f"finetune.gradient_checkpointing={recomputed}")
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    job = {"cases": [case], "out": str(tmp_path / "peaks"), "accelerator": "cuda"}
+    job = {"cases": [case], "out": str(tmp_path / "peaks"), "accelerator": DEVICE.type}
     script = ROOT / "benchmarks" / "step_memory_rank.py"
     env = os.environ | ranks | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(script), json.dumps(job)], env=env, check=True, timeout=300)
     [peaks] = json.loads((tmp_path / "peaks.0.0").read_text())
-    plan = planned(case, model, 1, cuda=True)
+    plan = planned(case, model, 1, cuda=DEVICE.type == "cuda")
     assert sum(plan.values()) == pytest.approx(peaks["step"], rel=MEMORY_TOLERANCE), plan

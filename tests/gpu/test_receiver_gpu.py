@@ -7,6 +7,7 @@ from pipelinerl.weights.delta import apply_delta, encode_delta
 from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import ParamSpec
+from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu
 LAYOUT = Layout((ParamSpec("a", "bfloat16", (1000, 33)), ParamSpec("b", "bfloat16", (7,))))
@@ -21,7 +22,7 @@ def staged(seed: int) -> torch.Tensor:
 
 
 def test_checksum_on_the_device_is_that_of_the_host() -> None:
-    assert checksum(staged(0).cuda()) == checksum(staged(0))
+    assert checksum(staged(0).to(DEVICE)) == checksum(staged(0))
 
 
 def test_delta_applied_on_the_device_gives_the_same_bytes() -> None:
@@ -30,6 +31,6 @@ def test_delta_applied_on_the_device_gives_the_same_bytes() -> None:
         view.view(-1)[::5] += 1
     delta = encode_delta(before, after)
     assert delta is not None
-    on_device = before.cuda()
+    on_device = before.to(DEVICE)
     apply_delta(on_device, delta)
     assert torch.equal(on_device.cpu(), after)

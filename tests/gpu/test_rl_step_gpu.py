@@ -10,10 +10,10 @@ from pipelinerl.finetune.model import Policy, PolicyOutput, isolation_error
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import TokenInputs
+from tests.gpu.device import DEVICE, needs_kernels
 from tests.models import make_qwen2
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
 VOCAB = 512
 
 
@@ -34,8 +34,8 @@ def step(policy: Policy, device: torch.device, settings: LossSettings) -> Policy
 @pytest.mark.parametrize("policy_loss", ["reinforce", "ppo", "gspo"])
 def test_float32_step_equals_the_cpu(policy_loss: str) -> None:
     settings = LossSettings(policy_loss=policy_loss, kl_coef=0.1, entropy_bonus=0.01)
-    ours, reference = make_policy(CUDA, torch.float32), make_policy(torch.device("cpu"), torch.float32)
-    output, expected = step(ours, CUDA, settings), step(reference, torch.device("cpu"), settings)
+    ours, reference = make_policy(DEVICE, torch.float32), make_policy(torch.device("cpu"), torch.float32)
+    output, expected = step(ours, DEVICE, settings), step(reference, torch.device("cpu"), settings)
     assert (output.logprobs_K.cpu() - expected.logprobs_K).abs().max() <= 2e-5
     torch.testing.assert_close(output.loss.cpu(), expected.loss, rtol=1e-4, atol=1e-5)
     for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
@@ -44,8 +44,8 @@ def test_float32_step_equals_the_cpu(policy_loss: str) -> None:
 
 def test_bfloat16_step_is_near_float32() -> None:
     settings = LossSettings(entropy_bonus=0.01)
-    narrow, reference = make_policy(CUDA, torch.bfloat16), make_policy(CUDA, torch.float32)
-    output, expected = step(narrow, CUDA, settings), step(reference, CUDA, settings)
+    narrow, reference = make_policy(DEVICE, torch.bfloat16), make_policy(DEVICE, torch.float32)
+    output, expected = step(narrow, DEVICE, settings), step(reference, DEVICE, settings)
     assert output.logprobs_K.dtype == torch.float32
     assert (output.logprobs_K - expected.logprobs_K).abs().mean() <= 0.02
     mine = torch.cat([p.grad.float().flatten() for p in narrow.parameters()])
@@ -56,9 +56,9 @@ def test_bfloat16_step_is_near_float32() -> None:
 def test_bfloat16_head_multiplies_into_float32() -> None:
     """Products of bfloat16 numbers are exact in float32: only the order of summation may differ."""
     torch.manual_seed(0)
-    head = OutputHead.wrap(nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16, device=CUDA))
-    hidden = torch.randn(64, 1024, dtype=torch.bfloat16, device=CUDA)
-    targets = torch.randint(0, 4096, (64,), device=CUDA)
+    head = OutputHead.wrap(nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16, device=DEVICE))
+    hidden = torch.randn(64, 1024, dtype=torch.bfloat16, device=DEVICE)
+    targets = torch.randint(0, 4096, (64,), device=DEVICE)
     objective = PolicyObjective(_inputs(64), LossSettings())
     output = head_loss(head, hidden, targets, objective, temperature=1.0, chunk=16, fp32=True)
     exact = (hidden.double() @ head.weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -66,17 +66,18 @@ def test_bfloat16_head_multiplies_into_float32() -> None:
 
 
 def test_packed_documents_do_not_attend_to_each_other() -> None:
-    policy = make_policy(CUDA, torch.float32)
+    policy = make_policy(DEVICE, torch.float32)
     with torch.no_grad():
-        assert isolation_error(policy, VOCAB, CUDA, length=64) <= 1e-4
+        assert isolation_error(policy, VOCAB, DEVICE, length=64) <= 1e-4
 
 
+@needs_kernels
 @pytest.mark.parametrize("policy_loss", ["reinforce", "gspo"])
 def test_head_at_16k_tokens_and_152k_words_needs_an_eighth_of_the_logits(policy_loss: str) -> None:
     tokens, vocab, width, chunk = 16_384, 152_064, 896, 256
-    head = OutputHead.wrap(nn.Linear(width, vocab, bias=False, dtype=torch.bfloat16, device=CUDA))
-    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
-    targets = torch.randint(0, vocab, (tokens,), device=CUDA)
+    head = OutputHead.wrap(nn.Linear(width, vocab, bias=False, dtype=torch.bfloat16, device=DEVICE))
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
     settings = LossSettings(policy_loss=policy_loss, entropy_bonus=0.01)
     objective = PolicyObjective(_inputs(tokens), settings)
     torch.cuda.synchronize()
@@ -90,9 +91,9 @@ def test_head_at_16k_tokens_and_152k_words_needs_an_eighth_of_the_logits(policy_
 
 def _inputs(count: int) -> TokenInputs:
     return TokenInputs(
-        sampler_logprobs_K=torch.full((count,), -9.0, device=CUDA),
-        advantages_K=torch.randn(count, device=CUDA),
-        weights_K=torch.full((count,), 1 / count, device=CUDA),
-        segments_K=torch.arange(count, device=CUDA) // 64,
+        sampler_logprobs_K=torch.full((count,), -9.0, device=DEVICE),
+        advantages_K=torch.randn(count, device=DEVICE),
+        weights_K=torch.full((count,), 1 / count, device=DEVICE),
+        segments_K=torch.arange(count, device=DEVICE) // 64,
         num_segments=-(-count // 64),
     )

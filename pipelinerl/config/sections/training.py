@@ -119,7 +119,12 @@ class FinetuneSection(Section):  # structure: one field per key
         "bfloat16", "data type of the computation. Master weights and optimizer are float32"
     )
     fp32_lm_head: bool = key("${fp32_lm_head}", "must agree with the servers")
-    head_chunk_tokens: PositiveInt = key(256, "tokens whose logits exist at one time", may_change=True)
+    head_chunk_tokens: PositiveInt | Literal["auto"] = key(
+        "auto",
+        "tokens whose logits exist at one time. Auto = 1024 or 512 where the planned memory of the GPU allows it, "
+        "else 256",
+        may_change=True,
+    )
     gradient_checkpointing: bool = key(True, "recompute activations in the backward pass", may_change=True)
     compile: bool = key(
         False,

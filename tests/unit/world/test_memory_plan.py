@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipelinerl.config import load
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.memory import memory_plan, server_items, trainer_bytes, what_would_fit, with_value
+from pipelinerl.world.memory import head_chunk, memory_plan, server_items, trainer_bytes, what_would_fit, with_value
 from pipelinerl.world.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
 from pipelinerl.world.table import compact_numbers, render_world, world_table
 from pipelinerl.world.training_memory import (
@@ -269,3 +269,18 @@ def test_table_names_idle_devices_and_cores():
 def test_numbers_are_shown_as_ranges():
     assert compact_numbers((0, 1, 2, 5, 7, 8)) == "0–2,5,7–8"
     assert compact_numbers(()) == ""
+
+
+def test_head_takes_the_largest_chunk_that_the_plan_allows():
+    # ddp, bfloat16: a chunk's logits and what is made from them take 10 bytes × 151,936 words per token, and with few
+    # tokens the head is the peak
+    cfg = make_config("finetune.engine=ddp", "finetune.seq_length=1024", "vllm_config.vllm_kwargs.max_model_len=1024")
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-1.5B"]
+    least = trainer_bytes(with_value(cfg, "finetune.head_chunk_tokens", 256), shape, 1)
+    per_token = 10 * 151_936
+    assert least == trainer_bytes(cfg, shape, 1)
+    assert head_chunk(cfg, shape, 1, least + 768 * per_token) == 1024
+    assert head_chunk(cfg, shape, 1, least + 768 * per_token - 1) == 512
+    assert head_chunk(cfg, shape, 1, least) == 256
+    assert head_chunk(cfg, shape, 1, None) == 256
+    assert head_chunk(with_value(cfg, "finetune.head_chunk_tokens", 64), shape, 1, least) == 64
