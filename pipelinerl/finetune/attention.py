@@ -210,16 +210,13 @@ def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scori
     runs = [(queries, keys, len(list(run))) for (queries, keys), run in kinds]
     queries, keys = ([run[side] * run[2] for run in runs] for side in (0, 1))
     outputs = []
-<<<<<<< HEAD
     for (_, count), *part in zip(runs, *(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True):
         queries, keys, values = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
         outputs.append(_attend(queries, keys, values, scoring).transpose(0, 1).flatten(1, 2))
-=======
     parts = (query.split(queries, 2), key.split(keys, 2), value.split(keys, 2))
     for (_, _, count), *part in zip(runs, *parts, strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
         outputs.append(_attend(q, k, v, scoring).transpose(0, 1).flatten(1, 2))
->>>>>>> f0967dc (finetune: ranks that share a pack hold mirrored blocks of every document, and gather keys and values)
     return torch.cat(outputs, 1)[None]
 
 

@@ -71,7 +71,7 @@ def _units(lengths: Sequence[int]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """A run of a rank's queries, all of one document, and the keys that they see causally."""
 
     queries: int
@@ -80,7 +80,7 @@ class Part:
     """Rows of the micro-batch, from the document's first token to the part's last."""
 
 
-def parts_of(lengths: Sequence[int], group: SequenceGroup) -> list[Part]:
+def parts_of(lengths: Sequence[int], group: SequenceGroup) -> list[DocumentPart]:
     """This rank's parts of documents. ``lengths`` as in ``rows_of_ranks``."""
     bounds = list(pairwise(accumulate(lengths, initial=0)))
     cuts = (
@@ -88,7 +88,7 @@ def parts_of(lengths: Sequence[int], group: SequenceGroup) -> list[Part]:
         for rows in rows_of_ranks(lengths, group.size)[group.index]
         for start, end in bounds
     )
-    return [Part(last - first, slice(start, last)) for start, first, last in cuts if first < last]
+    return [DocumentPart(last - first, slice(start, last)) for start, first, last in cuts if first < last]
 
 
 def places_of_rows(lengths: Sequence[int], group: SequenceGroup) -> Tensor:
@@ -111,7 +111,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: SequenceGroup) -> Tensor:
-        ctx.group, mine = group, mine.contiguous()
+        ctx.sharing, mine = group, mine.contiguous()
         ranks = [torch.empty_like(mine) for _ in range(group.size)]
         dist.all_gather(ranks, mine, group=group.group)
         return torch.cat(ranks, -2)
@@ -119,9 +119,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        ranks = [part.contiguous() for part in wide.chunk(ctx.group.size, -2)]
+        ranks = [part.contiguous() for part in wide.chunk(ctx.sharing.size, -2)]
         mine = torch.empty_like(ranks[0])
-        dist.reduce_scatter(mine, ranks, group=ctx.group.group)
+        dist.reduce_scatter(mine, ranks, group=ctx.sharing.group)
         return mine.to(gradient.dtype), None
 
 

@@ -31,8 +31,6 @@ FOREIGN_PRIVATE = {
     "_partition_all_parameters": "DeepSpeed: refreshes the working copy after a load",
     "_reassign_or_swap_out_partitioned_parameters": "DeepSpeed: likewise, at stage 3",
     "_parameters": "torch.nn.Module: sets a parameter without registering it again",
-    "_flash_attention_forward": "torch.ops.aten: the kernel that also returns the log-sum-exp",
-    "_flash_attention_backward": "torch.ops.aten: the kernel that takes the log-sum-exp",
     "_new_shared_cuda": "torch.UntypedStorage: maps the memory of a CUDA IPC handle",
     "_share_cuda_": "torch.UntypedStorage: makes a CUDA IPC handle",
     "_cdata": "torch.UntypedStorage: identity of a storage without memory",

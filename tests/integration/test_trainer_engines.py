@@ -116,3 +116,14 @@ def test_ranks_sharing_each_sequence_have_the_losses_of_one(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
         assert mine["tokens"] == theirs["tokens"]
         assert mine["input_tokens"] == theirs["input_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "ranks"), [("ddp", 1), ("fsdp2", 2), ("zero2", 2)])
+def test_compiled_layers_have_the_losses_of_layers_that_are_not(
+    engine: str, ranks: int, runs: Runs, model: Path, tmp_path: Path
+) -> None:
+    ours = run_ranks(tmp_path / "out.json", ranks, engine, model, steps=[0, 6], overrides=["finetune.compile=true"])
+    for mine, theirs in zip(ours, runs.metrics("ddp", 1)[:6], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-4)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipelinerl.finetune import sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
-from pipelinerl.finetune.sequence import Part, parts_of, rows_of_ranks
+from pipelinerl.finetune.sequence import DocumentPart, parts_of, rows_of_ranks
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "sequence_rank.py"
 RANKS = 4
@@ -38,8 +38,8 @@ def test_ranks_hold_a_block_from_the_beginning_and_one_from_the_end(monkeypatch:
 def test_parts_see_their_document_from_its_first_token_on():
     # 0 1 2 | 3 4 5 6 7: rank 0 of 2 holds 0 1 and 6 7, rank 1 holds 2 3 and 4 5
     first, second = (parts_of((3, 5), SequenceGroup(None, index, 2)) for index in (0, 1))
-    assert first == [Part(2, slice(0, 2)), Part(2, slice(3, 8))]
-    assert second == [Part(1, slice(0, 3)), Part(1, slice(3, 4)), Part(2, slice(3, 6))]
+    assert first == [DocumentPart(2, slice(0, 2)), DocumentPart(2, slice(3, 8))]
+    assert second == [DocumentPart(1, slice(0, 3)), DocumentPart(1, slice(3, 4)), DocumentPart(2, slice(3, 6))]
 
 
 @given(lengths=st.lists(st.integers(1, 1100), min_size=1, max_size=8), ranks=st.integers(2, 8))
