@@ -195,15 +195,10 @@ def sequence_parallel_needs_packing(config: Config) -> str | None:
 
 def compiled_layers_are_whole(config: Config) -> str | None:
     finetune = config.finetune
-    if not finetune.compile:
-        return None
-    if finetune.router_replay or finetune.attn_implementation != "auto":
+    if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto"):
         return "`finetune.compile` needs `finetune.router_replay` false and `finetune.attn_implementation` auto"
-    if engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3:
-        return (
-            "`finetune.compile` is true but ZeRO-3 gathers weights inside of each layer, which cannot be compiled: "
-            "set `finetune.engine` to fsdp2 (or to ddp for one rank)"
-        )
+    if finetune.compile and engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3:
+        return "`finetune.compile` does not work with ZeRO-3: set `finetune.engine` to fsdp2, or to ddp for one rank"
     return None
 
 

@@ -210,9 +210,6 @@ def _attend_documents(query: Tensor, key: Tensor, value: Tensor, scoring: _Scori
     runs = [(queries, keys, len(list(run))) for (queries, keys), run in kinds]
     queries, keys = ([run[side] * run[2] for run in runs] for side in (0, 1))
     outputs = []
-    for (_, count), *part in zip(runs, *(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True):
-        queries, keys, values = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
-        outputs.append(_attend(queries, keys, values, scoring).transpose(0, 1).flatten(1, 2))
     parts = (query.split(queries, 2), key.split(keys, 2), value.split(keys, 2))
     for (_, _, count), *part in zip(runs, *parts, strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in part)
