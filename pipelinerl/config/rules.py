@@ -194,11 +194,9 @@ def sequence_parallel_needs_packing(config: Config) -> str | None:
 
 
 def compiled_layers_are_whole(config: Config) -> str | None:
-    finetune = config.finetune
-    if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto"):
-        return "`finetune.compile` needs `finetune.router_replay` false and `finetune.attn_implementation` auto"
-    if finetune.compile and engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3:
-        return "`finetune.compile` does not work with ZeRO-3: set `finetune.engine` to fsdp2, or to ddp for one rank"
+    finetune, zero3 = config.finetune, engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3
+    if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto" or zero3):
+        return "`finetune.compile` needs `finetune.engine` fsdp2 or ddp, `attn_implementation` auto, no `router_replay`"
     return None
 
 
