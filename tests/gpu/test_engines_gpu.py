@@ -63,6 +63,6 @@ def test_peak_on_the_device_is_within_the_plan(engine: str, recomputed: str, tmp
     script = ROOT / "benchmarks" / "step_memory_rank.py"
     env = os.environ | ranks | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(script), json.dumps(job)], env=env, check=True, timeout=300)
-    [peaks] = json.loads((tmp_path / "peaks.0.0").read_text())
+    peaks = json.loads((tmp_path / "peaks.0.0").read_text())
     plan = planned(case, model, 1, cuda=DEVICE.type == "cuda")
     assert sum(plan.values()) == pytest.approx(peaks["step"], rel=MEMORY_TOLERANCE), plan
