@@ -72,7 +72,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def all_sources(self) -> "tuple[Address | StoredFile, ...]":
-        return self.sources if self.file is None else (*self.sources, self.file)
+        sources: list[Address | StoredFile] = list(self.sources)
+        return tuple(sources if self.file is None else [*sources, self.file])
 
 
 class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -110,7 +110,8 @@ class Publishing:
     async def _write(self, offer: Offer) -> int:
         """Has every rank write its stripe, then publishes the version. Returns the number of bytes."""
         assert offer.descriptions is not None
-        offer.take_deltas(await asyncio.wrap_future(offer.descriptions))
+        described = await asyncio.wrap_future(offer.descriptions)
+        offer.take_deltas(described)
         publisher, base_version = self._publisher, offer.base_version
         if self._is_missed:
             self._is_missed, base_version = False, None
