@@ -35,7 +35,7 @@ TIMEOUT_S = 120
 
 DOMAIN = """
 import asyncio
-import pipelinerl.domains.largest
+from pipelinerl.domains import largest
 
 def load_problems(names, *, domain, seconds):
     return [p | {"seconds": seconds} for p in largest.load_problems(["train"], max_number=12)]
