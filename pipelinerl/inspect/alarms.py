@@ -13,8 +13,9 @@ from pipelinerl.observability.metrics import Points
 from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
 WINDOW = 8
-"""Number of points at the beginning and at the end of a curve that are compared."""
-FEWEST_POINTS = 2 * WINDOW
+"""Number of points at the beginning and at the end of a curve that are compared, at most a third of them each."""
+FEWEST_POINTS = 12
+"""A run of 60 fast steps has so many points of the actor, each the mean of hundreds of rollouts."""
 ENTROPY_LEFT, ENTROPY_SUCCESS = 0.1, 0.5
 """Collapse: less than this share of the first entropy is left while success is below the second value."""
 REWARD_GAIN, SUCCESS_GAIN, SOLVED = 0.1, 0.02, 0.95
@@ -306,6 +307,7 @@ def _with(points: Points, *names: MetricName, fewest: int = 0) -> Points:
 
 
 def _ends(points: Points, name: MetricName) -> tuple[float, float]:
-    """Return the means of the first and of the last `WINDOW` points."""
+    """Return the means of the first and of the last `WINDOW` points, or of a third of them each."""
     values = [float(point[name]) for point in points]
-    return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
+    window = min(WINDOW, len(values) // 3)
+    return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
