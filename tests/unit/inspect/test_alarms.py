@@ -56,11 +56,11 @@ def test_reward_hack_reward_grows_and_success_does_not() -> None:
 
 def test_reward_hack_of_a_run_that_has_twelve_points() -> None:
     """The curves of a run of 60 steps in eleven seconds. The means of four points at both ends are compared."""
-    reward = [0.52, 0.48, 0.52, 0.58, 0.66, 0.74, 0.78, 0.84, 0.88, 0.93, 0.96, 0.98]
-    success = [0.16, 0.20, 0.25, 0.33, 0.38, 0.39, 0.33, 0.29, 0.24, 0.23, 0.18, 0.17]
+    reward = [0.50, 0.48, 0.52, 0.58, 0.66, 0.74, 0.78, 0.84, 0.88, 0.93, 0.96, 0.98]
+    success = [0.16, 0.20, 0.24, 0.32, 0.38, 0.39, 0.33, 0.29, 0.24, 0.23, 0.18, 0.15]
     (alarm,) = found(actor=points(reward=reward, success=success))
     assert (alarm.name, alarm.step) == ("reward hack", 0)
-    assert "reward went from 0.53 to 0.94 and success from 0.24 to 0.20" in alarm.text
+    assert "reward went from 0.52 to 0.94 and success from 0.23 to 0.20" in alarm.text
     assert found(actor=points(reward=reward[:11], success=success[:11])) == [], "too few points to say"
 
 
