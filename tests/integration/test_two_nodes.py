@@ -23,7 +23,8 @@ NODE_TIMEOUT_S = 10
 STOP_MARGIN_S = 30
 """Roles get `launcher.stop_timeout_s` (8 s) to end; the rest is a loaded machine."""
 RUN_TIMEOUT_S = 900
-MAX_STEPS = 96
+MAX_STEPS = 400
+"""The run is under way while a stranger asks some sixty ports."""
 
 pytestmark = [
     pytest.mark.slow,
