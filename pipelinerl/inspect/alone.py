@@ -61,7 +61,7 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
     totals, problems, dropped = RolloutTotals(), set(), Counter[str]()
     rewards: list[float] = []
     successes: list[float] = []
-    for record in _records(run_dir, ACTOR, ActorRecord, replicas):
+    for record in (one for replica in range(replicas) for one in _records(run_dir, ACTOR, ActorRecord, replica)):
         if isinstance(record, GroupDropped):
             dropped[record.reason] += record.attempts
         elif isinstance(record, RolloutGroup):
@@ -101,7 +101,7 @@ def preprocessor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
     packed, batches, dropped = 0, 0, Counter[str]()
     newest: dict[int, PreprocessorProgress] = {}
     for replica in range(replicas):
-        for record in _records(run_dir, PREPROCESSOR, PreprocessorProgress, 1, first=replica):
+        for record in _records(run_dir, PREPROCESSOR, PreprocessorProgress, replica):
             newest[replica] = record
             batches += bool(record.packed_sample_ids)
     for record in newest.values():
@@ -194,8 +194,6 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _records(run_dir: Path, topic: str, kind: Any, replicas: int, first: int = 0) -> Iterator[Any]:
-    for replica in range(first, first + replicas):
-        with open_reader(SingleStreamSpec(run_dir, topic, replica), kind, name=None, over_damage=True) as reader:
-            while batch := reader.poll(0):
-                yield from (record for _, record in batch)
+def _records(run_dir: Path, topic: str, kind: Any, replica: int) -> Iterator[Any]:
+    with open_reader(SingleStreamSpec(run_dir, topic, replica), kind, name=None, over_damage=True) as reader:
+        yield from (record for _, record in reader.read_each())

@@ -205,10 +205,8 @@ def read_present(run_dir: Path) -> Ledger:
 
     def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
-        found: list[tuple[int, Any]] = []
         with open_reader(spec, record_type, name=None, over_damage=True) as reader:
-            while batch := reader.poll(0):
-                found += [(offset, without_tokens(record)) for offset, record in batch]
+            found: list[tuple[int, Any]] = [(offset, without_tokens(record)) for offset, record in reader.read_each()]
         return (found[0][0] if found else 0), [record for _, record in found]
 
     with look_into(run_dir):

@@ -141,8 +141,7 @@ def read_scored_sequences(run_dir: Path, step: int | None = None) -> dict[str, S
 
 def _groups(run_dir: Path, topic: str, replica: int) -> Iterator[RolloutGroup]:
     with open_reader(SingleStreamSpec(run_dir, topic, replica), ActorRecord, name=None) as reader:
-        while batch := reader.poll(0):
-            yield from (record for _, record in batch if isinstance(record, RolloutGroup))
+        yield from (record for _, record in reader.read_each() if isinstance(record, RolloutGroup))
 
 
 def from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSequence]) -> SeenRollout:

@@ -174,9 +174,14 @@ def redis(start: Start) -> list[str]:
     return []
 
 
+def existing_part(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def disk(start: Start) -> list[str]:
     """Refuse if one checkpoint does not fit on the disk. Warn if those that the run keeps do not fit."""
-    folder = next(path for path in (start.path, *start.path.parents) if path.exists())
+    folder = existing_part(start.path)
     free = shutil.disk_usage(folder).free
     shape = find_model_shape(start.config.model_path)
     one = (shape.parameters if shape else 0) * CHECKPOINT_BYTES_PER_PARAMETER
@@ -209,7 +214,7 @@ def store_of_weights(start: Start) -> list[str]:
         raise ConfigError(f"`weights.store` is {paths.without_credentials(url)!r}: {error}") from error
     if "://" in url:
         return []
-    folder = next(path for path in (Path(url), *Path(url).parents) if path.exists())
+    folder = existing_part(Path(url))
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"`weights.store` is {url!r}, but {folder} is no folder that this user may write to")
     shape, free = find_model_shape(start.config.model_path), shutil.disk_usage(folder).free

@@ -162,10 +162,12 @@ class TopicReader(_Closing, Generic[R]):
 
     def read_all(self) -> list[tuple[int, R]]:
         """Returns every record from ``position`` on that exists now, without waiting."""
-        records: list[tuple[int, R]] = []
+        return list(self.read_each())
+
+    def read_each(self) -> Iterator[tuple[int, R]]:
+        """Yields what ``read_all`` returns, and holds one batch at a time."""
         while found := self.poll(0):
-            records += found
-        return records
+            yield from found
 
     def commit(self, offset: int) -> None:
         """Makes ``offset`` the durable position. Records below it may be deleted, as this reader never needs them."""

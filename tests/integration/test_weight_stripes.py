@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,15 @@ def test_rank_that_is_gone_ends_the_update_with_its_address(start_model_server: 
         trainer.sender.wait_live(1, 20)
 
 
+def check_served(servers: Sequence[Any], out: Path) -> None:
+    """Every server serves version 1, whose weights the trainer wrote to ``out``."""
+    expected = load_file(out)
+    for server in servers:
+        assert server.live.keys() == expected.keys()
+        assert holds(server, expected)
+        assert server.label == "1"
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
     start_model_server: Any, tmp_path: Path, engine: str
@@ -167,11 +176,7 @@ def test_two_ranks_of_a_sharded_trainer_send_half_of_the_model_each(
         "out": str(out),
     }
     run_ranks(job, tmp_path)
-    expected = load_file(out)
-    for server in servers:
-        assert server.live.keys() == expected.keys()
-        assert holds(server, expected)
-        assert server.label == "1"
+    check_served(servers, out)
     given = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)]
     layout = Layout(tuple(spec_of(*item) for item in servers[0].live.items()))
     assert sum(given) == 2 * layout.num_bytes  # two versions
@@ -195,11 +200,8 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
         "out": str(out),
     }
     run_ranks(job, tmp_path)
-    expected = load_file(out)
-    for server in servers:
-        assert server.live.keys() == expected.keys()
-        assert holds(server, expected)
-        assert (server.label, server.store.follower.failures) == ("1", 0)
+    check_served(servers, out)
+    assert [server.store.follower.failures for server in servers] == [0, 0]
     assert sum(json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(2)) == 0
     sizes = [path.stat().st_size for path in sorted(store.glob("*-0-*.whole"))]
     assert len(sizes) == 2

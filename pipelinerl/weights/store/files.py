@@ -134,12 +134,11 @@ class RemoteFiles:
     def put(self, name: str, content: memoryview) -> StoredFile:
         digest = hashlib.sha256()
         with self._explained():
+            self._system.makedirs(self._root, exist_ok=True)
             if len(content) <= CHUNK_BYTES:
                 digest.update(content)
-                self._system.makedirs(self._root, exist_ok=True)
                 self._system.pipe_file(self._path(name), bytes(content))
             else:
-                self._system.makedirs(self._root, exist_ok=True)
                 with self._system.open(self._path(name), "wb", block_size=CHUNK_BYTES) as file:
                     for chunk in pieces(content):
                         digest.update(chunk)
