@@ -4,6 +4,7 @@ import httpx
 from omegaconf import DictConfig
 
 from pipelinerl.world import Job
+from pipelinerl.world.tls import client_context
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -31,7 +32,8 @@ def get_environment_jobs(cfg: DictConfig, key: str | None = None) -> list[Job]:
 def is_healthy(url: str) -> bool:
     """Whether a server answers ``GET /health``. One without that route answers 404, which counts too."""
     try:
-        return httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S).status_code < 500
+        answer = httpx.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S, verify=client_context())
+        return answer.status_code < 500
     except httpx.HTTPError:
         return False
 

@@ -37,8 +37,15 @@ def adopt(world: WorldSection, env: MutableMapping[str, str]) -> None:
 
 
 def client_context(env: Mapping[str, str] = os.environ) -> ssl.SSLContext | bool:
-    """What HTTP clients of the run's servers verify with. True = as usual, because the run has no authority."""
-    return ssl.create_default_context(cadata=env[CA_VARIABLE]) if env.get(CA_VARIABLE) else True
+    """What HTTP clients of the run's servers verify with. True = as usual, because the run has no authority.
+
+    The machine's own authorities stay, as a domain's requests to other services use the same client.
+    """
+    if not env.get(CA_VARIABLE):
+        return True
+    context = ssl.create_default_context()
+    context.load_verify_locations(cadata=env[CA_VARIABLE])
+    return context
 
 
 def redis_options(env: Mapping[str, str] = os.environ) -> dict[str, Any]:

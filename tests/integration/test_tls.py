@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
+from pipelinerl.config.environment import CA_VARIABLE
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.rules import tls_files_are_complete
 from pipelinerl.config.sections import Config, WorldSection
@@ -24,6 +25,7 @@ from pipelinerl.membership.address import RedisAddress, open_store, parse_addres
 from pipelinerl.redis_server.server import await_redis, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec
 from pipelinerl.streams.redis import RedisBackend
+from pipelinerl.utils import is_healthy
 from pipelinerl.verifier.app import create_app
 from pipelinerl.world.map import url_of
 from pipelinerl.world.ports import find_port_block
@@ -127,7 +129,9 @@ def certified(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[tuple[str
     return files, env
 
 
-async def test_http_clients_trust_the_runs_authority_alone(certified: tuple[tuple[str, str], dict[str, str]]):
+async def test_http_clients_trust_the_runs_authority(
+    certified: tuple[tuple[str, str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+):
     files, env = certified
     app = create_app(workers=1, timeout_s=5.0, memory_mb=512, max_body_kb=64, secret=SECRET["PIPELINERL_SECRET"])
     with serving(app, files) as port:
@@ -135,9 +139,22 @@ async def test_http_clients_trust_the_runs_authority_alone(certified: tuple[tupl
             assert await health(port, env, host) == (200, 200)
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await health(port, trusting({"PIPELINERL_SECRET": "u" * 20}))
+        assert not await asyncio.to_thread(is_healthy, f"https://localhost:{port}")
+        monkeypatch.setenv(CA_VARIABLE, env[CA_VARIABLE])
+        assert await asyncio.to_thread(is_healthy, f"https://localhost:{port}")
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"HTTP" not in plain.recv(100)
+
+
+def test_the_machines_own_authorities_are_trusted_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "roots.pem").write_text(made_authority(OTHER))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "roots.pem"))
+    context = client_context(trusting(SECRET))
+    assert isinstance(context, ssl.SSLContext)
+    assert sorted(context.get_ca_certs(binary_form=True)) == sorted(
+        ssl.PEM_cert_to_DER_cert(made_authority(secret)) for secret in (SECRET, OTHER)
+    )
 
 
 def test_a_certificate_for_another_name_is_refused():
