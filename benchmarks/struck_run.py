@@ -179,8 +179,8 @@ class StruckRun:  # structure: a launcher's process, what it said, and what was 
             return actor is not None and int(actor.fields.get("evaluating", -1)) >= step
         return True
 
-    def look(self) -> None:
-        """Note what the run's processes use, to see at the end that nothing of it is left."""
+    def look(self) -> bool:
+        """Note what the run's processes use, to see at the end that nothing of it is left. False if none was seen."""
         for status in read_statuses(self.run_dir).values():
             environment = process_environment(status.pid)
             if token := environment.get(RUN_VARIABLE):
@@ -188,6 +188,7 @@ class StruckRun:  # structure: a launcher's process, what it said, and what was 
                 self.paths |= {environment["TMPDIR"]} if "TMPDIR" in environment else set()
         for mark in self.marks:
             self.paths |= shared_memory_of(marked_processes(mark))
+        return bool(self.marks)
 
     def strike(self, strike: Strike, watchers: ThreadPoolExecutor) -> Future[Blow] | None:
         """Wait for the moment, strike, have the job's next progress watched; None when the run ended before."""
@@ -294,7 +295,7 @@ def _run_struck(run: StruckRun, strikes: Sequence[Strike]) -> Outcome:
         with ThreadPoolExecutor() as watchers:
             if not any(strike.moment == "startup" for strike in strikes):
                 run.wait_for(lambda: run.has_made(1))
-            run.look()
+            run.wait_for(run.look)  # the folder of a resumed run shows steps and processes of before
             for strike in strikes:
                 for earlier, watcher in made.items():
                     if earlier.job == strike.job and watcher:

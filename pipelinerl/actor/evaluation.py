@@ -116,8 +116,8 @@ class Evaluation:
             metrics |= {f"{dataset}/{name}": _mean(rollouts, name) for name in names}
         return EvaluationDone(
             version=self.version,
-            success=_mean(everything, "success"),
-            reward=_mean(everything, "reward"),
+            success=_mean(everything, "success") if everything else None,
+            reward=_mean(everything, "reward") if everything else None,
             num_rollouts=len(everything),
             metrics=metrics,
             outcomes={dataset: tuple(pairs) for dataset, pairs in outcomes.items()},

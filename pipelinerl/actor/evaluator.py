@@ -157,7 +157,7 @@ class Evaluator:
         self._last, self._current = done, None
         spans.record("evaluation", f"evaluation {done.version}", self._began, root=True, version=done.version)
         log.info(
-            "event=evaluation_done version=%d success=%.4f reward=%.4f rollouts=%s",
+            "event=evaluation_done version=%d success=%s reward=%s rollouts=%s",
             *(done.version, done.success, done.reward, current.progress),
         )
         return done

@@ -88,7 +88,9 @@ class Reporter:
 
 def evaluation_metrics(done: EvaluationDone) -> dict[MetricName, float]:
     """An evaluation's metrics: over all its rollouts, and of each data set."""
-    values: dict[MetricName, float] = {ActorMetric.EVAL_SUCCESS: done.success, ActorMetric.EVAL_REWARD: done.reward}
+    values: dict[MetricName, float] = {}
+    if done.success is not None and done.reward is not None:
+        values |= {ActorMetric.EVAL_SUCCESS: done.success, ActorMetric.EVAL_REWARD: done.reward}
     for name, value in done.metrics.items():
         dataset, _, metric = name.rpartition("/")
         of_dataset = ActorMetric.EVAL_OF_DATASET.of(dataset=dataset, metric=metric)

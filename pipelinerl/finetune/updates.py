@@ -1,4 +1,4 @@
-"""Decides when weights are sent to the servers: at the start, after every due step, at the end, never in an evaluation.
+"""Decides when weights are sent to the servers: at the start, after every due step (not in an evaluation), at the end.
 
 Gathering sharded parameters is collective, so every rank calls every method, and each keeps its stripe. Rank 0 decides,
 because only it has a sender. A version is deferred while an evaluation runs or servers still pull the previous version.
@@ -135,7 +135,8 @@ class WeightUpdates:
         """Send the servers the weights that training starts from, and wait until they are live.
 
         A new run waits for all ``num_servers`` servers. A resumed run waits for one, because the others may be
-        restarting and join later.
+        restarting and join later. An evaluation that began before the resume does not hold these weights back. The
+        version that it wants may be lost, and the actor begins it again on this one.
 
         Args:
             version: of the weights.
@@ -151,7 +152,7 @@ class WeightUpdates:
                 up = 0
                 while not self._stop() and (up := self._sender.wait_for_servers(needed, POLL_S)) < needed:
                     self._check_start(deadline, needed, up)
-        self._send_when_allowed(version)
+        self._send_when_allowed(version, at_start=True)
 
     def _check_start(self, deadline: float, needed: int, up: int) -> None:
         if time.monotonic() > deadline:
@@ -206,10 +207,11 @@ class WeightUpdates:
         """Wait until the last weights are live. False when asked to stop before."""
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
-    def _send_or_defer(self, version: int) -> None:
+    def _send_or_defer(self, version: int, *, at_start: bool = False) -> None:
         plan, scored = None, False
         if self._sender is not None and self._lease is not None:
-            plan = None if self._sender.is_busy or self._lease.held(version) else self._sender.plan()
+            held = not at_start and self._lease.held(version)
+            plan = None if self._sender.is_busy or held else self._sender.plan()
             scored = self._text is not None and self._sender.wants_scores
         plan, scored = self._engine.broadcast_object((plan, scored))
         self.deferred = plan is None
@@ -231,14 +233,14 @@ class WeightUpdates:
             assert self._text is not None
             scores.set_result(score_text(self._engine, self._text))
 
-    def _send_when_allowed(self, version: int) -> bool:
-        self._send_or_defer(version)
+    def _send_when_allowed(self, version: int, *, at_start: bool = False) -> bool:
+        self._send_or_defer(version, at_start=at_start)
         with self._status.waiting("the evaluation or the update before to end", on="actor"):
             while self.deferred:
                 if self._engine.broadcast_object(self._stop()):
                     return False
                 time.sleep(BUSY_POLL_S)
-                self._send_or_defer(version)
+                self._send_or_defer(version, at_start=at_start)
         return self._wait_live(version)
 
     def _wait_live(self, version: int) -> bool:

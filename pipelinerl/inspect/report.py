@@ -358,7 +358,7 @@ def draw_learning_curve(path: Path, records: RunRecords, actor_points: Points = 
     seen = [(point[STEP], value) for point in actor_points if (value := point.get(ActorMetric.SUCCESS)) is not None]
     if seen:
         learned.plot(*zip(*sorted(seen), strict=True), color="tab:green", label="training success, 1,024 rollouts")
-    tests = sorted((e.version, e.success) for e in records.evaluations)
+    tests = sorted((e.version, e.success) for e in records.evaluations if e.success is not None)
     if tests:
         learned.plot(*zip(*tests, strict=True), "D", color="tab:orange", label="success on the test problems")
     learned.set(ylabel="per rollout")

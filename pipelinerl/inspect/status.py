@@ -135,7 +135,8 @@ def progress_lines(records: Any) -> list[str]:
         lines.append(f"weights   version {updates[-1].version} on {servers}")
     if records.evaluations:
         newest = records.evaluations[-1]
-        lines.append(f"evaluated version {newest.version}: success {newest.success:.3f}, reward {newest.reward:.2f}")
+        success, reward = number(newest.success, 3), number(newest.reward, 2)
+        lines.append(f"evaluated version {newest.version}: success {success}, reward {reward}")
     if any(isinstance(message, TrainingDone) for message in records.trainer):
         lines.append("training is done")
     return lines

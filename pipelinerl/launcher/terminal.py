@@ -209,7 +209,9 @@ def step_line(
 
 
 def evaluation_line(result: EvaluationDone) -> str:
+    if result.success is None:
+        return f"evaluation of version {result.version}: no result, because every attempt failed: see actor_*/log.txt"
     return (
-        f"evaluation of version {result.version}: success {result.success:.3f}  reward {result.reward:.2f}  "
+        f"evaluation of version {result.version}: success {result.success:.3f}  reward {number(result.reward, 2)}  "
         f"({result.num_rollouts} rollouts)"
     )

@@ -108,8 +108,9 @@ class EvaluationDone(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_
     """Results of one evaluation. One version sampled all attempts."""
 
     version: int
-    success: float
-    reward: float
+    success: float | None
+    """None if no attempt had a result."""
+    reward: float | None
     num_rollouts: int
     metrics: dict[str, float]
     """`complete`: share of the attempts with a result. Per dataset: `<dataset>/success`, `<dataset>/reward`, …"""

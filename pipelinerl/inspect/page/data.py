@@ -118,7 +118,11 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "state": state_of(source),
         "figures": figures(source),
         "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]],
-        "evaluations": [evaluation(done) for done in sorted(source.records.evaluations, key=lambda e: e.version)],
+        "evaluations": [
+            evaluation(done)
+            for done in sorted(source.records.evaluations, key=lambda e: e.version)
+            if done.num_rollouts
+        ],
         "survivorship": survivorship(source.preprocessor),
         "time": time_by_role(source),
         "changed": changed_keys(source.cfg),
@@ -219,7 +223,12 @@ def _short(value: float) -> float:
 
 
 def evaluation(done: EvaluationDone) -> dict[str, Any]:
-    """Return an evaluation with the 95 % interval of its success, which counts rollouts as independent."""
+    """Return an evaluation with the 95 % interval of its success, which counts rollouts as independent.
+
+    ``done`` has a result.
+    """
+    assert done.success is not None
+    assert done.reward is not None
     low, high = wilson(done.success, done.num_rollouts)
     parts = {
         name.removesuffix("/success"): _short(value)

@@ -195,7 +195,7 @@ def run_evaluations(run_dir: Path) -> list[tuple[float, float]]:
     _read_files_of(load_run(run_dir))
     with open_reader(SingleStreamSpec(run_dir, EVALUATION), EvaluationMessage, name=None) as reader:
         done = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
-    return sorted({message.version: message.success for message in done}.items())
+    return sorted({message.version: message.success for message in done if message.success is not None}.items())
 
 
 def _read_files_of(cfg: Config) -> None:

@@ -16,13 +16,13 @@ from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGrou
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.problems import ProblemSource
 from pipelinerl.actor.progress import ActorProgress
-from pipelinerl.actor.reporting import Reporter
+from pipelinerl.actor.reporting import Reporter, evaluation_metrics
 from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.actor.workers import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.membership.lease import LiveServer
-from pipelinerl.observability.catalogue import undeclared
+from pipelinerl.observability.catalogue import ActorMetric, undeclared
 from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
 from pipelinerl.world import Job
 from tests.scripted_actor import QuietStatus, ScriptedDrops, ScriptedTrainer, ScriptedWorkers
@@ -288,6 +288,16 @@ def test_evaluation_failure_is_left_out_and_never_scored() -> None:
     stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
     done = stage.news[-1]
     assert (done.success, done.num_rollouts, done.metrics["complete"]) == (1.0, 3, 0.75)
+
+
+def test_evaluation_without_any_rollout_has_no_result() -> None:
+    stage = Stage(
+        lambda start: finished(start, failed=start.attempts if start.evaluation else ()), tests=3, at_start=True
+    )
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
+    done = stage.news[-1]
+    assert (done.success, done.reward, done.num_rollouts) == (None, None, 0)
+    assert evaluation_metrics(done) == {ActorMetric.EVAL_COMPLETE: 0.0}
 
 
 def test_evaluation_every_n_versions_while_training_goes_on() -> None:

@@ -104,6 +104,19 @@ def test_nothing_goes_out_during_an_evaluation_of_another_version() -> None:
     assert harness.sent == [2]
 
 
+def test_evaluation_of_a_version_that_a_resumed_trainer_has_lost_does_not_hold_back_its_first_weights() -> None:
+    harness = Harness()
+    harness.messages.append(EvaluationStarted(version=6, deadline=100.0))
+    harness.updates.start(16, num_servers=1, resumed=True)
+    assert harness.sent == [16]
+    harness.updates.after_step(17)
+    assert harness.sent == [16]
+    harness.messages.append(EvaluationStarted(version=16, deadline=100.0))
+    harness.messages.append(EvaluationDone(version=16, success=0.5, reward=0.5, num_rollouts=1, metrics={}))
+    harness.updates.retry(17)
+    assert harness.sent == [16, 17]
+
+
 def test_error_of_the_sender_reaches_the_training_loop() -> None:
     harness = Harness()
     harness.sender.error = OSError("disk full")

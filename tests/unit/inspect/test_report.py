@@ -170,3 +170,6 @@ def test_step_line_says_everything_once() -> None:
 
 def test_evaluation_line_names_its_version() -> None:
     assert evaluation_line(evaluation(32, 0.5)) == "evaluation of version 32: success 0.500  reward 1.00  (8 rollouts)"
+    failed = EvaluationDone(version=4, success=None, reward=None, num_rollouts=0, metrics={})
+    assert evaluation_line(failed).startswith("evaluation of version 4: no result, because every attempt failed")
+    assert report.before_and_after([evaluation(0, 0.5), failed])["success_after"] is None
