@@ -7,7 +7,7 @@ usual `OTEL_EXPORTER_OTLP_*` variables. A collector that is away costs its spans
 from collections.abc import Mapping
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.observability.span import SCOPE, AttributeValue, SpanIds, SpanRecord
+from pipelinerl.observability.span import SCOPE, AttributeValue, SpanBatch, span_ids
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -34,23 +34,26 @@ class OTLPSink:
 
     def __init__(self, endpoint: str, resource: Mapping[str, AttributeValue]):
         url = endpoint if endpoint.endswith(PATH) else endpoint.rstrip("/") + PATH
-        self._resource = Resource(dict(resource))
+        self._resource = Resource({key: value for key, value in resource.items() if value is not None})
         self._scope = InstrumentationScope(SCOPE)
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
-    def take(self, span: SpanRecord, ids: SpanIds) -> None:
-        self._processor.on_end(
-            ReadableSpan(
-                name=span.name,
-                context=_context(ids.trace_id, ids.span_id),
-                parent=_context(ids.trace_id, ids.parent_id) if ids.parent_id else None,
-                resource=self._resource,
-                instrumentation_scope=self._scope,
-                attributes=dict(span.attributes),
-                start_time=span.start,
-                end_time=span.end,
+    def take(self, batch: SpanBatch) -> None:
+        run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
+        for span in batch.spans:
+            ids = span_ids(run, process, span)
+            self._processor.on_end(
+                ReadableSpan(
+                    name=span.name,
+                    context=_context(ids.trace_id, ids.span_id),
+                    parent=_context(ids.trace_id, ids.parent_id) if ids.parent_id else None,
+                    resource=self._resource,
+                    instrumentation_scope=self._scope,
+                    attributes={key: value for key, value in span.attributes.items() if value is not None},
+                    start_time=span.start,
+                    end_time=span.end,
+                )
             )
-        )
 
     def close(self) -> None:
         self._processor.shutdown()

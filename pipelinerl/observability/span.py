@@ -1,15 +1,21 @@
-"""A finished span in OpenTelemetry's model, its ids, and its form in OTLP/JSON. Pure."""
+"""A finished span: how it is recorded, its ids in OpenTelemetry's model, and its form in OTLP/JSON. Pure.
+
+A process writes batches of records. The ids and OTLP's form are computed from them where spans leave the run: for a
+collector, and in ``pipelinerl timeline --otlp``.
+"""
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 SCOPE = "pipelinerl"
 
-AttributeValue = str | int | float | bool
+AttributeValue = str | int | float | bool | None
 
 
-class SpanRecord(NamedTuple):
+class SpanRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A finished span."""
 
     name: str
@@ -20,7 +26,17 @@ class SpanRecord(NamedTuple):
     end: int
     is_root: bool
     """Whether it is the trace's root. Others are its children."""
-    attributes: Mapping[str, AttributeValue]
+    attributes: dict[str, AttributeValue]
+
+
+class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans of one process: a line of its file."""
+
+    run: str
+    """The run's key, hexadecimal."""
+    resource: dict[str, AttributeValue]
+    """Attributes of the process."""
+    spans: tuple[SpanRecord, ...]
 
 
 class SpanIds(NamedTuple):
@@ -32,13 +48,29 @@ class SpanIds(NamedTuple):
     """16 hex digits, or empty for a root."""
 
 
-def trace_ids(run: bytes, trace: str) -> tuple[str, str]:
-    """(trace id, span id of its root) of the trace with this name in a run. ``run``: the run's key."""
-    digits = hashlib.blake2b(trace.encode(), digest_size=24, key=run).hexdigest()
-    return digits[:32], digits[32:]
+def span_ids(run: bytes, process: str, span: SpanRecord) -> SpanIds:
+    """The span's ids. ``run``: the run's key.
+
+    Trace and root follow from the trace's name, so every process computes the same. Another span's id follows from
+    the process and the whole record.
+    """
+    digits = hashlib.blake2b(span.trace.encode(), digest_size=24, key=run).hexdigest()
+    trace_id, root_id = digits[:32], digits[32:]
+    if span.is_root:
+        return SpanIds(trace_id, root_id, "")
+    content = msgspec.json.encode((process, span))
+    return SpanIds(trace_id, hashlib.blake2b(content, digest_size=8, key=run).hexdigest(), root_id)
 
 
-def as_otlp(span: SpanRecord, ids: SpanIds) -> dict[str, Any]:
+def otlp_request(batch: SpanBatch) -> dict[str, Any]:
+    """A batch as a request of OTLP/JSON: a line as OpenTelemetry's collector reads it."""
+    run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
+    spans = [_otlp_span(span, span_ids(run, process, span)) for span in batch.spans]
+    scope = {"scope": {"name": SCOPE}, "spans": spans}
+    return {"resourceSpans": [{"resource": {"attributes": _otlp_attributes(batch.resource)}, "scopeSpans": [scope]}]}
+
+
+def _otlp_span(span: SpanRecord, ids: SpanIds) -> dict[str, Any]:
     """A span as OTLP/JSON has it, where 64-bit integers are strings."""
     return {
         "traceId": ids.trace_id,
@@ -48,12 +80,12 @@ def as_otlp(span: SpanRecord, ids: SpanIds) -> dict[str, Any]:
         "kind": 1,
         "startTimeUnixNano": str(span.start),
         "endTimeUnixNano": str(span.end),
-        "attributes": otlp_attributes(span.attributes),
+        "attributes": _otlp_attributes(span.attributes),
     }
 
 
-def otlp_attributes(values: Mapping[str, AttributeValue]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _typed(value)} for key, value in values.items()]
+def _otlp_attributes(values: Mapping[str, AttributeValue]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _typed(value)} for key, value in values.items() if value is not None]
 
 
 def _typed(value: AttributeValue) -> dict[str, Any]:

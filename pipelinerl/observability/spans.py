@@ -2,9 +2,9 @@
 
     spans.record("step", "step 7", started, root=True, tokens=4096)
 
-``record`` only appends to a queue. A thread writes the spans to `traces/<process>.jsonl` of the run folder. Each line
-is one OTLP/JSON request, as OpenTelemetry's collector reads it. With `tracing.otlp_endpoint` a collector gets the spans
-too. Without ``start`` nothing is recorded.
+``record`` only appends to a queue. A thread writes the spans to `traces/<process>.jsonl` of the run folder, each line
+a ``SpanBatch``. With `tracing.otlp_endpoint` a collector gets the spans too. Without ``start_recording`` nothing is
+recorded.
 
 A trace has a name, from which every process computes the same ids. So the sample's id, which all records carry, is the
 trace context of a rollout: its worker writes the root span, and the preprocessor and the trainer add to it.
@@ -12,7 +12,6 @@ trace context of a rollout: its worker writes the root span, and the preprocesso
 
 import atexit
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -25,15 +24,7 @@ from typing import Protocol
 import msgspec
 
 from pipelinerl.config.sections import Config
-from pipelinerl.observability.span import (
-    SCOPE,
-    AttributeValue,
-    SpanIds,
-    SpanRecord,
-    as_otlp,
-    otlp_attributes,
-    trace_ids,
-)
+from pipelinerl.observability.span import AttributeValue, SpanBatch, SpanRecord
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +38,7 @@ QUEUE_SPANS = 1 << 16
 class Sink(Protocol):
     """Takes the spans that were written to the file."""
 
-    def take(self, span: SpanRecord, ids: SpanIds) -> None: ...
+    def take(self, batch: SpanBatch) -> None: ...
     def close(self) -> None: ...
 
 
@@ -69,12 +60,9 @@ class SpanWriter:
     def __init__(
         self, path: Path, run: bytes, resource: Mapping[str, AttributeValue], max_bytes: int, sink: Sink | None = None
     ):
-        self._path, self._run, self._max_bytes, self._sink = path, run, max_bytes, sink
-        encoded = msgspec.json.encode({"attributes": otlp_attributes(resource)})
-        scope = msgspec.json.encode({"name": SCOPE})
-        self._head = b'{"resourceSpans":[{"resource":' + encoded + b',"scopeSpans":[{"scope":' + scope + b',"spans":['
+        self._path, self._max_bytes, self._sink = path, max_bytes, sink
+        self._empty = SpanBatch(run=run.hex(), resource=dict(resource), spans=())
         self._queue: deque[SpanRecord] = deque(maxlen=QUEUE_SPANS)
-        self._prefix, self._numbers = os.urandom(4).hex(), itertools.count(1)
         self._lost, self._closed = 0, threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -116,26 +104,17 @@ class SpanWriter:
                 return
 
     def _flush(self) -> None:
-        encoded = []
-        while self._queue:
-            span = self._queue.popleft()
-            ids = self._ids(span)
-            encoded.append(msgspec.json.encode(as_otlp(span, ids)))
-            if self._sink is not None:
-                self._sink.take(span, ids)
-        if not encoded:
+        waiting = [self._queue.popleft() for _ in range(len(self._queue))]
+        if not waiting:
             return
+        batch = msgspec.structs.replace(self._empty, spans=tuple(waiting))
+        if self._sink is not None:
+            self._sink.take(batch)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-            file.write(self._head + b",".join(encoded) + b"]}]}]}\n")
+            file.write(msgspec.json.encode(batch) + b"\n")
         if self._path.stat().st_size > self._max_bytes // 2:
             os.replace(self._path, earlier_spans(self._path))
-
-    def _ids(self, span: SpanRecord) -> SpanIds:
-        trace_id, root_id = trace_ids(self._run, span.trace)
-        if span.is_root:
-            return SpanIds(trace_id, root_id, "")
-        return SpanIds(trace_id, f"{self._prefix}{next(self._numbers):08x}", root_id)
 
 
 def earlier_spans(path: Path) -> Path:

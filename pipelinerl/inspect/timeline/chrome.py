@@ -37,7 +37,7 @@ class Rows:
         """The name of the span's row. Spans must come by start, longer ones first."""
         name = lane_of(span)
         if span.name in INSIDE:
-            return self._of_trace.get((span.process, span.trace_id), name)
+            return self._of_trace.get((span.process, span.trace), name)
         key = (span.process, name)
         free = self._free[key]
         if free and free[0][0] <= span.start:
@@ -47,7 +47,7 @@ class Rows:
             self._count[key] += 1
         heapq.heappush(free, (span.end, number))
         row = f"{name} {number + 1}" if number else name
-        self._of_trace[span.process, span.trace_id] = row
+        self._of_trace[span.process, span.trace] = row
         return row
 
 
@@ -64,16 +64,16 @@ def chrome_trace(spans: Sequence[TimelineSpan]) -> dict[str, Any]:
     for span in spans:
         pid = processes.of(span.process)
         if span.name in LINKS:
-            if span.name == "train" and span.trace_id in ends:
+            if span.name == "train" and span.trace in ends:
                 tid = threads.of((span.process, LANES["step"]))
-                events += _arrow(ends.pop(span.trace_id), {"pid": pid, "tid": tid, "ts": 1e6 * span.start})
+                events += _arrow(ends.pop(span.trace), {"pid": pid, "tid": tid, "ts": 1e6 * span.start})
             continue
         tid = threads.of((span.process, rows.row_of(span)))
         event = {"ph": "X", "name": span.name, "pid": pid, "tid": tid, "ts": 1e6 * span.start}
-        event |= {"dur": 1e6 * (span.end - span.start), "args": span.attributes | {"trace": span.trace_id}}
+        event |= {"dur": 1e6 * (span.end - span.start), "args": span.attributes | {"trace": span.trace}}
         events.append(event)
         if span.name == "rollout":
-            ends[span.trace_id] = {"pid": pid, "tid": tid, "ts": 1e6 * span.end - 1}
+            ends[span.trace] = {"pid": pid, "tid": tid, "ts": 1e6 * span.end - 1}
     names = [
         {"ph": "M", "name": "process_name", "pid": number, "args": {"name": process}}
         for process, number in processes.numbers.items()

@@ -99,13 +99,13 @@ def draw(spans: Sequence[TimelineSpan], path: Path) -> None:
     """Draw generation, packing, training and weight updates on one axis of time."""
     from matplotlib.figure import Figure
 
-    tests = {span.trace_id for span in spans if span.name == "rollout" and span.attributes.get("evaluation")}
+    tests = {span.trace for span in spans if span.name == "rollout" and span.attributes.get("evaluation")}
     calls = [span for span in spans if span.name == "llm call"]
     servers = sorted({str(span.attributes["server"]) for span in spans if "server" in span.attributes})
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1 + 0.6 * len(servers)))
     for kind in ("training", "evaluation"):
-        mine = [(call.start, call.end) for call in calls if (call.trace_id in tests) == (kind == "evaluation")]
+        mine = [(call.start, call.end) for call in calls if (call.trace in tests) == (kind == "evaluation")]
         times, counts = under_way(mine)
         label = "completions for training" if kind == "training" else "completions of evaluations"
         upper.fill_between(times, counts, step="post", color=COLOURS[kind], alpha=0.85, linewidth=0, label=label)

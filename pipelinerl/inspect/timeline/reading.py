@@ -1,5 +1,6 @@
 """Reads the spans of a run folder, which may still be written."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.observability.span import SpanBatch, otlp_request
 from pipelinerl.observability.spans import TRACES
 
 
@@ -17,50 +19,12 @@ class TimelineSpan:
 
     process: str
     name: str
-    trace_id: str
+    trace: str
+    """Name of its trace, e.g. a sample's id."""
     start: float
     """Seconds since the beginning of the run."""
     end: float
     attributes: dict[str, Any] = field(default_factory=dict)
-
-
-class _Value(msgspec.Struct):
-    stringValue: str | None = None
-    intValue: str | None = None
-    doubleValue: float | None = None
-    boolValue: bool | None = None
-
-    @property
-    def value(self) -> Any:
-        if self.intValue is not None:
-            return int(self.intValue)
-        found = (self.stringValue, self.doubleValue, self.boolValue)
-        return next((value for value in found if value is not None), None)
-
-
-class _Attribute(msgspec.Struct):
-    key: str
-    value: _Value
-
-
-class _Span(msgspec.Struct):
-    traceId: str
-    name: str
-    startTimeUnixNano: str
-    endTimeUnixNano: str
-    attributes: tuple[_Attribute, ...] = ()
-
-
-class _Scope(msgspec.Struct):
-    spans: tuple[_Span, ...]
-
-
-class _Resource(msgspec.Struct):
-    scopeSpans: tuple[_Scope, ...]
-
-
-class _Line(msgspec.Struct):
-    resourceSpans: tuple[_Resource, ...]
 
 
 def read_spans(run_dir: Path) -> list[TimelineSpan]:
@@ -69,28 +33,35 @@ def read_spans(run_dir: Path) -> list[TimelineSpan]:
     Raises:
         ConfigError: there are none.
     """
-    found = [(process_of(path), span) for path in sorted((run_dir / TRACES).glob("*.jsonl")) for span in _in_file(path)]
+    found = [(process_of(path), span) for path in files_of(run_dir) for batch in in_file(path) for span in batch.spans]
     if not found:
         raise ConfigError(
             f"{run_dir} has no spans in {TRACES}/: they are written while a run goes on, unless tracing.trace_mb=0"
         )
-    origin = min(int(span.startTimeUnixNano) for _, span in found)
-
-    def seconds(time: str) -> float:
-        return (int(time) - origin) / 1e9
-
+    origin = min(span.start for _, span in found)
     spans = [
         TimelineSpan(
             process=process,
             name=span.name,
-            trace_id=span.traceId,
-            start=seconds(span.startTimeUnixNano),
-            end=seconds(span.endTimeUnixNano),
-            attributes={attribute.key: attribute.value.value for attribute in span.attributes},
+            trace=span.trace,
+            start=(span.start - origin) / 1e9,
+            end=(span.end - origin) / 1e9,
+            attributes=span.attributes,
         )
         for process, span in found
     ]
     return sorted(spans, key=lambda span: (span.start, -span.end))
+
+
+def otlp_lines(run_dir: Path) -> Iterator[bytes]:
+    """All spans of a run as lines of OTLP/JSON."""
+    for path in files_of(run_dir):
+        for batch in in_file(path):
+            yield msgspec.json.encode(otlp_request(batch)) + b"\n"
+
+
+def files_of(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / TRACES).glob("*.jsonl"))
 
 
 def process_of(path: Path) -> str:
@@ -99,18 +70,13 @@ def process_of(path: Path) -> str:
     return stem.removesuffix(".1")
 
 
-def _in_file(path: Path) -> Iterator[_Span]:
-    """The spans of a file, without a last line that is still being written."""
-    decoder = msgspec.json.Decoder(_Line)
+def in_file(path: Path) -> Iterator[SpanBatch]:
+    """The batches of a file. A line that is still being written, or was cut, is left out."""
+    decoder = msgspec.json.Decoder(SpanBatch)
     with open(path, "rb") as file:
         for line in file:
-            try:
-                request = decoder.decode(line)
-            except msgspec.DecodeError:
-                continue
-            for resource in request.resourceSpans:
-                for scope in resource.scopeSpans:
-                    yield from scope.spans
+            with contextlib.suppress(msgspec.DecodeError):
+                yield decoder.decode(line)
 
 
 def between(spans: Iterable[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.inspect.timeline.reading import in_file, otlp_lines
 from pipelinerl.observability import spans
-from pipelinerl.observability.span import SpanIds, SpanRecord, as_otlp, trace_ids
+from pipelinerl.observability.span import SpanRecord, otlp_request, span_ids
 from pipelinerl.observability.spans import SpanWriter
 
 RUN = b"run"
@@ -29,7 +30,8 @@ def make_writer(path: Path, max_bytes: int = 1 << 20, sink: Any = None) -> SpanW
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    requests = [json.loads(line) for line in path.read_text().splitlines()]
+    """The spans of a file as OpenTelemetry's collector gets them."""
+    requests = [json.loads(json.dumps(otlp_request(batch))) for batch in in_file(path)]
     return [span for request in requests for span in request["resourceSpans"][0]["scopeSpans"][0]["spans"]]
 
 
@@ -48,39 +50,54 @@ def test_processes_of_a_run_write_into_one_trace_without_talking(tmp_path: Path)
 
 
 def test_traces_differ_by_name_and_run() -> None:
-    ids = {trace_ids(run, name) for run in (b"a", b"b") for name in ("0-1/0", "0-1/1")}
-    assert len({trace for trace, _ in ids}) == len({root for _, root in ids}) == 4
-    assert all(len(trace) == 32 and len(root) == 16 for trace, root in ids)
+    names = [SpanRecord("rollout", name, 1, 2, True, {}) for name in ("0-1/0", "0-1/1")]
+    ids = {span_ids(run, "actor_0", span) for run in (b"a", b"b") for span in names}
+    assert len({found.trace_id for found in ids}) == len({found.span_id for found in ids}) == 4
+    assert all((len(found.trace_id), len(found.span_id), found.parent_id) == (32, 16, "") for found in ids)
 
 
-def test_a_line_is_a_request_of_otlp(tmp_path: Path) -> None:
-    spans.install(make_writer(tmp_path / "actor_0.jsonl"))
+def test_children_of_a_trace_have_ids_of_their_own() -> None:
+    calls = [SpanRecord("llm call", "0-1/0", start, 9, False, {"tokens": 3}) for start in (1, 2)]
+    ids = [span_ids(RUN, process, call) for call in calls for process in ("a", "b")]
+    assert len({found.span_id for found in ids}) == 4
+    assert {found.parent_id for found in ids} == {span_ids(RUN, "x", SpanRecord("", "0-1/0", 0, 0, True, {})).span_id}
+
+
+def test_a_line_becomes_a_request_of_otlp(tmp_path: Path) -> None:
+    from google.protobuf.json_format import ParseDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans.install(make_writer(tmp_path / "traces" / "actor_0.jsonl"))
     spans.record("step", "step 7", 1_000, 5_000, root=True, tokens=3, loss=0.5, kind="a", done=True)
+    spans.record("rollout", "0-1/0", 2_000, 3_000, reward=float("nan"))  # JSON has no such number: left out
     spans.stop()
 
-    (request,) = (json.loads(line) for line in (tmp_path / "actor_0.jsonl").read_text().splitlines())
+    (request,) = (json.loads(line) for line in otlp_lines(tmp_path))
+    ParseDict(request, ExportTraceServiceRequest())  # raises what OpenTelemetry does not know
     (resource,) = request["resourceSpans"]
     assert {"key": "service.name", "value": {"stringValue": "actor_0"}} in resource["resource"]["attributes"]
     assert resource["scopeSpans"][0]["scope"] == {"name": "pipelinerl"}
-    (span,) = resource["scopeSpans"][0]["spans"]
+    span, rollout = resource["scopeSpans"][0]["spans"]
     assert (span["name"], span["startTimeUnixNano"], span["endTimeUnixNano"]) == ("step", "1000", "5000")
+    assert span["parentSpanId"] == ""
     assert span["attributes"] == [
         {"key": "tokens", "value": {"intValue": "3"}},
         {"key": "loss", "value": {"doubleValue": 0.5}},
         {"key": "kind", "value": {"stringValue": "a"}},
         {"key": "done", "value": {"boolValue": True}},
     ]
+    assert rollout["attributes"] == []
 
 
 def test_file_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    path, bound = tmp_path / "actor_0.jsonl", 20_000
+    path, bound = tmp_path / "actor_0.jsonl", 5_000
     for part in range(20):
         spans.install(make_writer(path, bound))  # each writes its part in one flush
         for number in range(10):
             spans.record("rollout", f"{part}-{number}/0", part * 10 + number, root=True)
         spans.stop()
     files = [path.with_name("actor_0.1.jsonl"), path]
-    assert sum(file.stat().st_size for file in files if file.exists()) <= bound + 10 * 300
+    assert sum(file.stat().st_size for file in files if file.exists()) <= bound + 10 * 60 + 100
     starts = [int(span["startTimeUnixNano"]) for file in files if file.exists() for span in read(file)]
     assert starts == list(range(starts[0], 200))
     assert len(starts) >= 30
@@ -166,8 +183,3 @@ def test_collector_gets_the_same_spans_as_the_file(tmp_path: Path) -> None:
         for s in read(tmp_path / "a.jsonl")
     ]
     assert ours == written
-
-
-def test_span_as_otlp_has_no_parent_at_the_root() -> None:
-    span = SpanRecord("step", "step 1", 1, 2, True, {})
-    assert as_otlp(span, SpanIds("ab" * 16, "cd" * 8, ""))["parentSpanId"] == ""

@@ -60,13 +60,13 @@ def test_spans_of_all_processes_are_read_in_order(run_dir: Path) -> None:
     assert {span.process for span in found} == {"actor_0.worker0", "preprocessor_0", "finetune_0"}
     call = next(span for span in found if span.name == "llm call")
     assert (call.start, call.end, call.attributes) == (0.5, 1.5, {"tokens": 8})
-    assert len({span.trace_id for span in found if span.name in ("train", "preprocess")}) == 1
+    assert len({span.trace for span in found if span.name in ("train", "preprocess")}) == 1
 
 
 def test_a_line_that_is_being_written_is_left_out(run_dir: Path) -> None:
     count = len(read_spans(run_dir))
     with open(run_dir / "traces" / "finetune_0.jsonl", "ab") as file:
-        file.write(b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"tra')
+        file.write(b'{"run":"72756e","resource":{},"spans":[["step","ste')
     (run_dir / "traces" / "finetune_0.1.jsonl").write_bytes((run_dir / "traces" / "preprocessor_0.jsonl").read_bytes())
     found = read_spans(run_dir)
     assert len(found) == count + 2
@@ -124,6 +124,7 @@ def test_command_writes_trace_and_picture(run_dir: Path, capsys: pytest.CaptureF
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "completions were under way in" in capsys.readouterr().out
     events = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+    assert {event["args"]["trace"] for event in events if event["name"] == "llm call"} == {"0-0/0", "0-0/1"}
     assert max(event["ts"] for event in events if "ts" in event) <= 4.5e6
 
 
@@ -134,7 +135,7 @@ def test_a_run_without_spans_is_told(tmp_path: Path) -> None:
 
 def test_many_rollouts_are_laid_out_fast_enough_to_be_read() -> None:
     found = [
-        TimelineSpan(process="w", name="rollout", trace_id=str(i), start=i / 100, end=i / 100 + 0.64)
+        TimelineSpan(process="w", name="rollout", trace=str(i), start=i / 100, end=i / 100 + 0.64)
         for i in range(10_000)
     ]
     rows = {event["tid"] for event in chrome_trace(found)["traceEvents"] if event["ph"] == "X"}
