@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.load import compose, load_old_run, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from pipelinerl.inspect.table import COLUMNS
 from pipelinerl.observability import wandb
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
 from pipelinerl.observability.trackers import chosen_trackers
+from tests.run_folder import Story, make_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -92,46 +94,117 @@ def test_trackio_has_points_alerts_and_tables_in_one_run_of_the_role(tmp_path: P
     assert any("launcher/rollouts" in point for point in found["logs"])
 
 
-class FakeRun:
-    """wandb's run, as far as the tracker uses it."""
+WANDB_ROLE = """
+import sys
+from pathlib import Path
+from pipelinerl.config.load import load_old_run
+from pipelinerl.observability.metrics import MetricsLogger
 
-    id = "abc"
+logger = MetricsLogger(load_old_run(Path(sys.argv[1])), Path(sys.argv[1]), "finetune", once_per_step=True)
+for step in map(int, sys.argv[2:]):
+    logger.log({"loss": step / 4}, step=step)
+logger.close()
+"""
+WANDB_LAUNCHER = """
+import sys
+from pathlib import Path
+from pipelinerl.config.load import load_old_run
+from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.launcher.tracking import RunTracking
 
-    def __init__(self) -> None:
-        self.points: list[dict[str, Any]] = []
-        self.alerts: list[dict[str, str]] = []
-        self.artefacts: list[Any] = []
-
-    def log(self, point: dict[str, Any]) -> None:
-        self.points.append(point)
-
-    def alert(self, **fields: str) -> None:
-        self.alerts.append(fields)
-
-    def log_artifact(self, artefact: Any) -> None:
-        self.artefacts.append(artefact)
-
-    def finish(self) -> None: ...
+run_dir = Path(sys.argv[1])
+tracking = RunTracking(load_old_run(run_dir), run_dir)
+for step in range(1, 7):
+    tracking.step(step)
+tracking.alarm(Alarm(name="hack", step=3, text="it grew", cure="Look at it"))
+(run_dir / "report.html").write_text("<html></html>")
+tracking.keep(run_dir / "report.html")
+tracking.close()
+"""
 
 
-def test_wandb_gets_tables_alerts_and_the_report_with_wandbs_own_types(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun()
-    monkeypatch.setattr(wandb, "start_run", lambda *_: run)
-    tracker = wandb.WandbTracker(SimpleNamespace(), tmp_path, "launcher")  # type: ignore[arg-type]
-    tracker.log({"finetune/loss": 0.5}, step=7)
-    tracker.alert("hack", "hack since step 3: look at the rollouts")
-    tracker.table("launcher/rollouts", ("step", "text"), [[7, "hello"], [7, None]], step=8)
-    (tmp_path / "report.html").write_text("<html></html>")
-    tracker.keep(tmp_path / "report.html")
+def test_wandbs_own_library_keeps_everything_of_an_offline_run(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", Story(overrides=("wandb.mode=offline", "wandb.sample_steps=4")))
+    roles = [(WANDB_ROLE, "1", "2", "3"), (WANDB_ROLE, "2", "3", "4"), (WANDB_LAUNCHER,)]
+    for program, *steps in roles:  # the trainer's second process repeats two steps
+        patience = "import pipelinerl.observability.trackers as t; t.FINISH_TIMEOUT_S = 60.0\n"  # of a loaded machine
+        done = subprocess.run(
+            [sys.executable, "-c", patience + program, str(run_dir), *steps],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    cfg = load_old_run(run_dir)
 
-    assert run.points[0] == {"finetune/loss": 0.5, "launcher/step": 7}
-    table = run.points[1]["launcher/rollouts"]
-    assert (table.columns, table.data) == (["step", "text"], [[7, "hello"], [7, None]])
-    assert run.alerts == [{"title": "hack", "text": "hack since step 3: look at the rollouts"}]
-    (artefact,) = run.artefacts
-    assert (artefact.type, list(artefact.manifest.entries)) == ("report", ["report.html"])
+    finetune, launcher = (list(wandb_records(run_dir, cfg, kind)) for kind in ("finetune", "launcher"))
+    runs = [record.run for record in finetune if record.HasField("run")]
+    assert {run.display_name for run in runs} == {wandb.run_identity(cfg.wandb, run_dir, "finetune")["name"]}
+    for run in runs:
+        given = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert given["finetune"]["learning_rate"] == cfg.finetune.learning_rate
+        assert given["output_dir"] == str(run_dir)
+    points = [history_of(record) for record in finetune if record.HasField("history")]
+    assert [(point["finetune/step"], point["finetune/loss"]) for point in points] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+        (4, 1.0),
+    ]
+
+    (table,) = (point for record in launcher if "launcher/rollouts" in (point := history_of(record)))
+    assert (table["launcher/step"], table["launcher/rollouts"]["_type"]) == (4, "table-file")
+    (file,) = run_dir.glob(f"wandb/offline-*/files/{table['launcher/rollouts']['path']}")
+    rows = json.loads(file.read_text())
+    assert rows["columns"] == list(COLUMNS)
+    assert {row[0] for row in rows["data"]} == {3}
+    assert "Which is the largest" in rows["data"][0][COLUMNS.index("text")]
+    (alert,) = (record.alert for record in launcher if record.HasField("alert"))
+    assert (alert.title, alert.text) == ("hack", "hack since step 3: it grew. Look at it")
+    kept = {record.artifact.type: record.artifact for record in launcher if record.HasField("artifact")}
+    (report,) = kept["report"].manifest.contents
+    assert (report.path, report.size) == ("report.html", len("<html></html>"))
+
+
+def history_of(record: Any) -> dict[str, Any]:
+    """The values of a record of wandb's history."""
+    values: dict[str, Any] = {}
+    for item in record.history.item:
+        inner = values
+        for key in item.nested_key[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[item.key or item.nested_key[-1]] = json.loads(item.value_json)
+    return values
+
+
+def wandb_records(run_dir: Path, cfg: Config, kind: str) -> Iterator[Any]:
+    """The records of a role's offline runs, in the order of their processes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    identity = wandb.run_identity(cfg.wandb, run_dir, kind)["id"]
+    for path in sorted(run_dir.glob(f"wandb/offline-run-*-{identity}/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for content in log_entries(path.read_bytes()):
+            yield Record.FromString(content)
+
+
+def log_entries(log: bytes) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's format, which has 7 bytes before it in wandb's files.
+
+    A block of 32 KiB has parts of entries, each behind its checksum (4 bytes), length (2) and kind (whole 1, first 2,
+    middle 3, last 4). A block's rest under 7 bytes is empty.
+    """
+    at, entry = 7, b""
+    while at + 7 <= len(log):
+        if (left := -at % 32768) and left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        entry += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield entry
+            entry = b""
 
 
 def test_a_tracker_that_is_not_installed_costs_nothing_but_a_log_line(
