@@ -31,7 +31,7 @@ RUN_ADDRESS = Path("conf") / "address"
 METRICS, CHECKPOINTS, EXPORTS = "metrics", "checkpoints", "exports"
 """Folders of a run folder that several commands read."""
 SUMMARY_FILE, CURVE_FILE = "summary.json", "learning_curve.png"
-ALONE_FILE = "alone.json"
+ALONE_FILE, ENDING_FILE = "alone.json", "ending.json"
 REPORT_FILE, TIMELINE_FILE = "report.html", "timeline.json"
 """Files of a run folder for people."""
 

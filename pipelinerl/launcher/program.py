@@ -30,8 +30,9 @@ from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
 from pipelinerl.launcher.nodes import Follower, Leader, Rendezvous, plan_rendezvous
 from pipelinerl.launcher.processes import Host
+from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.running import RunPlan, report_alone, say, show_world, supervise, voice
+from pipelinerl.launcher.running import RunPlan, say, show_world, supervise, voice
 from pipelinerl.launcher.supervisor import Ending
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
@@ -78,7 +79,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         else:
             ending = asyncio.run(lead(plan, claim, started))
         if config.debug.mode and ending.kind == "stopped":
-            report_alone(plan, path, finished=False)
+            RunReports(config, path, say).alone(finished=False)
     return tell_ending(ending, path, config.debug.mode)
 
 

@@ -23,6 +23,7 @@ from pipelinerl.config.paths import (
     ALONE_FILE,
     CHECKPOINTS,
     CURVE_FILE,
+    ENDING_FILE,
     EXPORTS,
     LOCK_FILE,
     METRICS,
@@ -66,6 +67,7 @@ OWNED = (
     LOG_FILE,
     SUMMARY_FILE,
     ALONE_FILE,
+    ENDING_FILE,
     CURVE_FILE,
     REPORT_FILE,
 )

@@ -1,7 +1,7 @@
 """Runs the roles of this node until the run has ended, with everything that happens beside them.
 
 Beside the roles: the reaper, the tiny model's builder, the run's address on redis, the lines on the terminal, and the
-answer to Ctrl-C. At an orderly end it writes the report.
+answer to Ctrl-C. At the end it writes the report.
 """
 
 import asyncio
@@ -23,11 +23,9 @@ from pipelinerl.config.environment import (
     SECRET_VARIABLE,
     derived_password,
 )
-from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.alone import alone_figures, alone_lines, write_alone
-from pipelinerl.inspect.report import summary_lines, write_report
+from pipelinerl.inspect.ending import clear_ending
 from pipelinerl.launcher import preflight
 from pipelinerl.launcher.commands import (
     RoleCommand,
@@ -39,6 +37,7 @@ from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.local import LocalEngine
 from pipelinerl.launcher.nodes import NodeConnection
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
+from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.supervisor import Ending, Supervisor
 from pipelinerl.launcher.terminal import ProgressLines, TopicFollower
 from pipelinerl.launcher.tracking import RunTracking
@@ -114,6 +113,8 @@ async def supervise(
     host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
     backend_from_config(config, path)
     tracking = None if plan.node_rank else RunTracking(config, path)
+    reports = RunReports(config, path, say, tracking)
+    clear_ending(path)
     follower = follow_topics(config, path, tracking)
     supervisor = Supervisor(
         plan.commands,
@@ -123,25 +124,36 @@ async def supervise(
         awaited=awaited_jobs(plan),
         training_done=follower.training_done,
         say=say,
-        report=(lambda: report_run(plan, path, started, roles_started, tracking)) if tracking else (lambda: None),
+        report=(lambda: reports.complete(launched=started, started=roles_started)) if tracking else (lambda: None),
         others=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
         alone=config.debug.mode is not None,
     )
     answer_signals(supervisor)
     say_start(plan, path, resumed)
-    follower.start()
-    beside = [asyncio.create_task(work) for work in work_beside(plan, host, supervisor, guard, connection)]
     try:
         with live_line(plan, path):
-            return await supervisor.run()
+            ending = await accompanied(supervisor, work_beside(plan, host, supervisor, guard, connection), follower)
+        await reports.unfinished(ending, host)
+        return ending
     finally:
-        for task in beside:
-            task.cancel()
-        follower.stop()
         if tracking:
             tracking.close()
         guard.dismiss()
+
+
+async def accompanied(
+    supervisor: Supervisor, beside: Iterator[Coroutine[Any, Any, None]], follower: TopicFollower
+) -> Ending:
+    """Run the supervisor, and beside it the other work, which ends with it."""
+    tasks = [asyncio.create_task(work) for work in beside]
+    follower.start()
+    try:
+        return await supervisor.run()
+    finally:
+        for task in tasks:
+            task.cancel()
+        follower.stop()
 
 
 def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[None]:
@@ -257,47 +269,3 @@ async def tell_servers(world: WorldMap) -> None:
             break
         await asyncio.sleep(SERVERS_POLL_S)
     say(f"the servers answer until Ctrl-C: debug.existing_llms=[{','.join(urls)}]")
-
-
-def report_alone(plan: RunPlan, path: Path, *, finished: bool) -> None:
-    """Say what roles did without the rest of the run. If it cannot be read, the run still counts."""
-    try:
-        figures = alone_figures(path, plan.config)
-        if finished:
-            write_alone(path, figures)
-    except Exception as error:  # the report is an extra: its failure is only reported
-        log.exception("event=report_failed")
-        say(f"warning: no summary: {type(error).__name__}: {error}")
-        return
-    for line in alone_lines(figures, path):
-        say(line)
-
-
-def report_run(plan: RunPlan, path: Path, launched: float, started: float, tracking: RunTracking) -> None:
-    """Write summary, picture and page. If that fails the run still counts as finished."""
-    if plan.config.debug.mode:
-        report_alone(plan, path, finished=True)
-        return
-    try:
-        replicas = plan.config.world.replicas
-        summary = write_report(path, replicas=replicas, launched=launched, started=started, seed=plan.config.seed)
-    except Exception as error:  # the report is an extra: its failure is only reported
-        log.exception("event=report_failed")
-        say(f"warning: no summary: {type(error).__name__}: {error}")
-        return
-    say("")
-    for line in summary_lines(summary, path):
-        say(line)
-    write_html(path, tracking)
-
-
-def write_html(path: Path, tracking: RunTracking) -> None:
-    """Write the HTML page about the run, which trackers keep."""
-    from pipelinerl.inspect.page.build import write_page
-
-    try:
-        write_page([path], path / REPORT_FILE)
-        tracking.keep(path / REPORT_FILE)
-    except Exception as error:  # as above
-        log.exception("event=page_failed")
-        say(f"warning: no {REPORT_FILE}: {type(error).__name__}: {error}")

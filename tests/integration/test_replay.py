@@ -159,6 +159,38 @@ def test_bundle_is_replayed_without_the_run(run_dir: Path, tmp_path: Path, capsy
     assert found["compared"]["logprobs"] > 0
 
 
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root for another machine's view"
+)
+def test_bundle_is_replayed_on_another_machine(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    here = replayed(capsys, run_dir, "--step", 5)[1]
+    home = tmp_path / "elsewhere"
+    (home / "tmp").mkdir(parents=True)
+    assert main([str(run_dir), "--step", "5", "--export", str(home / "step.tar")]) == 0
+
+    without_the_run = f'mount -t tmpfs none {run_dir} && test -z "$(ls {run_dir})" && ip link set lo up'
+    replay = f"hostname other.example && exec {sys.executable} -m pipelinerl replay step.tar --json"
+    done = subprocess.run(
+        ["unshare", "--uts", "--net", "--mount", "sh", "-c", f"{without_the_run} && {replay}"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home / "tmp")},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    there = json.loads(done.stdout)
+    assert there["equal"] is True
+    assert there["run"]["sequences"] == here["run"]["sequences"]
+    figures = [
+        {name: value for name, value in found["run"]["metrics"].items() if name not in TIMINGS}
+        for found in (here, there)
+    ]
+    assert figures[0] == figures[1]
+    assert there["compared"] == here["compared"]
+
+
 def test_with_another_objective_only_its_own_figures_change(run_dir: Path, capsys: Capture) -> None:
     plain = replayed(capsys, run_dir, "--step", 5)[1]
     code, found = replayed(

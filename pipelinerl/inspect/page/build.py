@@ -18,6 +18,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.alarms import History, alarms
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
+from pipelinerl.inspect.ending import ending_alarms, read_ending
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
 from pipelinerl.inspect.page.data import RunSource, read_source, run_data
@@ -50,8 +51,10 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
         tests.take(read_tests(run_dir, replicas=replicas))
     chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
     evaluated = within(tests.in_turn(), text, max_bytes // 5)
-    return run_data(source) | {
-        "alarms": [vars(alarm) for alarm in alarms(history_of(source, measure_unreadable(training, text)))],
+    ending = read_ending(run_dir)
+    found = ending_alarms(ending) + alarms(history_of(source, measure_unreadable(training, text)))
+    return run_data(source, ending) | {
+        "alarms": [vars(alarm) for alarm in found],
         "rollouts": chosen + evaluated,
         "note": f"{len(chosen):,} of {training.seen:,} training rollouts and {len(evaluated):,} of {tests.seen:,} "
         "evaluation rollouts that are on record, chosen evenly over the steps, flagged ones first.",

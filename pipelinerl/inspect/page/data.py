@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
 from pipelinerl.observability.catalogue import (
     STEP,
@@ -110,12 +111,12 @@ def read_source(run_dir: Path) -> RunSource:
     )
 
 
-def run_data(source: RunSource) -> dict[str, Any]:
-    """Return the data about a run, except its rollouts and alarms."""
+def run_data(source: RunSource, ending: RunEnding | None = None) -> dict[str, Any]:
+    """Return the data about a run, except its rollouts and alarms. ``ending``: of a run that is not finished."""
     return {
         "name": source.run_dir.resolve().name,
         "path": str(source.run_dir),
-        "state": state_of(source),
+        "state": state_of(source, ending),
         "figures": figures(source),
         "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]],
         "evaluations": [
@@ -130,12 +131,14 @@ def run_data(source: RunSource) -> dict[str, Any]:
     }
 
 
-def state_of(source: RunSource) -> str:
+def state_of(source: RunSource, ending: RunEnding | None) -> str:
     """Describe the state of the run with its newest step."""
     step = source.finetune[-1][STEP] if source.finetune else 0
     total = source.cfg.finetune.max_train_steps
     done = any(isinstance(m, TrainingDone) and m.step >= total for m in source.records.trainer)
-    return f"finished, {step} steps" if done else f"step {step} of {total}"
+    if ending is None:
+        return f"finished, {step} steps" if done else f"step {step} of {total}"
+    return f"{'failed' if ending.kind == 'failed' else ending.reason} at step {step} of {total}"
 
 
 def figures(source: RunSource) -> list[tuple[str, str]]:

@@ -1,0 +1,45 @@
+"""Why a run ended before its last step: written by its launcher at the end, deleted when the run goes on."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pipelinerl.config.paths import ENDING_FILE
+from pipelinerl.host.disk import replace_file
+from pipelinerl.inspect.alarms import Alarm
+
+
+class RunEnding(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run that is not finished."""
+
+    kind: Literal["failed", "stopped"]
+    reason: str
+    """One line."""
+    job: str | None = None
+    """The role that failed."""
+
+
+def write_ending(run_dir: Path, ending: RunEnding) -> None:
+    replace_file(run_dir / ENDING_FILE, msgspec.json.encode(ending), mode=0o600)
+
+
+def clear_ending(run_dir: Path) -> None:
+    """Forget the ending, because the run goes on."""
+    (run_dir / ENDING_FILE).unlink(missing_ok=True)
+
+
+def read_ending(run_dir: Path) -> RunEnding | None:
+    """Return how the run ended. None: it goes on, is finished, or its launcher was killed."""
+    try:
+        return msgspec.json.decode((run_dir / ENDING_FILE).read_bytes(), type=RunEnding)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def ending_alarms(ending: RunEnding | None) -> list[Alarm]:
+    """Return the alarm of a run that failed."""
+    if ending is None or ending.kind != "failed":
+        return []
+    log = f"{ending.job}/log.txt" if ending.job else "launcher.log"
+    return [Alarm(name="run failed", step=None, text=ending.reason, cure=f"Read {log}; the same command resumes it")]
