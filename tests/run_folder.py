@@ -57,6 +57,12 @@ class Story:
     """Curves by step that replace the usual ones."""
     actor: dict[str, Sequence[float]] = field(default_factory=dict)
     finished: bool = True
+    said: str = ""
+    """What the model says in every answer, too."""
+    problem: str = ""
+    """Of every group, in place of the usual one."""
+    numbers: tuple[float, ...] = ()
+    """Every rollout's reward, and its metric `odd`, in place of the usual reward."""
 
 
 def make_tokenizer() -> Tokenizer:
@@ -109,7 +115,7 @@ def make_group(rng: np.random.Generator, tokenizer: Tokenizer, step: int, place:
     for attempt in range(ATTEMPTS):
         success = bool(rng.random() < (step + 2) / (story.steps + 4))
         prompt = f"<|im_start|>user\n{WORDS[0]} ({step}-{place})<|im_end|>\n<|im_start|>assistant\n"
-        answer = f"{WORDS[1 + attempt % 3]} {30 if success else 5}<|im_end|>"
+        answer = f"{WORDS[1 + attempt % 3]} {30 if success else 5}{story.said}<|im_end|>"
         start, ids = len(tokenizer.encode(prompt).ids), tokenizer.encode(prompt + answer).ids
         middle = start + (len(ids) - start) // 2
         spans = [[start, middle, max(step - 1, 0)], [middle, len(ids), step]] if step else [[start, len(ids), 0]]
@@ -120,10 +126,11 @@ def make_group(rng: np.random.Generator, tokenizer: Tokenizer, step: int, place:
             finish_reason="stop",
         )
         metrics = {"reward": float(success), "success": float(success), "no_error": 1.0, "no_answer": 0.0}
+        metrics |= dict(zip(("odd",), story.numbers[1:], strict=False))
         rollouts.append(
             Rollout(
                 attempt=attempt,
-                reward=float(success),
+                reward=story.numbers[0] if story.numbers else float(success),
                 sequences=(sequence,),
                 metrics=metrics,
                 latency_s=0.5,
@@ -138,7 +145,7 @@ def make_group(rng: np.random.Generator, tokenizer: Tokenizer, step: int, place:
         "largest",
         dispatched_version=max(step - 1, 0),
         settled_before=position,
-        problem=json.dumps({"question": WORDS[0], "gold": 30, "id": position}),
+        problem=story.problem or json.dumps({"question": WORDS[0], "gold": 30, "id": position}),
     )
 
 

@@ -5,7 +5,6 @@ last of them has the character and the others have empty pieces. All functions a
 tokenizer.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from pipelinerl.config.load import load_old_run
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
+MAX_NESTING = 50
+"""Of the values of a problem that is shown by its fields."""
 LONGEST_CHARACTER = 8
 """Number of tokens after which an incomplete character counts as broken."""
 FORMATS = (
@@ -59,7 +61,7 @@ class TokenText:
             text = self._after_text((int(token_id),)) if not waiting else ""
             if waiting or BROKEN in text:
                 waiting.append(int(token_id))
-                text = self._text_after_anchor(tuple(waiting))
+                text = self._after_text(tuple(waiting))
                 if BROKEN in text and len(waiting) < LONGEST_CHARACTER:
                     text = ""
                 else:
@@ -68,6 +70,10 @@ class TokenText:
         if waiting:
             texts[-1] = self._text_after_anchor(tuple(waiting))
         return texts
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """Return the text of all tokens at once, which is many times faster. Unknown tokens are left out."""
+        return self._decode([*self._anchor, *token_ids]).removeprefix(self._anchor_text)
 
     def is_known(self, token_id: int) -> bool:
         """Whether the tokenizer has this token."""
@@ -83,7 +89,7 @@ class TokenText:
         """Decode the tokens after another token, because some tokenizers drop a space at the beginning of a text."""
         if len(token_ids) == 1 and not self.is_known(token_ids[0]):
             return f"<unknown token {token_ids[0]}>"
-        return self._decode([*self._anchor, *token_ids]).removeprefix(self._anchor_text)
+        return self.text(token_ids)
 
 
 class NumberText(TokenText):
@@ -94,6 +100,9 @@ class NumberText(TokenText):
 
     def pieces(self, token_ids: Iterable[int]) -> list[str]:
         return [f"{int(token_id)} " for token_id in token_ids]
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        return "".join(self.pieces(token_ids))
 
     def is_known(self, token_id: int) -> bool:
         return True
@@ -182,9 +191,27 @@ def _parts(text: str, origin: Sequence[bool], start: int, end: int) -> tuple[tup
 
 
 def problem_fields(problem: str) -> dict[str, Any]:
-    """Parse a problem's fields. A text that is not a JSON object, or was cut, becomes the only field `problem`."""
+    """Parse a problem's fields. A text that is not a JSON object, or was cut, becomes the only field `problem`.
+
+    So does one that JSON does not allow (halves of a surrogate pair, NaN), or that is nested too deeply to be shown.
+    """
     try:
-        fields = json.loads(problem)
-    except ValueError:
+        fields = msgspec.json.decode(problem)
+    except (msgspec.DecodeError, RecursionError):
+        fields = problem
+    if is_deeper(fields, MAX_NESTING):
         fields = problem
     return fields if isinstance(fields, dict) else {"problem": fields} if fields else {}
+
+
+def is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested more than ``limit`` times."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(value, dict | list) for value in level)

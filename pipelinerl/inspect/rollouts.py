@@ -44,6 +44,11 @@ from pipelinerl.streams.codec import jsonable
 SHOWN = 20
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "bold", "tool": "yellow"}
 SAMPLED_STYLE = "green"
+HARMLESS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    **dict.fromkeys((0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+}
+"""Replaces control characters by their pictures, and those of C1 and of the direction of writing by U+FFFD."""
 TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -66,7 +71,7 @@ def show(args: argparse.Namespace) -> None:
     found = select(args, text)
     if args.json:
         for seen in found:
-            print(json.dumps(as_json(seen, text), ensure_ascii=False))
+            print(json.dumps(as_json(seen, text)))  # in ASCII: some readers take U+2028 for the end of a line
         return
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal:
@@ -137,7 +142,7 @@ def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
 
 
 def whole_text(seen: SeenRollout, text: TokenText) -> str:
-    return "\n".join("".join(text.pieces(sequence.token_ids.tolist())) for sequence in seen.rollout.sequences)
+    return "\n".join(text.text(sequence.token_ids.tolist()) for sequence in seen.rollout.sequences)
 
 
 def headline(seen: SeenRollout) -> str:
@@ -161,17 +166,17 @@ def headline(seen: SeenRollout) -> str:
 
 
 def rendered(seen: SeenRollout, text: TokenText) -> Text:
-    """Render a rollout for the terminal."""
+    """Render a rollout for the terminal, where no character of a record has an effect."""
     out = Text()
-    out.append(f"── {headline(seen)}\n", "bold")
+    out.append_text(styled(f"── {headline(seen)}\n", "bold"))
     for name, value in problem_fields(seen.problem).items():
-        out.append(f"   {name}: ", "dim")
-        out.append(f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n", "dim")
+        told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        out.append_text(styled(f"   {name}: {told}\n", "dim"))
     for number, messages in enumerate(messages_of(seen, text)):
         if number:
             out.append(f"   (training sequence {number}: its tokens do not extend the one before)\n", "dim")
         for message in messages:
-            out.append(f"[{message.role or 'text'}] ", ROLE_STYLES.get(message.role, "bold"))
+            out.append_text(styled(f"[{message.role or 'text'}] ", ROLE_STYLES.get(message.role, "bold")))
             for part, sampled in message.parts:
                 out.append_text(styled(f"«{part}»" if sampled else part, SAMPLED_STYLE if sampled else ""))
             out.append("\n")
@@ -179,7 +184,7 @@ def rendered(seen: SeenRollout, text: TokenText) -> Text:
 
 
 def styled(part: str, style: str) -> Text:
-    text = Text(part, style)
+    text = Text(part.translate(HARMLESS), style)
     text.highlight_regex(TOOL_CALL, "yellow")
     return text
 

@@ -85,16 +85,18 @@ class RunReports:
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, hurried.set)
         try:
-            write_ending(self._path, ending_record(ending))
+            write_ending(self._path, record := ending_record(ending))
             await asyncio.sleep(0.01)  # a signal that came while the roles were ending is heard now
             if not hurried.is_set():
-                await self._write_page(host, FAILED_REPORT_S if ending.kind == "failed" else STOPPED_REPORT_S, hurried)
+                limit_s = FAILED_REPORT_S if record.kind == "failed" else STOPPED_REPORT_S
+                told = f"the run failed: {record.reason}" if record.kind == "failed" else record.reason
+                self._say(f"{told}; writing {REPORT_FILE} for at most {limit_s:g} s; another Ctrl-C does not wait")
+                await self._write_page(host, limit_s, hurried)
         except Exception as error:  # as above
             self._missing(REPORT_FILE, error)
 
     async def _write_page(self, host: Host, limit_s: float, hurried: asyncio.Event) -> None:
         """Write the page in a child process. The streams' own server has ended, so the child gets no password of it."""
-        self._say(f"writing {REPORT_FILE} for at most {limit_s:g} s; another Ctrl-C does not wait")
         environment = {**host.environment, **host.mark.variables("report")}
         if not self._config.streams.external:
             environment.pop(REDIS_PASSWORD_VARIABLE, None)

@@ -7,7 +7,7 @@ usual `OTEL_EXPORTER_OTLP_*` variables. A collector that is away costs its spans
 from collections.abc import Mapping
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.observability.span import SCOPE, AttributeValue, SpanBatch, span_ids
+from pipelinerl.observability.span import SCOPE, AttributeValue, SpanBatch, with_ids
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -39,9 +39,7 @@ class OTLPSink:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
     def take(self, batch: SpanBatch) -> None:
-        run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
-        for span in batch.spans:
-            ids = span_ids(run, process, span)
+        for span, ids in with_ids(batch):
             self._processor.on_end(
                 ReadableSpan(
                     name=span.name,

@@ -5,7 +5,7 @@ collector, and in ``pipelinerl timeline --otlp``.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -62,10 +62,16 @@ def span_ids(run: bytes, process: str, span: SpanRecord) -> SpanIds:
     return SpanIds(trace_id, hashlib.blake2b(content, digest_size=8, key=run).hexdigest(), root_id)
 
 
+def with_ids(batch: SpanBatch) -> Iterator[tuple[SpanRecord, SpanIds]]:
+    """The spans of a batch with their ids."""
+    run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
+    for span in batch.spans:
+        yield span, span_ids(run, process, span)
+
+
 def otlp_request(batch: SpanBatch) -> dict[str, Any]:
     """A batch as a request of OTLP/JSON: a line as OpenTelemetry's collector reads it."""
-    run, process = bytes.fromhex(batch.run), str(batch.resource.get("service.name"))
-    spans = [_otlp_span(span, span_ids(run, process, span)) for span in batch.spans]
+    spans = [_otlp_span(span, ids) for span, ids in with_ids(batch)]
     scope = {"scope": {"name": SCOPE}, "spans": spans}
     return {"resourceSpans": [{"resource": {"attributes": _otlp_attributes(batch.resource)}, "scopeSpans": [scope]}]}
 

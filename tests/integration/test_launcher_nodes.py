@@ -68,7 +68,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGTERM)
-            process.wait(15)
+            process.wait(30)
 
 
 def start_both(nodes: Nodes, *arguments: str, **behaviours: str) -> None:

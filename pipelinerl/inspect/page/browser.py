@@ -4,11 +4,11 @@ Consumes the rollouts that `inspect.samples` reads and keeps only a few of every
 in bytes.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipelinerl.archive import chosen
@@ -20,6 +20,8 @@ PER_STEP = 16
 PER_EVALUATION = 24
 MAX_TOKENS = 3000
 """Tokens shown of one sequence. The page leaves out the middle of longer ones."""
+CHECKED_TOKENS = 100
+"""Tokens of one span that are decoded to find out whether they are text."""
 MILLI = 1000
 """The page gets log-probabilities in thousandths of a nat."""
 
@@ -80,7 +82,7 @@ def within(rollouts: Iterable[SeenRollout], text: TokenText, max_bytes: int) -> 
     found, used = [], 0
     for rollout in rollouts:
         data = as_data(rollout, text)
-        used += len(json.dumps(data, ensure_ascii=False).encode())
+        used += len(msgspec.json.encode(data))
         if used > max_bytes:
             break
         found.append(data)
@@ -117,7 +119,7 @@ def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= 1000 else text[:1000] + " …"
 
 
@@ -129,8 +131,10 @@ def sequence_data(
     `pieces` has the texts of all shown tokens and `at` the places of the sampled ones. The versions, log-probabilities
     and entropies are in the order of `at`, and `altered` has indices into it.
     """
-    pieces = text.pieces(sequence.token_ids.tolist())
-    keep = kept_tokens(len(pieces))
+    count = len(sequence.token_ids)
+    keep = kept_tokens(count)
+    cut = int(np.argmax(np.diff(keep) > 1)) + 1 if len(keep) < count else count
+    pieces = [piece for part in (keep[:cut], keep[cut:]) for piece in text.pieces(sequence.token_ids[part].tolist())]
     lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
     positions = np.concatenate(
         [np.arange(start, end) for start, end, _ in sequence.spans.tolist()] or [np.empty(0, int)]
@@ -139,14 +143,14 @@ def sequence_data(
     own = np.isin(positions, keep)
     place = {int(token): index for index, token in enumerate(keep.tolist())}
     data: dict[str, Any] = {
-        "pieces": [pieces[token] for token in keep.tolist()],
+        "pieces": pieces,
         "at": [place[int(token)] for token in positions[own].tolist()],
         "versions": versions[own].tolist(),
         "logprobs": np.rint(sequence.logprobs[own] * MILLI).astype(int).tolist(),
         "advantage": None if advantage is None else round(advantage, 4),
     }
-    if len(keep) < len(pieces):
-        data["omitted"] = [int(np.argmax(np.diff(keep) > 1)) + 1, len(pieces) - len(keep)]
+    if len(keep) < count:
+        data["omitted"] = [cut, count - len(keep)]
     if score is not None and len(score.logprobs) == len(sequence.logprobs):
         data["trained"] = np.rint(score.logprobs[own] * MILLI).astype(int).tolist()
         data["entropy"] = np.rint(score.entropy[own].astype(np.float32) * MILLI).astype(int).tolist()
@@ -162,12 +166,15 @@ def kept_tokens(count: int, limit: int = MAX_TOKENS) -> np.ndarray:
 
 
 def unreadable_share(rollouts: Iterable[SeenRollout], text: TokenText) -> float | None:
-    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens."""
+    """Share of sampled tokens that the tokenizer does not know or that are broken characters. None without tokens.
+
+    Of every span the first tokens are looked at.
+    """
     bad = total = 0
     for seen in rollouts:
         for sequence in seen.rollout.sequences:
             for start, end, _ in sequence.spans.tolist():
-                ids = sequence.token_ids[start:end].tolist()
+                ids = sequence.token_ids[start : min(end, start + CHECKED_TOKENS)].tolist()
                 total += len(ids)
                 bad += sum(
                     BROKEN in piece or not text.is_known(token)

@@ -6,13 +6,14 @@ The data is gzip in base64, which all current browsers can unpack.
 import base64
 import gzip
 import html
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.host.disk import replace_file
@@ -98,9 +99,9 @@ def build_page(runs: Sequence[dict[str, Any]], *, live: bool = False) -> bytes:
 
 
 def encode(runs: Sequence[dict[str, Any]]) -> bytes:
-    """Return the page's data as gzip of JSON."""
+    """Return the page's data as gzip of JSON, which has null for NaN and infinities."""
     document = {"made": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
-    return gzip.compress(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode(), 6, mtime=0)
+    return gzip.compress(msgspec.json.encode(document), 6, mtime=0)
 
 
 def _fill(runs: Sequence[dict[str, Any]], live: bool) -> bytes:

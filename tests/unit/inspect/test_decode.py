@@ -89,3 +89,17 @@ def test_problem_fields_of_cut_json_are_the_text() -> None:
     assert problem_fields('{"a": 1}') == {"a": 1}
     assert problem_fields('{"a": "long tex') == {"problem": '{"a": "long tex'}
     assert problem_fields("") == {}
+
+
+@pytest.mark.parametrize(
+    "problem", ['{"a": "half \\ud800"}', '{"a": NaN}', '{"a": ' + "[" * 60 + "]" * 60 + "}", "[" * 90_000]
+)
+def test_problem_that_cannot_be_shown_by_its_fields_is_its_text(problem: str) -> None:
+    assert problem_fields(problem) == {"problem": problem}
+
+
+def test_text_at_once_is_the_pieces_joined() -> None:
+    text = TokenText(make_tokenizer())
+    ids = text.encode("<|im_start|>user\né 漢字 <b>1</b> 🙂<|im_end|>\n the answer")
+    assert text.text(ids) == "".join(text.pieces(ids))
+    assert text.text([]) == ""

@@ -1,5 +1,7 @@
 """`pipelinerl rollouts` on a run folder made by hand: filters, both sources, text and JSON."""
 
+import base64
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inspect import rollouts, streams
+from pipelinerl.inspect.page import build
 from pipelinerl.inspect.page.build import collect
 from pipelinerl.inspect.samples import read_tests, read_training
 from pipelinerl.streams import set_streams_backend
@@ -39,6 +42,37 @@ def test_text_marks_what_was_sampled_and_says_what_became_of_it(
     assert "   question: Which is the largest of 18, 5 and 30?" in rest
     assert "[user] Which is the largest of 18, 5 and 30? (7-1)" in rest
     assert any(line.startswith("[assistant] «I think it is ") and line.endswith("»") for line in rest)
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m \u202egnp.exe\x00\r\n</script><b> \u2028 {{DATA}}"
+
+
+def hostile_run(path: Path) -> Path:
+    """A run whose model, problems, names and numbers are those of an enemy."""
+    problem = '{"question": "\\ud800 \\u001b[2J", "n": NaN}'
+    return make_run(path, Story(steps=3, said=HOSTILE, problem=problem, numbers=(float("inf"), float("nan"))))
+
+
+def test_no_character_of_a_record_reaches_the_terminal_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = hostile_run(tmp_path / "run")
+    out = printed(capsys, run_dir, "--all")
+    assert "␛]0;owned" in out
+    assert "�gnp.exe␀" in out
+    assert [character for character in out if not (character.isprintable() or character in "\n\u2028")] == []
+    assert len(as_json(capsys, run_dir, "--all")) == 3 * GROUPS * ATTEMPTS
+    assert len(as_json(capsys, run_dir, "--grep", "owned.*gnp")) == 3 * GROUPS * ATTEMPTS
+
+
+def test_page_of_hostile_records_is_json_and_has_null_for_what_is_no_number(tmp_path: Path) -> None:
+    page = build.build_page([build.collect(hostile_run(tmp_path / "run"))]).decode()
+    packed = page.partition('<script id="data" type="application/octet-stream">')[2].partition("</script>")[0]
+    (found,) = json.loads(gzip.decompress(base64.b64decode(packed)), parse_constant=pytest.fail)["runs"]
+    one = found["rollouts"][0]
+    assert (one["reward"], one["metrics"]["odd"]) == (None, None)
+    assert "owned" in "".join(one["sequences"][0]["pieces"])
+    assert "\\ud800" in one["problem"]["problem"]
 
 
 def test_step_has_every_rollout_once_from_archive_and_topic(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
