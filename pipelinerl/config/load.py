@@ -184,7 +184,7 @@ def load_old_run(run_dir: Path | str) -> Config:
 
 
 def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration with exactly today's keys."""
+    """A resolved configuration with exactly today's keys, without the domain's own."""
     filled: dict[str, Any] = {}
     for key in declared(Config):
         *parents, last = key.name.split(".")
@@ -195,6 +195,7 @@ def with_today_keys(container: Mapping[str, Any]) -> dict[str, Any]:
             new = new.setdefault(part, {})
         if last in old or key.default != REQUIRED:
             new[last] = old.get(last, key.default)
+    filled["extra_keys"] = []
     return to_container(OmegaConf.create(filled))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.inspect.decode import TokenText
@@ -131,6 +132,15 @@ def test_load_old_run_fills_in_keys_that_came_since_and_forgets_others(run_dir: 
     assert old != config
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(old)
+    assert load_old_run(tmp_path) == load_old_run(run_dir)
+
+
+def test_load_old_run_reads_a_run_whose_domain_has_keys_of_its_own(run_dir: Path, tmp_path: Path) -> None:
+    config = OmegaConf.load(run_dir / "conf" / "config.yaml")
+    config.actor.agent_max_loops, config.sandbox_timeout = 3, 10.0
+    config.extra_keys = ["actor.agent_max_loops", "sandbox_timeout"]
+    (tmp_path / "conf").mkdir()
+    OmegaConf.save(config, tmp_path / "conf" / "config.yaml")
     assert load_old_run(tmp_path) == load_old_run(run_dir)
 
 
