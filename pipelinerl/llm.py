@@ -1,12 +1,12 @@
 """The language model as a domain sees it: prompts, calls and server settings. Public: its field names are frozen.
 
 ``TrainableLLM`` holds no connection. A transport (``async_llm``) carries its requests, and the actor and the test kit
-install their own.
+install their own. They also install what agent frameworks call (``TrainableLLM.agenerate``).
 """
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from pipelinerl.chat import Turn, renderer_of
+from pipelinerl.errors import DomainError
 from pipelinerl.rollouts import CallTokens, LazyModel
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ class RolloutState:
     """Carries the requests. None: each goes to ``TrainableLLM.base_url``."""
     turns: list[Turn] | None = None
     """The calls so far, whose tokens a later prompt continues. None: every prompt is rendered whole."""
+    generate: "Callable[[TrainableLLM, Prompt, aiohttp.ClientSession], Awaitable[LLMCall]] | None" = None
+    """What ``TrainableLLM.agenerate`` calls, ``async_llm.llm_async_generate``. None: that method is refused."""
     name: str = ""
     """The rollout in the actor. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
     num_calls: int = 0
@@ -319,3 +322,34 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
         if isinstance(messages, str):
             return len(renderer.encode(messages))
         return len(renderer.render(messages, None, self.chat_template_kwargs).token_ids)
+
+    async def agenerate(self, prompt: Any, session: "aiohttp.ClientSession") -> LLMStream:
+        """Samples one completion, as the agents of tapeagents ask a model (``Agent.arun``).
+
+        Args:
+            prompt: a ``Prompt``, or the framework's own with the same fields.
+            session: HTTP session of the rollout.
+        Returns:
+            A stream of one event, which has output and call. The call goes to ``make_training_text``.
+        Raises:
+            DomainError: the model is not that of a rollout. Call ``llm_async_generate`` instead.
+        """
+        if self.state.generate is None:
+            raise DomainError("`agenerate` needs the model that a rollout function gets: call `llm_async_generate`")
+        own = prompt if isinstance(prompt, Prompt) else Prompt(**prompt.model_dump(exclude_none=True))
+        call = await self.state.generate(self, own, session)
+        return LLMStream(iter([LLMEvent(output=call.output, llm_call=call)]), own)
+
+    def generate(self, prompt: Any, **kwargs: Any) -> LLMStream:
+        """Refused: a call that blocks would stop every rollout of the worker."""
+        raise DomainError(
+            "`TrainableLLM.generate` blocks and is not here: run the agent with `async_execute_agent` or `agent.arun`, "
+            "which await `agenerate`, or give a blocking agent an address with `pipelinerl.agents.run_agent`"
+        )
+
+    def make_training_text(self, prompt: Any, output: Any) -> Any:
+        """Refused: prompt and output have no tokens."""
+        raise DomainError(
+            "`TrainableLLM.make_training_text` would tokenise the text again and train tokens that were not sampled: "
+            "set the agent's `store_llm_calls`, and give `async_llm.make_training_text` the calls of its steps"
+        )

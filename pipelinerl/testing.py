@@ -18,6 +18,7 @@ import numpy as np
 from aiohttp import web
 from omegaconf import DictConfig, OmegaConf
 
+from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.llm import GenerateRequest, RolloutState, TrainableLLM
 from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
 from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
@@ -87,7 +88,7 @@ class FakeLLM(TrainableLLM):
         defaults: dict[str, Any] = {"model_name": "fake", "collect_logprobs": True}
         llm = cls(tokenizer=tokenizer or byte_tokenizer(), **(defaults | fields))
         script = _Script(replies, version=version, logprob=logprob, finish_reason=finish_reason)
-        llm.bind(RolloutState(transport=script, turns=[]))
+        llm.bind(RolloutState(script, turns=[], generate=llm_async_generate))
         return llm
 
 

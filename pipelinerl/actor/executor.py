@@ -27,6 +27,7 @@ from pipelinerl.actor.messages import (
 from pipelinerl.actor.sequences import to_rollout
 from pipelinerl.actor.servers import ServerPool
 from pipelinerl.actor.transport import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
+from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM
 from pipelinerl.observability import spans
@@ -128,7 +129,7 @@ class Executor:
         """Makes the language model of one attempt."""
         template = self._eval_llm if start.evaluation else self._train_llm
         llm = template.model_copy(update={"base_url": server_url, "parameters": dict(template.parameters)})
-        llm.bind(RolloutState(transport=transport, turns=[], name=f"{start.group_id}/{attempt}"))
+        llm.bind(RolloutState(transport, turns=[], generate=llm_async_generate, name=f"{start.group_id}/{attempt}"))
         return llm
 
     def _checked(
