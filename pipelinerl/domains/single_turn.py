@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.domains.verifier_client import judged
+from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
@@ -24,11 +25,17 @@ JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
 
 
 def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``."""
+    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``.
+
+    Raises:
+        DomainError: ``actor.task_template`` has no place for the task.
+    """
     actor = cfg.get("actor") or {}
     system = actor.get("system_prompt") or system_prompt
-    asked = (actor.get("task_template") or "{task}").replace("{task}", task)
-    question = {"role": "user", "content": asked}
+    template = actor.get("task_template") or "{task}"
+    if "{task}" not in template:
+        raise DomainError(f"`actor.task_template` is {template!r}: it must hold {{task}}, the problem's question")
+    question = {"role": "user", "content": template.replace("{task}", task)}
     return [{"role": "system", "content": system}, question] if system else [question]
 
 

@@ -50,9 +50,7 @@ class ActorSection(Section):  # structure: one field per key
         "system message of the domains that ask one question. These are math, coding, counting, countdown and "
         "instructions. Null = the domain's own",
     )
-    task_template: str = key(
-        "{task}", "what these domains ask. `{task}` is the problem's question", pattern=r"\{task\}"
-    )
+    task_template: str = key("{task}", "what these domains ask. They need `{task}`, the problem's question")
     discount_factor: float = key(1.0, "factor on their reward per sampled token", gt=0, le=1)
     rewards: RewardMode = key(
         "rollout",

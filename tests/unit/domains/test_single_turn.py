@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.domains.single_turn import ask_and_judge, conversation
-from pipelinerl.errors import VerifierError
+from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.testing import run_rollout
@@ -28,6 +28,11 @@ def system(content: str) -> dict[str, str]:
 )
 def test_conversation_takes_system_prompt_and_template_from_the_configuration(actor, own, messages):
     assert conversation(OmegaConf.create({"actor": actor} if actor else {}), "2 + 2?", own) == messages
+
+
+def test_template_without_a_place_for_the_task_is_refused():
+    with pytest.raises(DomainError, match=r"`actor.task_template` is 'Q:'.*{task}"):
+        conversation(OmegaConf.create({"actor": {"task_template": "Q:"}}), "2 + 2?")
 
 
 async def rollout(verdict: Verdict, *, asynchronous: bool = False, discount: float = 1.0) -> RolloutResult:

@@ -1,0 +1,77 @@
+"""The loader of names such as `math::math_500` and `coding::taco@train`, for PipelineRL's multi-domain dispatcher.
+
+Each domain's share of the training follows from the number of its problems. Use `domains` of the configuration to mix
+domains by weight.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipelinerl.config.load import resolve_function
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.errors import DomainError
+
+LOADERS = {
+    "math": "pipelinerl.domains.math.load_problems",
+    "guessing": "pipelinerl.domains.guessing.load_problems",
+    "counting": "pipelinerl.domains.counting.load_problems",
+    "coding": "pipelinerl.domains.coding.load_problems",
+    "livecodebench": "pipelinerl.domains.coding.load_problems",
+}
+"""PipelineRL's domains whose data sets the project loads."""
+SUBSETS = ("train", "test", "all")
+
+
+def load_datasets(
+    dataset_names: Iterable[str] | str | None,
+    *,
+    seed: int | None = None,
+    per_domain_params: Mapping[str, Mapping[str, Any]] | None = None,
+    loaders: Mapping[str, str] | None = None,
+    **params: Any,
+) -> list[Problem]:
+    """Loads the data sets of several domains. Every problem names its domain.
+
+    Args:
+        dataset_names: `<domain>::<data set>` each, with `@train`, `@test` or `@all` for loaders with a ``subset``.
+        seed: passed to every loader, if given.
+        per_domain_params: arguments of the loader by domain.
+        loaders: dotted names of loaders by domain. They go before the project's own.
+        **params: arguments of every loader.
+    Raises:
+        DomainError: a name has no domain, or one without a loader.
+    """
+    names = [dataset_names] if isinstance(dataset_names, str) else list(dataset_names or [])
+    wanted: dict[tuple[str, str | None], list[str]] = {}
+    for entry in names:
+        domain, name, subset = parse_name(entry)
+        wanted.setdefault((domain, subset), []).append(name)
+    known = {**LOADERS, **(loaders or {})}
+    problems: list[Problem] = []
+    for (domain, subset), datasets in wanted.items():
+        if domain not in known:
+            raise DomainError(
+                f"no loader for the domain {domain!r} of {domain}::{datasets[0]}: name one in "
+                f"`dataset_loader_params.loaders.{domain}`; there are {sorted(known)}"
+            )
+        given = {**params, **(per_domain_params or {}).get(domain, {})}
+        given |= {} if seed is None else {"seed": seed}
+        given |= {} if subset is None else {"subset": subset}
+        for problem in resolve_function(known[domain])(datasets, **given):
+            problems.append({"domain": domain, "dataset": datasets[0], **problem})
+    return problems
+
+
+def parse_name(entry: str) -> tuple[str, str, str | None]:
+    """Returns domain, data set and subset of `<domain>::<data set>[@subset]`.
+
+    Raises:
+        DomainError: there is no domain.
+    """
+    domain, separator, name = entry.partition("::")
+    if not separator or not domain.strip():
+        raise DomainError(f"the data set {entry!r} has no domain: write it as `<domain>::<data set>`")
+    dataset, at, subset = name.rpartition("@")
+    if at and subset.strip() in SUBSETS:
+        return domain.strip(), dataset.strip(), subset.strip()
+    return domain.strip(), name.strip(), None
