@@ -52,6 +52,10 @@ def own(old: str) -> Rename:
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
 TRAINER_START = "the launcher starts the trainer's ranks and writes the engine's settings"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
+QUANTISED = (
+    "servers sample from the whole base, so a rounded one in the trainer would be another policy. "
+    "The base is kept in `finetune.dtype`, without gradients and optimizer states"
+)
 RUN_FOLDER = "a run is its folder: the same command resumes it, and its wandb runs with it"
 
 EXPERIMENT = (
@@ -115,6 +119,9 @@ ROLLOUTS = (
     own("agent_attempts"),
     own("start_attempts"),
     own("python_tool_shaping"),
+    own("length_shaping"),
+    own("reward_computation"),
+    own("actor.ifeval_partial_credit"),
     own("save_tapes"),
     moved("rollout_timeout", "actor.rollout_timeout_s"),
     moved("rewards.correct_answer_finished", "rewards.correct"),
@@ -204,6 +211,12 @@ TRAINER = (
         values={True: "bfloat16", False: "float32"},
     ),
     moved("finetune.fp32_layer_prefix", "fp32_lm_head", "the head is found in the model", values={"lm_head": True}),
+    moved(
+        "finetune.attn_implementation",
+        "finetune.attn_implementation",
+        "the best one is found",
+        values={"flash_attention_2": LEFT_OUT},
+    ),
     moved("finetune.use_flash_attention", "finetune.attn_implementation", values={True: LEFT_OUT, False: "sdpa"}),
     moved(
         "finetune.keep_intermediate_checkpoints",
@@ -245,13 +258,14 @@ TRAINER = (
     missing("finetune.sft_config_name", "there is no supervised training"),
     needless("finetune.n_examples", "`finetune.max_train_steps` bounds the run"),
     needless("finetune.log_each_n_steps", "every step is logged"),
-    missing("finetune.memory_debug.*", "the trainer does not log its memory"),
-    missing("finetune.send_weight_updates", "every run updates its servers"),
+    missing("finetune.memory_debug.enabled", "the trainer does not log its memory"),
+    needless("finetune.memory_debug.*", "the trainer does not log its memory"),
+    needless("finetune.send_weight_updates", "every run updates its servers"),
     needless("finetune.queue_size", BUFFERS),
     needless("finetune.pop_old_data", "`max_lag_steps` bounds the age of what is trained"),
     needless("finetune.lora.task_type", "the model is a causal one"),
-    missing("finetune.lora.base_model_8bit", "the base is kept in `finetune.dtype`"),
-    missing("finetune.lora.base_model_4bit", "the base is kept in `finetune.dtype`"),
+    missing("finetune.lora.base_model_8bit", QUANTISED),
+    missing("finetune.lora.base_model_4bit", QUANTISED),
     missing("finetune.lora.bias", "biases are not trained"),
     moved("finetune.lora.target_modules", "finetune.lora.target_modules", values={(): LEFT_OUT}),
 )

@@ -1,6 +1,7 @@
 """``pipelinerl migrate OLD.yaml``: an experiment of ServiceNow's PipelineRL as one of this project.
 
 Prints the new file. The comment at its top lists the changed keys, the keys left out, and those without an equivalent.
+``pipelinerl migrate OLD_FOLDER --to NEW_FOLDER`` does the same with every experiment of a `conf` folder.
 """
 
 import argparse
@@ -10,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.errors import EXIT_REFUSED, ConfigError
+from pipelinerl.migrate.folder import migrate_folder, read_experiment
 from pipelinerl.migrate.migration import Migration, migrate
 
 WIDTH = 118
@@ -33,23 +33,45 @@ _Dumper.add_representer(str, _text)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: `sys.argv`) and returns the exit code."""
     parser = argparse.ArgumentParser(prog="pipelinerl migrate", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("file", type=Path, help="an experiment's YAML file")
-    path = parser.parse_args(sys.argv[1:] if argv is None else argv).file
+    parser.add_argument("old", type=Path, help="an experiment's YAML file, or a `conf` folder")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where the experiments of a folder are written")
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    old: Path = arguments.old
     try:
-        old = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, UnicodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        print(f"error: {path} cannot be read: {' '.join(str(error).split())}", file=sys.stderr)
+        if not old.is_dir():
+            print(written(migrate(read_experiment(old)), old.name), end="")
+            return 0
+        if arguments.to is None:
+            raise ConfigError(f"{old} is a folder: add `--to FOLDER` for its new experiments")
+        write_folder(old, arguments.to)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    if not isinstance(old, dict):
-        print(f"error: {path} is not an experiment: it must hold a mapping of keys", file=sys.stderr)
-        return EXIT_REFUSED
-    print(written({str(key): value for key, value in old.items()}, path.name), end="")
     return 0
 
 
-def written(old: dict[str, object], name: str) -> str:
+def write_folder(old: Path, to: Path) -> None:
+    """Writes the experiments of a folder as files of another one. Says what became of each.
+
+    Raises:
+        ConfigError: there is nothing to migrate, or a file is there already.
+    """
+    new = migrate_folder(old)
+    existing = [str(to / f"{name}.yaml") for name in new.experiments if (to / f"{name}.yaml").exists()]
+    if existing:
+        raise ConfigError(f"{existing[0]} is there already: choose another folder with `--to`")
+    to.mkdir(parents=True, exist_ok=True)
+    for name, experiment in new.experiments.items():
+        (to / f"{name}.yaml").write_text(written(experiment, f"{name}.yaml"))
+        print(f"{to / name}.yaml: {len(experiment.changed)} changed, {len(experiment.missing)} without an equivalent")
+    for name, reason in new.left_out.items():
+        print(f"{name} is left out: {reason}")
+    for line in new.missing:
+        print(f"no equivalent of base.yaml's {line}")
+
+
+def written(new: Migration, name: str) -> str:
     """Returns the text of the new file. ``name`` is the old file's name."""
-    new = migrate(old)
     document = yaml.dump(new.document(), Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
     return "\n".join([*head(new, name), "", document])
 

@@ -1,11 +1,11 @@
-"""From an experiment of PipelineRL to one of this project: pure, and every difference is told.
+"""From an experiment of PipelineRL to one of this project. Every difference is told.
 
 The table of keys is `pipelinerl.config.renames`. What a row cannot say (the files of the `defaults` list, the clamp
 that belongs to one loss) is done here.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -13,9 +13,10 @@ from typing import Any
 
 from pipelinerl.config.environment_servers import TARGET
 from pipelinerl.config.keys import declared
-from pipelinerl.config.load import config_keys, is_free_form, nearest_key
+from pipelinerl.config.load import config_keys, is_free_form, nearest_key, resolve_function
 from pipelinerl.config.renames import DOTTED_NAMES, LEFT_OUT, NO_EQUIVALENT, Rename, rename_of
 from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 
 VALUE_HEAD = "causal-language-modeling-with-value-head"
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -48,11 +49,14 @@ EPSILON = 0.02
 SEQ_LENGTH, MAX_MODEL_LEN = "finetune.seq_length", "vllm_config.vllm_kwargs.max_model_len"
 RATIO_CLAMP = 5.0
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.\-]*)\}")
+EXTRA_KEYS = "extra_keys"
 LOADER_PARAMETERS = "dataset_loader_params"
 NAME_LISTS = ("train_dataset_names", "test_dataset_names")
 """One name is a list of one here."""
 ENVIRONMENT_REPLICAS = ("world.env_replicas_per_actor", "world.env_replicas")
 VERIFIERS = "world.verifier_replicas"
+DOMAIN_ROLLOUTS = "actor.domain_rollouts"
+OUR_DOMAINS = "pipelinerl.domains."
 CODING = "pipelinerl.domains.coding.generate_rollout"
 CODING_KEYS = {
     "sandbox_timeout": "sandbox_timeout_s",
@@ -74,6 +78,17 @@ class Migration:
     changed: list[str] = field(default_factory=list)
     needless: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    def forget(self, keys: Iterable[str], told: "Migration | None" = None) -> None:
+        """Leaves out values, and the lines that another migration has told already."""
+        for key in keys:
+            del self.values[key]
+        if told is not None:
+            for lines, known in zip(self.lines(), told.lines(), strict=True):
+                lines[:] = [line for line in lines if line not in known]
+
+    def lines(self) -> tuple[list[str], list[str], list[str]]:
+        return self.changed, self.needless, self.missing
 
     def document(self) -> dict[str, Any]:
         """As it is written: nested, the `defaults` first."""
@@ -227,11 +242,11 @@ def _carry(key: str, value: Any, result: Migration) -> None:
             result.missing.append(
                 f"{key}: kept for the domain, in `extra_keys`" + (f"; is it `{near}`?" if near else "")
             )
-            result.values.setdefault("extra_keys", []).append(key)
+            result.values.setdefault(EXTRA_KEYS, []).append(key)
         return
     if row.fate == "own":
         if _put(key, value, result):
-            result.values.setdefault("extra_keys", []).append(key)
+            result.values.setdefault(EXTRA_KEYS, []).append(key)
         return
     if row.fate != "moved":
         target = result.needless if row.fate == "needless" or value in (None, False, "", [], -1) else result.missing
@@ -264,7 +279,7 @@ def _put(key: str, value: Any, result: Migration) -> bool:
 
     def renamed(match: re.Match[str]) -> str:
         row = rename_of(match[1])
-        if row is None:
+        if row is None or row.fate == "own":
             return match[0]
         if row.new is None:
             lost.append(match[1])
@@ -276,6 +291,8 @@ def _put(key: str, value: Any, result: Migration) -> bool:
         return False
     if key in NAME_LISTS and isinstance(new, str):
         new = [new]
+    if new == f"${{{key}}}":
+        return True  # both had another name there
     if new != value:
         result.changed.append(f"{key}: {_short(value)} → {_short(new)}")
     result.values[key] = new
@@ -294,11 +311,33 @@ def _functions(result: Migration) -> None:
     """Functions of PipelineRL's own domains under their names here, whose loaders take other parameters."""
     for key in ("actor.rollout_policy", "dataset_loader"):
         old = result.values.get(key)
-        if old in DOTTED_NAMES:
-            result.values[key] = DOTTED_NAMES[old]
-            result.changed.append(f"{key}: {old} → {DOTTED_NAMES[old]}")
-            if key == "dataset_loader" and result.values.pop(LOADER_PARAMETERS, None):
-                result.missing.append(f"{LOADER_PARAMETERS}: this loader takes others, see its docstring")
+        if not isinstance(old, str):
+            continue
+        result.values[key] = new = _function(key, old, result)
+        if key == "dataset_loader" and new != old and result.values.pop(LOADER_PARAMETERS, None):
+            result.missing.append(f"{LOADER_PARAMETERS}: this loader takes others, see its docstring")
+    played = result.values.get(DOMAIN_ROLLOUTS)
+    if isinstance(played, Mapping):
+        result.values[DOMAIN_ROLLOUTS] = {
+            name: _function(f"{DOMAIN_ROLLOUTS}.{name}", str(old), result) for name, old in played.items()
+        }
+        result.missing = [line for line in result.missing if not line.startswith("domain_rollouts: ")]
+
+
+def _function(key: str, old: str, result: Migration) -> str:
+    """A function's name here. One of PipelineRL's own that is not here is told."""
+    if old in DOTTED_NAMES:
+        result.changed.append(f"{key}: {old} → {DOTTED_NAMES[old]}")
+        return DOTTED_NAMES[old]
+    if old.startswith(OUR_DOMAINS):
+        try:
+            resolve_function(old)
+        except ConfigError:
+            result.missing.append(
+                f"{key}: {old} is not here. Copy the domain's folder out of PipelineRL beside your experiments, as a "
+                "package of your own, and name the function by that"
+            )
+    return old
 
 
 def _coding(result: Migration) -> None:
@@ -310,14 +349,14 @@ def _coding(result: Migration) -> None:
             continue
         section, _, last = new.rpartition(".")
         value = result.values.pop(old)
-        result.values["extra_keys"].remove(old)
+        result.values[EXTRA_KEYS].remove(old)
         if section:
             result.values.setdefault(section, {})[last] = value
         else:
             result.values[new] = value
         result.changed.append(f"{old}: {_short(value)} → {new}: {_short(value)}")
-    if not result.values.get("extra_keys", True):
-        del result.values["extra_keys"]
+    if not result.values.get(EXTRA_KEYS, True):
+        del result.values[EXTRA_KEYS]
 
 
 def _short(value: Any) -> str:

@@ -74,6 +74,9 @@ def test_command_does_what_the_page_says(command: str, folder: Path) -> None:
     if command.endswith("# refused"):
         assert done.returncode == 2
         assert "PipelineRL's" in done.stderr
+    elif command.startswith("pipelinerl migrate"):
+        assert done.returncode == 0, done.stderr
+        assert (folder / "new" / "guessing.yaml").is_file()
     else:
         assert done.returncode == 0, done.stderr
         assert "nothing was started" in done.stdout

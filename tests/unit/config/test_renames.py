@@ -6,7 +6,13 @@ from pipelinerl.config.load import compose, config_keys, is_free_form, suggestio
 from pipelinerl.config.renames import GROUPS, RENAMES, Rename, rename_of
 from pipelinerl.launch import explain_refusal
 
-SAME_NAME = {"debug.mode", "eval_every_n_versions", "finetune.weight_update_interval", "finetune.lora.target_modules"}
+SAME_NAME = {
+    "finetune.attn_implementation",
+    "debug.mode",
+    "eval_every_n_versions",
+    "finetune.weight_update_interval",
+    "finetune.lora.target_modules",
+}
 """Keys that are here too, with values of another meaning."""
 
 
@@ -37,6 +43,7 @@ def test_every_row_is_there_once_and_says_why_there_is_no_key() -> None:
         ("finetune.interrupt_train_steps", "has no equivalent here: `finetune.max_train_steps` ends the run"),
         ("rewards.wrong_answer_finished", "`rewards.wrong`"),
         ("finetune.memory_debug.enabled", "has no equivalent"),
+        ("finetune.lora.base_model_8bit", "has no equivalent here: servers sample from the whole base"),
         ("preprocess.n_workers", "is not needed here"),
         ("me.job_idx", "is not needed here"),
     ],
