@@ -40,9 +40,9 @@ class Baseline:
     tolerance: float
     """`weights.probe_tolerance`: upper bound of the noise."""
     server: np.ndarray
-    """float64 [N]: the server's log-probabilities of the newest version that passed."""
+    """float64 [N]: the server's log-probability of each token under the newest version that passed on it."""
     trainer: np.ndarray
-    """float64 [N]: the trainer's log-probabilities of that version."""
+    """float64 [N]: the trainer's under the same version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +87,21 @@ def calibrate(server: np.ndarray, trainer: np.ndarray, tolerance: float) -> tupl
     ), verdict
 
 
-def check_version(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> tuple[Baseline, LogprobVerdict]:
+def check_version(
+    baseline: Baseline, server: np.ndarray, trainer: np.ndarray, scored: np.ndarray | None = None
+) -> tuple[Baseline, LogprobVerdict]:
     """Compares a later version. Returns the verdict and the baseline, which includes the version if it passed.
 
     Args:
         server, trainer: float [N] log-probabilities of the probe's tokens under the same version.
+        scored: bool [N] tokens that are compared, at least one. None = all.
     """
-    server, trainer = server.astype(np.float64), trainer.astype(np.float64)
-    difference = statistic(server - trainer - baseline.offset, baseline.noise)
+    scored = np.ones(len(server), dtype=bool) if scored is None else scored
+    server = np.where(scored, server.astype(np.float64), baseline.server)
+    trainer = np.where(scored, trainer.astype(np.float64), baseline.trainer)
+    difference = statistic((server - trainer - baseline.offset)[scored], baseline.noise)
     verdict = LogprobVerdict(
-        difference=difference, limit=LIMIT * baseline.noise, followed=_followed(baseline, server, trainer)
+        difference=difference, limit=LIMIT * baseline.noise, followed=_followed(baseline, server, trainer, scored)
     )
     if not difference <= verdict.limit:
         return baseline, replace(verdict, fault="its log-probabilities are not those of the weights it was sent")
@@ -108,7 +113,7 @@ def check_version(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -
     return replace(baseline, noise=noise, server=server, trainer=trainer), verdict
 
 
-def _followed(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> float | None:
+def _followed(baseline: Baseline, server: np.ndarray, trainer: np.ndarray, scored: np.ndarray) -> float | None:
     """Returns server's change · trainer's change / ‖trainer's change without noise‖², or None if noise would decide.
 
     The product is ‖δ‖² for an applied update δ and 0 for a missed one. Its deviation is at most
@@ -116,9 +121,9 @@ def _followed(baseline: Baseline, server: np.ndarray, trainer: np.ndarray) -> fl
     change is its own noise, from two versions.
     """
     bound = CLIP * baseline.noise
-    change = np.clip(trainer - baseline.trainer, -bound, bound)
+    change = np.clip(trainer - baseline.trainer, -bound, bound)[scored]
     length = float(np.linalg.norm(change))
     power = length**2 - 2 * len(change) * baseline.noise**2
     if not power > POWER * baseline.noise * length:
         return None
-    return float(np.dot(np.clip(server - baseline.server, -bound, bound), change) / power)
+    return float(np.dot(np.clip(server - baseline.server, -bound, bound)[scored], change) / power)

@@ -3,8 +3,9 @@
 A version goes live at once and is checked afterwards. The server compares its live tensors with the sent bytes
 (`digest`), and from time to time its log-probabilities are compared with the trainer's (`attestation`). After its first
 fault a server is sent the weights again, and after the second it leaves the run. Scores are requested one sequence at a
-time and for at most 1 / `DUTY` of the time, so they delay no other work. A server is calibrated before its first
-update, while it holds the model's file.
+time and for at most 1 / `DUTY` of the time, so they delay no other work. The sequences that a server scores before its
+next version are compared, and the next request begins with those after them, because updates may be faster than a whole
+text. A server is calibrated before its first update, while it holds the model's file.
 
 Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
 Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its own. Ends: at ``close``.
@@ -36,6 +37,8 @@ FROM_FILE = "default"
 """vLLM's label of weights loaded from disk."""
 DUTY = 20
 """Scores are requested for at most 1 / this of the time."""
+UNPROVED_DUTY = 4
+"""The same while a server has not proved its log-probabilities."""
 RETRY_S = 1.0
 MAX_THREADS = 32
 KEPT_VERSIONS = 4
@@ -85,6 +88,8 @@ class Witness:
     misses: int = 0
     is_busy: bool = False
     """A thread is checking it."""
+    next_row: int = 0
+    """Sequence of the text that it scores first the next time."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -195,7 +200,7 @@ class Attestor:
         if self._text is None:
             return False
         unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
-        return unproved or time.monotonic() - self._scored_at >= DUTY * self._score_s
+        return time.monotonic() - self._scored_at >= (UNPROVED_DUTY if unproved else DUTY) * self._score_s
 
     def close(self) -> None:
         self._closed.set()
@@ -206,8 +211,8 @@ class Attestor:
     def _calibrate(self, witness: Witness) -> None:
         """Measures the healthy difference of server and trainer while both hold the model's file."""
         try:
-            label, scores = self._scores(witness)
-            if label == FROM_FILE:
+            scores, scored = self._scores(witness, FROM_FILE)
+            if scored.all():
                 assert self._text is not None
                 assert self._text.logprobs is not None
                 witness.baseline, verdict = calibrate(scores, self._text.logprobs, self._tolerance)
@@ -273,17 +278,17 @@ class Attestor:
         return msgspec.json.decode(response.content, type=WeightCheck)
 
     def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> LogprobVerdict | None:
-        """Compares log-probabilities, twice if they miss. Returns None if the server has changed its version."""
+        """Compares log-probabilities, twice if they miss. Returns None if the server changed its version too early."""
         trainer = scores.result(self._timeout_s)
         verdict = None
         for _ in range(2):
-            label, server = self._scores(witness)
-            if label != str(version):
+            server, scored = self._scores(witness, str(version))
+            if not (scored.any() if witness.baseline else scored.all()):
                 return None
             if witness.baseline is None:
                 baseline, verdict = calibrate(server, trainer, self._tolerance)
             else:
-                baseline, verdict = check_version(witness.baseline, server, trainer)
+                baseline, verdict = check_version(witness.baseline, server, trainer, scored)
             if not verdict.fault:
                 witness.baseline, witness.is_scored = baseline, True
                 return verdict
@@ -304,17 +309,26 @@ class Attestor:
         )
         self._report(miss)
 
-    def _scores(self, witness: Witness) -> tuple[str, np.ndarray]:
-        """Scores the text, one sequence at a time. Returns (label, float32 [S·(L−1)]), label "" if it changed."""
+    def _scores(self, witness: Witness, label: str) -> tuple[np.ndarray, np.ndarray]:
+        """Scores the text, one sequence at a time, until an answer comes from other weights than those of ``label``.
+
+        Returns (float32 [S·(L−1)] scores, bool of that shape: whether the token was scored).
+        """
         assert self._text is not None
-        started, labels, parts = time.monotonic(), set(), []
-        for row in self._text.token_ids:
-            body = self._post(witness, score_request(row))
-            parts.append(read_scores(body, row)[1:])
-            labels.add(read_version(body))
+        rows = self._text.token_ids
+        scores = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.float32)
+        scored = np.zeros(scores.shape, dtype=bool)
+        started = time.monotonic()
+        for _ in rows:
+            number = witness.next_row % len(rows)
+            body = self._post(witness, score_request(rows[number]))
+            if read_version(body) != label:
+                break
+            scores[number], scored[number] = read_scores(body, rows[number])[1:], True
+            witness.next_row = number + 1
         self._scored_at = time.monotonic()
         self._score_s = self._scored_at - started
-        return (labels.pop() if len(labels) == 1 else ""), np.concatenate(parts)
+        return scores.ravel(), scored.ravel()
 
     def _sample(self, witness: Witness, firsts: Sequence[int], count: int, seed: int) -> list[list[int]]:
         """Samples ``count`` tokens after each first one, all at once: nobody else uses the server yet."""

@@ -79,6 +79,26 @@ def test_healthy_servers_pass_two_hundred_versions(noise: float, step: float) ->
             assert verdict.fault == "", verdict
 
 
+@pytest.mark.parametrize(("noise", "step"), [(1e-6, 1e-3), (0.016, 0.1), (0.05, 0.3)])
+def test_one_sequence_of_four_per_version_decides_about_that_sequence(noise: float, step: float) -> None:
+    """Healthy servers pass, a missed update is found, and each sequence is compared with its own last version."""
+    for seed in range(10):
+        model = Model(seed, noise, tails=True)
+        baseline = model.baseline()
+        for version in range(40):
+            model.truth = model.step(step / 10)
+            row = np.arange(N) // (N // 4) == version % 4
+            server, trainer = model.server(model.truth), model.trainer(model.truth)
+            unseen = np.where(row, server, np.nan)
+            baseline, verdict = check_version(baseline, unseen, trainer, row)
+            assert verdict.fault == "", verdict
+            np.testing.assert_array_equal(baseline.trainer[row], trainer[row])
+            assert (baseline.trainer[~row] != trainer[~row]).all()
+        before, model.truth = model.truth, model.step(step)
+        _, verdict = check_version(baseline, model.server(before), model.trainer(model.truth), row)
+        assert verdict.fault
+
+
 def test_noise_that_grows_threefold_in_two_hundred_versions_is_followed() -> None:
     model = Model(0, 0.016)
     baseline = model.baseline()

@@ -178,10 +178,49 @@ def test_digest_alone_decides_where_the_trainer_has_no_scores(harness: Harness) 
     harness.push(0, scored=False)
     assert harness.server.scored == scored
     assert harness.witness.passed == 0
-    assert harness.attestor.wants_scores  # it has not proved its log-probabilities yet
+    wait_for(lambda: harness.attestor.wants_scores)  # it has not proved its log-probabilities yet
     harness.server.unlearned = ["experts"]
     harness.push(1, scored=False)
     assert harness.witness.passed == 0
+
+
+def test_updates_that_are_faster_than_the_text_are_compared_sequence_by_sequence(harness: Harness) -> None:
+    """The server takes its next version after three answers, and after none. The rest of the text comes later."""
+    harness.calibrate()
+    answer, rows = harness.server.score, []
+
+    def score(body: dict[str, Any]) -> dict[str, Any]:
+        rows.append(body["token_ids"][0] // 50)
+        if len(rows) in (4, 5):
+            harness.server.label = "77"
+        return answer(body)
+
+    harness.server.score = score  # type: ignore[method-assign]
+    harness.push(0)
+    assert harness.witness.is_scored
+    assert rows == [0, 1, 2, 3]
+    harness.push(1)
+    assert rows == [0, 1, 2, 3, 3]
+    harness.server.moved = 0.5
+    harness.push(2)
+    assert rows[5:] == [3, 0, 1, 2] * 2
+    assert [miss.version for miss in harness.misses] == [2]
+
+
+def test_server_whose_versions_are_too_fast_is_not_asked_all_the_time(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.calibrate()
+    harness.server.score = lambda body: Server.score(harness.server, body) | {  # type: ignore[method-assign]
+        "choices": [{"token_ids": [0], "weight_versions": [{"version": "other"}]}]
+    }
+    harness.push(0)
+    attestor = harness.attestor
+    assert not harness.witness.is_scored
+    monkeypatch.setattr(time, "monotonic", lambda: attestor._scored_at + 3.9 * attestor._score_s)
+    assert not attestor.wants_scores
+    monkeypatch.setattr(time, "monotonic", lambda: attestor._scored_at + 4.1 * attestor._score_s)
+    assert attestor.wants_scores
 
 
 def test_a_version_that_the_server_left_meanwhile_decides_nothing(harness: Harness) -> None:
