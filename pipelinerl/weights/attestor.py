@@ -4,8 +4,8 @@ A version goes live at once and is checked afterwards. The server compares its l
 (`digest`), and from time to time its log-probabilities are compared with the trainer's (`attestation`). After its first
 fault a server is sent the weights again, and after the second it leaves the run. Scores are requested one sequence at a
 time and for at most 1 / `DUTY` of the time, so they delay no other work. The sequences that a server scores before its
-next version are compared, and the next request begins with those after them, because updates may be faster than a whole
-text. A server is calibrated before its first update, while it holds the model's file.
+next version are compared, because updates may be faster than a whole text. Each version begins with another sequence.
+A server is calibrated before its first update, while it holds the model's file.
 
 Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
 Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its own. Ends: at ``close``.
@@ -88,8 +88,6 @@ class Witness:
     misses: int = 0
     is_busy: bool = False
     """A thread is checking it."""
-    next_row: int = 0
-    """Sequence of the text that it scores first the next time."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -319,13 +317,12 @@ class Attestor:
         scores = np.zeros((len(rows), rows.shape[1] - 1), dtype=np.float32)
         scored = np.zeros(scores.shape, dtype=bool)
         started = time.monotonic()
-        for _ in rows:
-            number = witness.next_row % len(rows)
+        first = int(label) if label.isdecimal() else 0
+        for number in np.roll(np.arange(len(rows)), -first):
             body = self._post(witness, score_request(rows[number]))
             if read_version(body) != label:
                 break
             scores[number], scored[number] = read_scores(body, rows[number])[1:], True
-            witness.next_row = number + 1
         self._scored_at = time.monotonic()
         self._score_s = self._scored_at - started
         return scores.ravel(), scored.ravel()
