@@ -9,23 +9,40 @@ log-probability for every token counts as a server failure. It never becomes a s
 
 import asyncio
 import copy
-import hashlib
 import json
 import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 import aiohttp
 import msgspec
 import numpy as np
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from pipelinerl.chat import ChatRenderer, ReadText, Turn, extend, renderer_of
+from pipelinerl.chat import ChatRenderer, ReadText, Rendered, Turn, extend, renderer_of
+from pipelinerl.chat.images import check_expansion
+from pipelinerl.chat.rendering import NO_SPANS
 from pipelinerl.chat.tool_calls import read_plain, reader_of
 from pipelinerl.errors import DomainError, ServerError, StreamError, TransportError
-from pipelinerl.llm import FunctionCall, GenerateRequest, LLMCall, LLMOutput, Prompt, ToolCall, TrainableLLM
-from pipelinerl.records.answers import ANSWER_FORMAT, ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.llm import (
+    FunctionCall,
+    GenerateRequest,
+    LLMCall,
+    LLMOutput,
+    Prompt,
+    ToolCall,
+    TrainableLLM,
+    sampling_params,
+)
+from pipelinerl.records.answers import (
+    ANSWER_FORMAT,
+    ANSWER_PATH,
+    IMAGE_FORMAT,
+    TEXT_FORMAT,
+    Answer,
+    AnswerRequest,
+    Completion,
+)
 from pipelinerl.rollouts import CallTokens, TrainingText, apply_rollout_reward
 from pipelinerl.streams.codec import Codec
 
@@ -34,7 +51,6 @@ MISSING_LOGPROB = -9999.0
 MAX_BACKOFF_S = 10.0
 LONG_TOKENS = 4000
 """Completions of at least this length are decoded in a thread: they would block the event loop for about 1 ms."""
-UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
 
 
 class RetryableAbortedCompletionError(ServerError):
@@ -64,11 +80,13 @@ async def llm_async_generate(
     llm.load_tokenizer()
     _refuse_constraint(prompt)
     renderer = renderer_of(llm.tokenizer)
-    text, prompt_ids, prefix_version = _prompt_tokens(renderer, llm, prompt)
+    rendered, prefix_version = _prompt_tokens(renderer, llm, prompt)
     request = GenerateRequest(
-        token_ids=prompt_ids,
+        token_ids=rendered.token_ids,
+        images=rendered.images,
+        image_spans=rendered.image_spans if rendered.images else None,
         prefix_version=prefix_version,
-        body_key=_sampling_params(llm, max_tokens_override),
+        body_key=sampling_params(llm, max_tokens_override),
         model=llm.model_name,
         retries=llm.max_retries,
         base_delay_s=llm.base_delay,
@@ -84,7 +102,7 @@ async def llm_async_generate(
         raise
     state.add_prompt_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
     texts = await _texts(renderer, tokens)
-    return _to_call(renderer, llm, prompt, text, tokens, texts, index, prefix_version)
+    return _to_call(renderer, llm, prompt, rendered.text, tokens, texts, index, prefix_version)
 
 
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
@@ -201,6 +219,9 @@ def encode_request(request: GenerateRequest, n: int) -> bytes:
             model=request.model,
             sampling=sampling,
             prefix_version=request.prefix_version,
+            images=request.images,
+            image_spans=request.image_spans,
+            format=IMAGE_FORMAT if request.images else TEXT_FORMAT,
         )
     )
 
@@ -224,7 +245,11 @@ def read_answer(payload: bytes, request: GenerateRequest, n: int) -> list[CallTo
     if len(answer.completions) != n:
         raise ServerError(f"the server answered {len(answer.completions)} completions instead of {n}", 502)
     with_logprobs = b'"logprobs"' in request.body_key
-    return [_checked(completion, request.token_ids, with_logprobs) for completion in answer.completions]
+    if request.image_spans is None:
+        return [_checked(completion, request.token_ids, with_logprobs) for completion in answer.completions]
+    prompt_ids, spans = check_expansion(request.token_ids, request.image_spans, answer.prompt_ids, answer.image_spans)
+    checked = [_checked(completion, prompt_ids, with_logprobs) for completion in answer.completions]
+    return [replace(tokens, images=request.images, image_spans=spans) for tokens in checked]
 
 
 def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool) -> CallTokens:
@@ -267,19 +292,18 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
     return spans
 
 
-def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[str, np.ndarray, int | None]:
-    """Returns (text, token ids, weight version of the first token of the conversation that the prompt continues)."""
+def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[Rendered, int | None]:
+    """Returns the prompt, and the weight version of the first token of the conversation that it continues."""
     if prompt.token_ids:
-        return renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32), None
+        return Rendered(renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32)), None
     if not prompt.messages:
         raise DomainError("the prompt has neither messages nor token_ids")
     if llm.state.turns:
         extended = extend(renderer, llm.state.turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
         if extended is not None:
-            token_ids, turn = extended
-            return renderer.decode(token_ids.tolist()), token_ids, turn.prefix_version
-    rendered = renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs)
-    return rendered.text, rendered.token_ids, None
+            rendered, turn = extended
+            return rendered, turn.prefix_version
+    return renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None
 
 
 def _refuse_constraint(prompt: Prompt) -> None:
@@ -288,39 +312,6 @@ def _refuse_constraint(prompt: Prompt) -> None:
             f"Prompt.response_format is {prompt.response_format!r}: a constrained sampler has another distribution "
             "than the one that is trained; ask for the format in the prompt, and give an answer without it a low reward"
         )
-
-
-def _sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
-    params = _plain(llm.parameters)
-    refused = [name for name in UNSUPPORTED_PARAMETERS if name in params]
-    if refused:
-        raise DomainError(f"llm.parameters holds {refused[0]!r}, which the token interface does not take: remove it")
-    if "max_completion_tokens" in params:
-        params["max_tokens"] = params.pop("max_completion_tokens")
-    if max_tokens is not None:
-        params["max_tokens"] = max_tokens
-    if llm.collect_logprobs:
-        params["logprobs"] = 0
-    params["detokenize"] = bool(params.get("stop"))
-    if params.get("seed") is not None and llm.state.name:
-        params["seed"] = _call_seed(params["seed"], llm.state.name, llm.state.num_calls)
-    return msgspec.json.encode(params)
-
-
-def _call_seed(seed: int, rollout: str, call: int) -> int:
-    """Derives a separate seed for every call of every rollout. With one seed, a group's attempts would be equal."""
-    digest = hashlib.blake2b(f"{seed}/{rollout}/{call}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # vLLM takes int64
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (DictConfig, ListConfig)):
-        return OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _to_call(
@@ -351,6 +342,7 @@ def _to_call(
                 said,
                 read,
                 prefix_version,
+                NO_SPANS if tokens.image_spans is None else tokens.image_spans,
             )
         )
     call = LLMCall(

@@ -5,6 +5,7 @@ install their own. They also install what agent frameworks call (``TrainableLLM.
 """
 
 import datetime
+import hashlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from pipelinerl.chat import Turn, renderer_of
@@ -23,6 +25,7 @@ from pipelinerl.rollouts import CallTokens, LazyModel
 if TYPE_CHECKING:
     import aiohttp
 
+UNSUPPORTED_PARAMETERS = ("n", "stream", "logprobs", "messages", "tools", "response_format")
 TOKEN_VARIABLE = "PIPELINERL_LLM_TOKEN"
 """Environment variable with the bearer token of the inference servers' OpenAI routes."""
 
@@ -211,10 +214,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     prefix_version: int | None = None
     """Weight version of the first token of the conversation that the prompt continues."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 2]: (start, end exclusive) of the tokens that stand for each image. None without images."""
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        return self.token_ids.tobytes(), self.body_key
+        return self.token_ids.tobytes() + b"".join(
+            hashlib.sha256(image).digest() for image in self.images
+        ), self.body_key
 
 
 class Transport(Protocol):
@@ -353,3 +362,37 @@ class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
             "`TrainableLLM.make_training_text` would tokenise the text again and train tokens that were not sampled: "
             "set the agent's `store_llm_calls`, and give `async_llm.make_training_text` the calls of its steps"
         )
+
+
+def sampling_params(llm: TrainableLLM, max_tokens: int | None = None) -> bytes:
+    """Returns JSON of the parameters of the next call. Raises ``DomainError`` for one that is not taken."""
+    params = _plain(llm.parameters)
+    refused = [name for name in UNSUPPORTED_PARAMETERS if name in params]
+    if refused:
+        raise DomainError(f"llm.parameters holds {refused[0]!r}, which the token interface does not take: remove it")
+    if "max_completion_tokens" in params:
+        params["max_tokens"] = params.pop("max_completion_tokens")
+    if max_tokens is not None:
+        params["max_tokens"] = max_tokens
+    if llm.collect_logprobs:
+        params["logprobs"] = 0
+    params["detokenize"] = bool(params.get("stop"))
+    if params.get("seed") is not None and llm.state.name:
+        params["seed"] = _call_seed(params["seed"], llm.state.name, llm.state.num_calls)
+    return msgspec.json.encode(params)
+
+
+def _call_seed(seed: int, rollout: str, call: int) -> int:
+    """Derives a separate seed for every call of every rollout. With one seed, a group's attempts would be equal."""
+    digest = hashlib.blake2b(f"{seed}/{rollout}/{call}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # vLLM takes int64
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (DictConfig, ListConfig)):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -36,6 +36,10 @@ class CallTokens:
     """Prompt tokens that the server took from its prefix cache."""
     routed_experts: np.ndarray | None = None
     """uint8 or int16 [P + C − 1, layers × experts per token]. None if the server does not report them."""
+    images: tuple[bytes, ...] = ()
+    """The encoded images of the prompt."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 2]: (start, end exclusive) of the prompt tokens that stand for each image. None without images."""
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -119,6 +119,8 @@ class _Script:
             logprobs=np.full(count, self._logprob, dtype=np.float32),
             version_spans=np.array([(0, count, self._version)], dtype=np.int32).reshape(-1, 3),
             finish_reason="length" if count < len(token_ids) else self._finish_reason,
+            images=request.images,
+            image_spans=request.image_spans,
         )
 
     async def _reply(self, prompt: str) -> str:

@@ -9,7 +9,7 @@ The module does no I/O.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class _Piece:
     turn: int
     routed_experts: np.ndarray | None
     """[T − 1, layers × experts per token], or None."""
+    images: tuple[bytes, ...] = ()
+    image_spans: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    """int32 [I, 2]: (start, end exclusive) of the tokens of each image."""
 
 
 def to_rollout(
@@ -70,16 +73,14 @@ def to_rollout(
     metrics = numeric_metrics(result)
     mode = result.rewards or rewards
     rewards_t = text_rewards(result, mode)
-    pieces = [
-        _to_piece(text, turn=i, fallback_version=fallback_version) for i, text in enumerate(result.training_texts)
-    ]
-    trained = [piece for piece in pieces if len(piece.positions)]
+    trained = _trained_pieces(result.training_texts, fallback_version)
     merged = _merge(trained) if mode == "rollout" else trained
     _refuse_long(merged, seq_length)
+    images = tuple(dict.fromkeys(image for piece in merged for image in piece.images))
     return Rollout(
         attempt=attempt,
         reward=rewards_t[0] if mode == "rollout" and rewards_t else metrics["reward"],
-        sequences=tuple(_to_sequence(piece) for piece in merged),
+        sequences=tuple(_to_sequence(piece, images) for piece in merged),
         metrics=metrics,
         latency_s=latency_s,
         num_llm_calls=num_llm_calls,
@@ -88,7 +89,14 @@ def to_rollout(
         num_unmerged_turns=max(0, len(merged) - 1),
         rewards=mode,
         text_rewards=() if mode == "rollout" else rewards_t,
+        images=images,
     )
+
+
+def _trained_pieces(texts: Iterable[TrainingText], fallback_version: int) -> list[_Piece]:
+    """Returns the texts that have trained tokens."""
+    pieces = [_to_piece(text, turn=i, fallback_version=fallback_version) for i, text in enumerate(texts)]
+    return [piece for piece in pieces if len(piece.positions)]
 
 
 def _refuse_long(pieces: Iterable[_Piece], seq_length: int) -> None:
@@ -110,9 +118,15 @@ def _to_piece(text: TrainingText, *, turn: int, fallback_version: int) -> _Piece
     else:
         token_ids, positions, logprobs = _edited(text, turn)
     if text.visual_features is not None:
-        raise RecordError(f"training_texts[{turn}].visual_features is set: images are not trained, no record has them")
+        raise RecordError(
+            f"training_texts[{turn}].visual_features is set: leave it None. The images of a call are trained as the "
+            "server saw them, and the trainer's own processor makes their features"
+        )
+    images, image_spans = _images(text, token_ids, turn)
     return _Piece(
         token_ids=token_ids,
+        images=images,
+        image_spans=image_spans,
         positions=positions,
         logprobs=logprobs,
         versions=_versions(text, positions, fallback_version),
@@ -128,6 +142,17 @@ def _routed_experts(text: TrainingText, token_ids: np.ndarray) -> np.ndarray | N
     if tokens is None or tokens.routed_experts is None or not np.array_equal(tokens.token_ids, token_ids):
         return None
     return tokens.routed_experts
+
+
+def _images(text: TrainingText, token_ids: np.ndarray, turn: int) -> tuple[tuple[bytes, ...], np.ndarray]:
+    """Returns the images of a text and the tokens that stand for them."""
+    tokens = text.call_tokens
+    if tokens is None or tokens.image_spans is None:
+        return (), np.empty((0, 2), np.int32)
+    end = int(tokens.image_spans[-1, 1])
+    if not np.array_equal(token_ids[:end], tokens.prompt_ids[:end]):
+        raise RecordError(f"training_texts[{turn}].input_ids differ from the call's, which has images: leave them")
+    return tokens.images, tokens.image_spans
 
 
 def _edited(text: TrainingText, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -191,6 +216,7 @@ def _extends(piece: _Piece, earlier: _Piece) -> bool:
     length = len(earlier.token_ids)
     return (
         len(piece.token_ids) >= length
+        and piece.images[: len(earlier.images)] == earlier.images
         and int(piece.positions[0]) >= length
         and bool((piece.token_ids[:length] == earlier.token_ids).all())
     )
@@ -204,6 +230,8 @@ def _joined(earlier: _Piece, piece: _Piece) -> _Piece:
         versions=np.concatenate((earlier.versions, piece.versions)),
         finish_reason="length" if earlier.finish_reason == "length" else piece.finish_reason,
         turn=earlier.turn,
+        images=piece.images,
+        image_spans=piece.image_spans,
         routed_experts=_joined_routing(earlier.routed_experts, piece.routed_experts),
     )
 
@@ -216,7 +244,8 @@ def _joined_routing(earlier: np.ndarray | None, later: np.ndarray | None) -> np.
     return None if earlier is None or later is None else np.concatenate((earlier, later[len(earlier) :]))
 
 
-def _to_sequence(piece: _Piece) -> TrainingSequence:
+def _to_sequence(piece: _Piece, images: tuple[bytes, ...]) -> TrainingSequence:
+    indices = np.array([images.index(image) for image in piece.images], dtype=np.int32)
     return TrainingSequence(
         token_ids=piece.token_ids,
         logprobs=piece.logprobs,
@@ -224,6 +253,7 @@ def _to_sequence(piece: _Piece) -> TrainingSequence:
         finish_reason=piece.finish_reason,
         turn=piece.turn,
         routed_experts=piece.routed_experts,
+        images=np.column_stack((indices, piece.image_spans)) if piece.images else None,
     )
 
 

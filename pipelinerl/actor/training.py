@@ -18,6 +18,7 @@ from pipelinerl.actor.lag import Pacing
 from pipelinerl.actor.messages import Failure, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.mixing import counted, furthest_behind
+from pipelinerl.actor.pictures import describe_value
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
@@ -247,7 +248,7 @@ class TrainingGroups:
 
 def problem_text(problem: Mapping[str, Any]) -> str:
     """Returns the problem as JSON for readers, cut to ``PROBLEM_CHARS``."""
-    return json.dumps(problem, ensure_ascii=False, default=str)[:PROBLEM_CHARS]
+    return json.dumps(problem, ensure_ascii=False, default=describe_value)[:PROBLEM_CHARS]
 
 
 def dataset_of(problem: Mapping[str, Any]) -> str:

@@ -17,8 +17,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipelinerl.actor.connection import WorkerConnection
 from pipelinerl.actor.messages import Cancel, FromWorker, Ready, Servers, StartGroup, Stop, ToWorker, WorkerFailed
+from pipelinerl.actor.pictures import unpack_pictures
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.streams.codec import Codec
 from pipelinerl.world.tls import client_context
@@ -117,7 +120,7 @@ async def _serve(
                         servers.urls, servers.serving, servers.missed, servers.draining, servers.capacities
                     )
                 case StartGroup() as start:
-                    groups.start(start)
+                    groups.start(msgspec.structs.replace(start, problem=unpack_pictures(start.problem)))
                 case Cancel() as cancel:
                     groups.cancel(cancel.ticket)
                 case Stop():

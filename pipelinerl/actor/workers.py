@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipelinerl.actor.connection import ActorConnection
 from pipelinerl.actor.messages import (
     Cancel,
@@ -30,6 +32,7 @@ from pipelinerl.actor.messages import (
     ToWorker,
     WorkerFailed,
 )
+from pipelinerl.actor.pictures import pack_pictures
 from pipelinerl.actor.worker import worker_main
 from pipelinerl.errors import DomainError, StreamError
 from pipelinerl.records import Rollout
@@ -271,7 +274,7 @@ class RolloutWorkers:
 def encode_start(start: StartGroup) -> bytes:
     """Encodes the message. Raises ``DomainError`` if the problem holds values that are not plain data."""
     try:
-        return _to_worker.encode(start)
+        return _to_worker.encode(msgspec.structs.replace(start, problem=pack_pictures(start.problem)))
     except StreamError as error:
         keys = {key: type(value).__name__ for key, value in start.problem.items()}
         raise DomainError(

@@ -12,17 +12,17 @@ that point, the whole turn is rendered again and starts another training sequenc
 import contextlib
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from pipelinerl.chat.images import images_of, is_image, placeholder_spans, required_placeholder
 from pipelinerl.chat.tool_calls import CallReader, ReadText
 from pipelinerl.errors import DomainError
 
-IMAGE_PARTS = ("image", "image_url", "input_image", "video", "video_url")
-"""Types of a content part that hold pictures, in the APIs of OpenAI and transformers."""
+NO_SPANS = np.empty((0, 2), dtype=np.int32)
 CACHED_PROMPTS = 256
 CACHED_BYTES = 32 * 2**20
 """A few prompts are enough, because the attempts of a group use the same one at about the same time. The limit in
@@ -36,6 +36,10 @@ class Rendered:
     text: str
     token_ids: np.ndarray
     """int32 [P]"""
+    images: tuple[bytes, ...] = ()
+    """Encoded images, in the order of the messages."""
+    image_spans: np.ndarray = field(default_factory=NO_SPANS.copy)
+    """int32 [I, 2]: (start, end exclusive) of the tokens that stand for each image."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +60,8 @@ class Turn:
     """The reader that found them."""
     prefix_version: int | None = None
     """Weight version of the first token sampled in this conversation. None if the server reports none."""
+    image_spans: np.ndarray = field(default_factory=NO_SPANS.copy)
+    """int32 [I, 2]: (start, end exclusive) of the tokens of each image in the prompt."""
 
 
 class ChatRenderer:
@@ -97,13 +103,21 @@ class ChatRenderer:
         if cached is not None:
             self._prompts.move_to_end(key)
             return cached
+        images = images_of(messages)
+        if images:
+            required_placeholder(self._tokenizer.name_or_path)  # a template of text alone could not render them
         text = self.render_text(messages, tools, kwargs, ask=True)
-        rendered = Rendered(text, self.encode(text))
+        rendered = self.with_images(text, self.encode(text), images)
         self._prompts[key] = rendered
         self._cached_bytes += _cached_bytes(key, rendered)
         while len(self._prompts) > CACHED_PROMPTS or self._cached_bytes > CACHED_BYTES:
             self._cached_bytes -= _cached_bytes(*self._prompts.popitem(last=False))
         return rendered
+
+    def with_images(self, text: str, token_ids: np.ndarray, images: tuple[bytes, ...]) -> Rendered:
+        """Returns a text whose placeholders, one per image, are found."""
+        model = self._tokenizer.name_or_path if images else ""
+        return Rendered(text, token_ids, images, placeholder_spans(token_ids, model, len(images)))
 
     def render_text(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], *, ask: bool) -> str:
         """Renders the text of a conversation.
@@ -143,7 +157,7 @@ def renderer_of(tokenizer: Any) -> ChatRenderer:
 
 
 def _cached_bytes(key: bytes, rendered: Rendered) -> int:
-    return len(key) + len(rendered.text) + rendered.token_ids.nbytes
+    return len(key) + len(rendered.text) + rendered.token_ids.nbytes + sum(map(len, rendered.images))
 
 
 def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]) -> bytes:
@@ -151,15 +165,20 @@ def _cache_key(messages: list[dict], tools: list[dict] | None, kwargs: dict[str,
         return msgspec.msgpack.encode((messages, tools, kwargs))
     except (TypeError, OverflowError) as error:
         for message in messages:
-            plain_message(message)  # says it if the value is an image
+            images_of([message])  # says it if the value is an image
         raise DomainError(f"a prompt's messages and tools must be plain JSON values: {error}") from error
 
 
 def plain_message(message: dict) -> dict:
-    """Converts a message to the form that chat templates expect: content as one string, tool arguments as objects."""
+    """Converts a message to the form that chat templates expect: content as one string, tool arguments as objects.
+
+    The content of a message with images stays a list of parts, from which the template makes placeholders.
+    """
     plain = dict(message)
     content = plain.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and any(map(is_image, content)):
+        plain["content"] = [_template_part(part) for part in content]
+    elif isinstance(content, list):
         plain["content"] = "\n".join(_part_text(part) for part in content)
     elif content is None:
         plain["content"] = ""
@@ -170,18 +189,17 @@ def plain_message(message: dict) -> dict:
     return plain
 
 
+def _template_part(part: Any) -> dict:
+    return {"type": "image"} if is_image(part) else {"type": "text", "text": _part_text(part)}
+
+
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if str(kind) in IMAGE_PARTS:
-        raise DomainError(
-            f"a message has a content part of type {kind!r}: images are not trained. The tokens of an image stand for "
-            "features, which requests to servers, rollout records and micro-batches do not carry; describe it in text"
-        )
-    raise DomainError(f"a message has a content part of type {kind!r}; only parts of type 'text' are supported")
+    raise DomainError(f"a message has a content part of type {kind!r}; only text and images are supported")
 
 
 def _plain_tool_call(call: dict) -> dict:
@@ -200,8 +218,8 @@ def extend(
     messages: list[dict],
     tools: list[dict] | None,
     kwargs: dict[str, Any],
-) -> tuple[np.ndarray, Turn] | None:
-    """Returns prompt ids that continue an earlier turn's tokens exactly, and that turn. None if no turn is continued.
+) -> tuple[Rendered, Turn] | None:
+    """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None if no turn is continued.
 
     Args:
         renderer: of the policy's tokenizer.
@@ -214,8 +232,17 @@ def extend(
         if _continues(turn, messages, tools):
             suffix = _suffix_after_answer(renderer, turn, messages, kwargs)
             if suffix is not None:
-                return np.concatenate((turn.prompt_ids, turn.completion_ids, renderer.encode(suffix))), turn
+                return _extended(renderer, turn, renderer.encode(suffix), messages), turn
     return None
+
+
+def _extended(renderer: ChatRenderer, turn: Turn, suffix_ids: np.ndarray, messages: list[dict]) -> Rendered:
+    """Returns the turn's tokens with ``suffix_ids`` after them, which hold the placeholders of the new images."""
+    images = images_of(messages)
+    added = renderer.with_images("", suffix_ids, images[len(turn.image_spans) :])
+    token_ids = np.concatenate((turn.prompt_ids, turn.completion_ids, suffix_ids))
+    spans = np.concatenate((turn.image_spans, added.image_spans + np.int32(len(token_ids) - len(suffix_ids))))
+    return Rendered(renderer.decode(token_ids.tolist()), token_ids, images, spans)
 
 
 def _continues(turn: Turn, messages: list[dict], tools: list[dict] | None) -> bool:
@@ -234,6 +261,8 @@ def _is_answer(message: dict, turn: Turn) -> bool:
         return False
     plain = plain_message(message)
     content, calls = plain["content"], plain.get("tool_calls", [])
+    if not isinstance(content, str):
+        return False
     if not calls:
         return content.removesuffix(turn.end_text) == turn.sampled_text
     named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]

@@ -199,7 +199,7 @@ TRAINER = (
         values={
             "causal-language-modeling": LEFT_OUT,
             "causal-language-modeling-with-value-head": "value",
-            "vision2seq-language-modeling": NO_EQUIVALENT,
+            "vision2seq-language-modeling": LEFT_OUT,
             "seq2seq-language-modeling": NO_EQUIVALENT,
         },
     ),

@@ -14,6 +14,7 @@ import torch
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
+from pipelinerl.finetune.images import ImageReader
 from pipelinerl.finetune.model import PolicyOutput
 from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
@@ -42,6 +43,8 @@ class BatchRules:
     float_dtype: torch.dtype = torch.float32
     sequence: SequenceGroup | None = None
     """Ranks that share each micro-batch. None: each rank has its own."""
+    images: ImageReader | None = None
+    """None: the model takes no images."""
 
 
 def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -> Batch:
@@ -58,7 +61,7 @@ def prepare_batch(record: MicroBatch, rules: BatchRules, device: torch.device) -
             and prefers_rows(record.segment_lengths, rules.tokens_per_attention_unit, rules.dense_mask)
         )
     )
-    batch = to_batch(record, index, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype)
+    batch = to_batch(record, index, rows=rows, pad_id=rules.pad_id, float_dtype=rules.float_dtype, reader=rules.images)
     return (batch if rules.sequence is None else slice_batch(batch, rules.sequence)).to(device)
 
 

@@ -12,6 +12,7 @@ from pipelinerl.finetune.architecture import examine
 from pipelinerl.finetune.attention import PACKED
 from pipelinerl.finetune.compiling import compile_layers
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
+from pipelinerl.finetune.images import ImageReader, takes_images
 from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
 from pipelinerl.finetune.routing import RouterReplay
@@ -62,6 +63,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         sequence=make_sequence_group(finetune.seq_parallel),
         logit_map=found.logit_map,
         routing=RouterReplay(decoder_layers(lm)) if finetune.router_replay else None,
+        images=ImageReader(lm, cfg.model_path, cfg.trust_remote_code) if takes_images(lm) else None,
     )
     engine = build_engine(name, policy, cfg, device)
     if files is not None:
@@ -108,4 +110,5 @@ def make_rules(policy: Policy, cfg: Config) -> BatchRules:
         dense_mask=attention != PACKED,
         tokens_per_attention_unit=6 * config.hidden_size,
         sequence=policy.sequence,
+        images=policy.images,
     )

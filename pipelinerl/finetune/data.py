@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.errors import RecordError
+from pipelinerl.finetune.images import ImageInputs, ImageReader, read_images
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.batches import NOT_ROUTED
@@ -44,7 +45,7 @@ class Batch:
     input_ids: Tensor
     """int64 [B, L]"""
     position_ids: Tensor
-    """int64 [B, L]"""
+    """int64 [B, L], or [3, B, L] where images have positions of time, height and width"""
     predictors_K: Tensor
     """int64: flat grid index of the token before each trained token, whose hidden state predicts the trained one."""
     targets_K: Tensor
@@ -58,6 +59,8 @@ class Batch:
     """Lengths of the packed documents of all ranks that share this micro-batch. None: each row is one document."""
     routed_experts_NR: Tensor | None = None
     """int16 [B · L, layers · experts per token]: the server's choice for each token of the grid. −1 = not known."""
+    images: ImageInputs | None = None
+    """None: the batch is text alone."""
 
     @property
     def num_trained(self) -> int:
@@ -76,7 +79,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return to_device(value, device)
-    if not isinstance(value, (Batch, TokenInputs, LagInputs)):
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    if not isinstance(value, (Batch, TokenInputs, LagInputs, ImageInputs)):
         return value
     return replace(value, **{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
 
@@ -153,6 +158,15 @@ def _on_grid(routed_TR: np.ndarray, flat: np.ndarray, grid: tuple[int, int]) -> 
     return routed_NR
 
 
+def _lags(record: MicroBatch, index: TokenIndex) -> LagInputs:
+    last_version_S = np.zeros(len(record.segment_lengths), dtype=np.int64)
+    np.maximum.at(last_version_S, index.segments_K, index.versions_K)
+    return LagInputs(
+        lag_K=_tensor(record.step - index.versions_K),
+        in_flight_K=_tensor(last_version_S[index.segments_K] - index.versions_K),
+    )
+
+
 def to_batch(
     record: MicroBatch,
     index: TokenIndex,
@@ -160,6 +174,7 @@ def to_batch(
     rows: bool,
     pad_id: int = 0,
     float_dtype: torch.dtype = torch.float32,
+    reader: ImageReader | None = None,
 ) -> Batch:
     """Convert ``record`` to tensors on the host.
 
@@ -167,16 +182,18 @@ def to_batch(
         rows: lay out one segment per row instead of packing.
         pad_id: token id of the padding in rows.
         float_dtype: of log-probs, advantages, weights and rewards.
+        reader: makes the vision tower's inputs. None: the model takes no images.
+    Raises:
+        RecordError: an image cannot be read as the server read it.
     """
     lengths = record.segment_lengths.astype(np.int64)
     flat, grid, positions = _lay_out(lengths, rows)
+    images, positions = read_images(record, reader, flat, positions)
     input_ids = np.full(grid[0] * grid[1], pad_id, dtype=np.int64)
     input_ids[flat] = record.token_ids
 
     at = index.positions_K
     ref, routed = record.ref_logprobs, record.routed_experts
-    last_version_S = np.zeros(len(lengths), dtype=np.int64)
-    np.maximum.at(last_version_S, index.segments_K, index.versions_K)
     return Batch(
         input_ids=_tensor(input_ids.reshape(grid)),
         position_ids=_tensor(positions),
@@ -190,12 +207,10 @@ def to_batch(
             num_segments=len(lengths),
             ref_logprobs_K=None if ref is None else _tensor(ref[at], float_dtype),
         ),
-        lags=LagInputs(
-            lag_K=_tensor(record.step - index.versions_K),
-            in_flight_K=_tensor(last_version_S[index.segments_K] - index.versions_K),
-        ),
+        lags=_lags(record, index),
         segment_rewards_S=_tensor(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
         documents=None if rows else tuple(lengths.tolist()),
         routed_experts_NR=None if routed is None else _tensor(_on_grid(routed, flat, grid), torch.int16),
+        images=images,
     )

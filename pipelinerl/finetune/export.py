@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import cached_file
 
 from pipelinerl.config.paths import EXPORTS
 from pipelinerl.errors import CheckpointError
@@ -31,6 +32,7 @@ from pipelinerl.weights.protocol import ParamSpec
 
 LM_PREFIX = "lm."
 VALUE_PREFIX = "value_head."
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 BASE, LORA_A, LORA_B = ".base_layer.", ".lora_A.", ".lora_B."
 
 T = TypeVar("T")
@@ -200,8 +202,18 @@ def _write_surroundings(
     if lm.can_generate():
         lm.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if hasattr(lm, "get_image_features"):
+        _copy_processor(folder, tokenizer.name_or_path)
     if staged.value_head:
         save_file(staged.value_head, folder / "value_head.safetensors")
+
+
+def _copy_processor(folder: Path, source: str) -> None:
+    """Copy the files that describe how images are processed. They do not change with the weights."""
+    for name in PROCESSOR_FILES:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:

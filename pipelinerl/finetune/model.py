@@ -9,17 +9,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from pipelinerl.config.sections import Config, LoraSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import announce, document_lengths
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.images import ImageReader, attention_of, embed
 from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
@@ -67,6 +76,7 @@ class Policy(nn.Module):
         sequence: SequenceGroup | None = None,
         logit_map: LogitMap | None = None,
         routing: RouterReplay | None = None,
+        images: ImageReader | None = None,
     ):
         """Replace the head of ``lm``, and add a value head if needed.
 
@@ -79,6 +89,7 @@ class Policy(nn.Module):
             sequence: ranks that share each micro-batch. The model must then attend with ``attention.PACKED``.
             logit_map: how the model changes its head's products, as ``architecture`` measures it.
             routing: replays the servers' choice of experts. None: the model chooses.
+            images: makes the vision tower's inputs. None: every batch is text.
         """
         super().__init__()
         head = lm.get_output_embeddings()
@@ -88,7 +99,7 @@ class Policy(nn.Module):
         self.names = CheckpointNames(lm)
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
-        self.routing = routing
+        self.routing, self.images = routing, images
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -97,10 +108,14 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def hidden_states(self, batch: Batch | Tokens) -> Tensor:
         """[B, L, H] final states. Passes no mask and no cache: with either, packed documents would see each other."""
+        if self.images is not None:
+            images = batch.images if isinstance(batch, Batch) else None
+            states = embed(self.lm, batch.input_ids, images, self.images.blank)
+            return self.lm.get_decoder()(inputs_embeds=states, position_ids=batch.position_ids, use_cache=False)[0]
         backbone = self.lm.base_model if self.lm.base_model is not self.lm else self.lm.model
-        return backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        return backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)[0]
 
     def forward(self, batch: Batch | Tokens, settings: LossSettings | None = None) -> PolicyOutput | Tensor:
         """Compute the loss of a micro-batch, or log-probs or hidden states alone.
@@ -110,7 +125,7 @@ class Policy(nn.Module):
         hidden states [B, L, H] without targets. Engines gather sharded parameters only inside this method.
         """
         self._announce_layout(batch)
-        hidden_BLH = self.hidden_states(batch.input_ids, batch.position_ids)
+        hidden_BLH = self.hidden_states(batch)
         if isinstance(batch, Tokens):
             return (
                 hidden_BLH if batch.targets_N is None else self._score(hidden_BLH.flatten(0, 1), batch.targets_N, 1.0)
@@ -165,7 +180,7 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     Raises:
         ConfigError: the model has no list of layers.
     """
-    lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in lm.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"model_path: {type(lm).__name__} has no list of layers to shard; use finetune.engine=ddp")
     wanted = lm.config.get_text_config().num_hidden_layers
@@ -173,12 +188,21 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     return max(fitting, key=lambda layers: (len(layers), sum(p.numel() for p in layers.parameters())))
 
 
+def auto_class(config: Any) -> type:
+    """The class of transformers that builds the model of ``config``, with its vision tower if it has one."""
+    kind = type(config)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
     """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``."""
-    lm = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
+    lm = auto_class(config).from_pretrained(
         str(source),
         dtype=torch.float32,
-        attn_implementation=attention,
+        attn_implementation=attention_of(config, attention),
         trust_remote_code=cfg.trust_remote_code,
     )
     return _prepared(lm, cfg)
@@ -191,10 +215,10 @@ def empty_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
 
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
     with no_init_weights(), init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(
+        lm = auto_class(config).from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=attention,
+            attn_implementation=attention_of(config, attention),
             trust_remote_code=cfg.trust_remote_code,
         )
     lm.tie_weights()

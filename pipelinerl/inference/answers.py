@@ -23,8 +23,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from pipelinerl.errors import StreamError
+from pipelinerl.inference.images import ImagePrompts, image_spans_of
 from pipelinerl.inference.scheduler import PINNED, STARTS, WHOLE
-from pipelinerl.records.answers import ANSWER_FORMAT, ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.records.answers import (
+    ANSWER_FORMAT,
+    ANSWER_PATH,
+    IMAGE_FORMAT,
+    Answer,
+    AnswerRequest,
+    Completion,
+)
 from pipelinerl.streams.codec import Codec
 
 SAMPLING_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
@@ -93,10 +101,20 @@ class Answers:
         model: the name under which clients address it.
         max_model_len: longest prompt and completion together, in tokens.
         keeps_conversations: whether ``prefix_version`` is respected.
+        images: puts images into prompts. None: there are none.
     """
 
-    def __init__(self, engine: AnswerEngine, *, model: str, max_model_len: int, keeps_conversations: bool):
+    def __init__(
+        self,
+        engine: AnswerEngine,
+        *,
+        model: str,
+        max_model_len: int,
+        keeps_conversations: bool,
+        images: ImagePrompts | None = None,
+    ):
         output_processor.LogprobsProcessor = PackedLogprobs
+        self._images = images
         self._engine, self._model, self._max_model_len = engine, model, max_model_len
         self._keeps = keeps_conversations
         self._request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
@@ -110,34 +128,44 @@ class Answers:
         except StreamError as error:
             raise BadRequest(422, f"not an answer request: {error}") from error
         try:
-            outputs = await self._sample(request)
+            prompts = await self._engine_prompts(request)
+            outputs = await self._sample(request, prompts)
         except GracefulHTTPError as error:
             raise BadRequest(503, str(error)) from error
         except (VLLMClientError, ValueError, TypeError) as error:
             raise BadRequest(400, str(error)) from error
         if sum(len(each.prompt_token_ids or ()) + _num_sampled(each) for each in outputs) < LONG_TOKENS:
-            return self._encode(request, outputs)
-        return await asyncio.to_thread(self._encode, request, outputs)
+            return self._encode(request, prompts, outputs)
+        return await asyncio.to_thread(self._encode, request, prompts, outputs)
 
-    async def _sample(self, request: AnswerRequest) -> list[RequestOutput]:
+    async def _engine_prompts(self, request: AnswerRequest) -> list[Any]:
+        """The engine's inputs, one per prompt."""
+        prompts, salt = self._prompts(request), self._salt(request)
+        if not request.images:
+            return [tokens_input(token_ids.tolist(), cache_salt=salt) for token_ids in prompts]
+        if self._images is None or len(prompts) > 1:
+            raise BadRequest(400, "images go with one prompt, to a server whose model takes them")
+        return [await self._images.prompt(prompts[0], request.image_spans, request.images, salt)]
+
+    def _salt(self, request: AnswerRequest) -> str | None:
+        return str(request.prefix_version) if self._keeps and request.prefix_version is not None else None
+
+    async def _sample(self, request: AnswerRequest, prompts: Sequence[Any]) -> list[RequestOutput]:
         """One output per prompt."""
-        prompts = self._prompts(request)
-        tasks = [asyncio.create_task(self._generate(request, token_ids)) for token_ids in prompts]
+        tasks = [asyncio.create_task(self._generate(request, prompt)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _generate(self, request: AnswerRequest, token_ids: np.ndarray) -> RequestOutput:
-        params = msgspec.convert(self._sampling(request), SamplingParams)
+    async def _generate(self, request: AnswerRequest, prompt: Any) -> RequestOutput:
+        length = len(prompt["prompt_token_ids"]) if request.images else len(request.token_ids)
+        params = msgspec.convert(self._sampling(request, length), SamplingParams)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.extra_args = {WHOLE: not params.stop}  # stop strings are found by vLLM's front, token by token
-        salt = None
-        if self._keeps and request.prefix_version is not None:
-            salt = str(request.prefix_version)
+        if prompt.get("cache_salt") is not None:
             params.extra_args[PINNED] = True
-        prompt = tokens_input(token_ids.tolist(), cache_salt=salt)
         outputs = self._engine.generate(prompt, params, f"answer-{next(self._numbers)}")
         return [output async for output in outputs][-1]
 
@@ -156,24 +184,33 @@ class Answers:
             raise BadRequest(400, f"prompt_lengths must divide the {len(ids)} token_ids of a request for scores")
         return np.split(ids, np.cumsum(lengths)[:-1])
 
-    def _sampling(self, request: AnswerRequest) -> dict[str, Any]:
+    def _sampling(self, request: AnswerRequest, length: int) -> dict[str, Any]:
         if request.scores:
             return {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         unknown = sorted(request.sampling.keys() - SAMPLING_PARAMETERS)
         if unknown:
             raise BadRequest(400, f"vLLM has no sampling parameter {unknown[0]!r}: correct llm.parameters")
-        room = {"max_tokens": max(1, self._max_model_len - len(request.token_ids))}
+        room = {"max_tokens": max(1, self._max_model_len - length)}
         return room | request.sampling | {"detokenize": bool(request.sampling.get("stop"))}
 
-    def _encode(self, request: AnswerRequest, results: list[RequestOutput]) -> bytes:
+    def _encode(self, request: AnswerRequest, prompts: Sequence[Any], results: list[RequestOutput]) -> bytes:
         with_logprobs = request.sampling.get("logprobs") is not None
         if request.scores:
             first = np.zeros(1, np.float32)
             scores = np.concatenate([part for result in results for part in (first, *result.prompt_logprobs)])
             return self._answer_codec.encode(Answer(prompt_scores=scores.astype(np.float32, copy=False)))
         outputs = sorted(results[0].outputs, key=lambda each: each.index)
+        completions = tuple(_completion(each, with_logprobs=with_logprobs) for each in outputs)
+        if not request.images:
+            return self._answer_codec.encode(Answer(completions=completions))
+        prompt_ids = np.array(prompts[0]["prompt_token_ids"], dtype=np.int32)
         return self._answer_codec.encode(
-            Answer(completions=tuple(_completion(each, with_logprobs=with_logprobs) for each in outputs))
+            Answer(
+                completions=completions,
+                prompt_ids=prompt_ids,
+                image_spans=image_spans_of(prompts[0]),
+                format=IMAGE_FORMAT,
+            )
         )
 
 

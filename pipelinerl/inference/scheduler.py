@@ -159,6 +159,9 @@ def _tell_scheduler() -> None:
         keep(core, weight_version)
         if isinstance(core.scheduler, AnswerScheduler):
             core.scheduler.set_weight_version(weight_version)
+        if core.vllm_config.model_config.is_multimodal_model:
+            core.scheduler.reset_encoder_cache()  # features of images that the old weights computed
+            core.model_executor.reset_encoder_cache()
 
     EngineCore.set_weight_version = set_weight_version
     EngineCore.server_load = lambda core: core.scheduler.load()

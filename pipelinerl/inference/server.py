@@ -26,6 +26,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from pipelinerl.chat.images import placeholder_of
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.host.process import die_with_parent
@@ -33,6 +34,7 @@ from pipelinerl.inference import answers, control
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
 from pipelinerl.inference.control import UpdateControl
+from pipelinerl.inference.images import ImagePrompts
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
@@ -211,6 +213,7 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
         model=args.served_model_name[0],
         max_model_len=client.model_config.max_model_len,
         keeps_conversations=service.keeps_conversations,
+        images=ImagePrompts(client.renderer, placeholder_of(client.model_config.hf_config)),
     )
     _replace_routes(app, answers.answers_router(lean))
     asked = asyncio.Event()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from pipelinerl.chat.images import describe_image
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import EXPORTS, RUN_CONFIG
 from pipelinerl.errors import ConfigError
@@ -154,6 +155,36 @@ class Message:
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.parts)
+
+
+def show_images(
+    pieces: list[str], places: np.ndarray, sequence: TrainingSequence, images: Sequence[bytes]
+) -> list[str]:
+    """Replace the texts of each image's tokens: the first one says its size, the others are empty.
+
+    Args:
+        pieces: text of each shown token. Changed, and returned.
+        places: place of each shown token in the sequence, ascending.
+        images: of the sequence's rollout.
+    """
+    for image, start, end in [] if sequence.images is None else sequence.images.tolist():
+        first, last = np.searchsorted(places, (start, end)).tolist()
+        if first < last:
+            pieces[first:last] = [describe_image(images[image]), *[""] * (last - first - 1)]
+    return pieces
+
+
+def pieces_of(sequence: TrainingSequence, images: Sequence[bytes], text: TokenText) -> list[str]:
+    """Return one text per token, with those of ``images``, the rollout's, as ``show_images`` has them."""
+    pieces = text.pieces(sequence.token_ids.tolist())
+    return show_images(pieces, np.arange(len(pieces)), sequence, images)
+
+
+def text_of(sequence: TrainingSequence, images: Sequence[bytes], text: TokenText) -> str:
+    """Return the whole text of a sequence, which without images costs less than its pieces."""
+    if sequence.images is None:
+        return text.text(sequence.token_ids.tolist())
+    return "".join(pieces_of(sequence, images, text))
 
 
 def sampled_mask(sequence: TrainingSequence) -> np.ndarray:

@@ -32,8 +32,10 @@ from pipelinerl.inspect.decode import (
     Message,
     TokenText,
     messages_in,
+    pieces_of,
     problem_fields,
     sampled_mask,
+    text_of,
     text_or_numbers,
 )
 from pipelinerl.inspect.outside import look_into
@@ -136,13 +138,14 @@ def warn_of_numbers(error: ConfigError) -> None:
 def messages_of(seen: SeenRollout, text: TokenText) -> list[list[Message]]:
     """Return the messages of every sequence of a rollout."""
     return [
-        messages_in(text.pieces(sequence.token_ids.tolist()), sampled_mask(sequence).tolist())
+        messages_in(pieces_of(sequence, seen.rollout.images, text), sampled_mask(sequence).tolist())
         for sequence in seen.rollout.sequences
     ]
 
 
 def whole_text(seen: SeenRollout, text: TokenText) -> str:
-    return "\n".join(text.text(sequence.token_ids.tolist()) for sequence in seen.rollout.sequences)
+    rollout = seen.rollout
+    return "\n".join(text_of(sequence, rollout.images, text) for sequence in rollout.sequences)
 
 
 def headline(seen: SeenRollout) -> str:

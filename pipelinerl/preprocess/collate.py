@@ -44,6 +44,7 @@ class _Segment:
     weight: float
     advantage: float
     ref_logprobs: np.ndarray | None
+    images: tuple[bytes, ...]
 
 
 def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
@@ -96,6 +97,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
             weight=weight,
             advantage=scale * advantage,
             ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
+            images=sample.images,
         )
         for sample, weight in zip(samples, weights_N.tolist(), strict=True)
         for i, ((index, sequence), advantage) in enumerate(zip(sample.sequences, sample.advantages, strict=True))
@@ -123,6 +125,7 @@ def _micro_batch(
     num_spans_S = [len(segment.sequence.spans) for segment in segments]
     spans_R3 = np.concatenate([segment.sequence.spans for segment in segments]).astype(np.int32)
     spans_R3[:, :2] += np.repeat(np.array(starts_S, dtype=np.int32), num_spans_S)[:, None]
+    images, image_spans = _images(segments, starts_S)
     return MicroBatch(
         step=batch.step,
         index=index,
@@ -140,7 +143,24 @@ def _micro_batch(
         rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
         next_source=batch.next_source,
         routed_experts=_routed_experts([segment.sequence for segment in segments], starts_S, total),
+        images=images,
+        image_spans=image_spans,
     )
+
+
+def _images(segments: Sequence[_Segment], starts_S: Sequence[int]) -> tuple[tuple[bytes, ...], np.ndarray | None]:
+    """Return the images of all segments, each once, and int32 [I, 3]: (index, start, end exclusive) of their tokens.
+
+    The attempts at a problem show the same images, so most are in several segments.
+    """
+    places: dict[bytes, int] = {}
+    rows = [
+        (places.setdefault(segment.images[index], len(places)), start + first, start + end)
+        for segment, start in zip(segments, starts_S, strict=True)
+        if segment.sequence.images is not None
+        for index, first, end in segment.sequence.images.tolist()
+    ]
+    return tuple(places), np.array(rows, dtype=np.int32) if rows else None
 
 
 def _routed_experts(sequences: Sequence[TrainingSequence], starts_S: Sequence[int], total: int) -> np.ndarray | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
@@ -61,12 +62,10 @@ def _masked(sequence: TrainingSequence, oldest_allowed: int) -> TrainingSequence
     young_R = sequence.spans[:, 2] >= oldest_allowed
     if young_R.all():
         return sequence
-    return TrainingSequence(
-        token_ids=sequence.token_ids,
+    return msgspec.structs.replace(
+        sequence,
         logprobs=sequence.logprobs[_young_tokens(sequence, oldest_allowed)],
         spans=sequence.spans[young_R],
-        finish_reason=sequence.finish_reason,
-        turn=sequence.turn,
     )
 
 

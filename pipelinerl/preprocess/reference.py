@@ -65,19 +65,30 @@ Result = np.ndarray | RecordError
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
     """A sequence to score, and its sample."""
 
     sample_id: str
     sequence: TrainingSequence
+    images: tuple[bytes, ...] = ()
+    """The images of the sample."""
+
+    def shown(self) -> tuple[tuple[bytes, ...], np.ndarray | None]:
+        """The images of the sequence, and int32 [I, 2], the tokens that stand for each."""
+        if self.sequence.images is None:
+            return (), None
+        return tuple(self.images[index] for index in self.sequence.images[:, 0]), self.sequence.images[:, 1:]
 
 
-def _batches(asked: Sequence[_Asked]) -> list[list[_Asked]]:
-    """Divide sequences into requests of at most ``REQUEST_TOKENS`` tokens. A longer sequence gets its own."""
-    batches: list[list[_Asked]] = []
+def batches(asked: Sequence[Asked]) -> list[list[Asked]]:
+    """Divide sequences into requests of at most ``REQUEST_TOKENS`` tokens.
+
+    A longer sequence gets its own, and so does one with images.
+    """
+    batches: list[list[Asked]] = []
     room = 0
     for one in asked:
-        length = len(one.sequence.token_ids)
+        length = len(one.sequence.token_ids) if one.sequence.images is None else REQUEST_TOKENS
         if length > room:
             batches.append([])
             room = REQUEST_TOKENS
@@ -146,15 +157,15 @@ class ReferenceScorer:
 
     async def _score_all(self, samples: list[Sample]) -> list[Sample]:
         good = [sample for sample in samples if sample.drop_reason is None]
-        asked = [_Asked(sample.sample_id, sequence) for sample in good for _, sequence in sample.sequences]
-        scored = await asyncio.gather(*(self._score(batch) for batch in _batches(asked)))
+        asked = [Asked(each.sample_id, sequence, each.images) for each in good for _, sequence in each.sequences]
+        scored = await asyncio.gather(*(self._score(batch) for batch in batches(asked)))
         results = iter([result for batch in scored for result in batch])
         return [
             _with_scores(sample, [next(results) for _ in sample.sequences]) if sample.drop_reason is None else sample
             for sample in samples
         ]
 
-    async def _score(self, asked: list["_Asked"]) -> list[Result]:
+    async def _score(self, asked: list[Asked]) -> list[Result]:
         """Try the servers in turn until the deadline. Sequences that are refused together are sent one by one."""
         deadline: float | None = None
         backoff_s = FIRST_BACKOFF_S
@@ -165,7 +176,10 @@ class ReferenceScorer:
                 name = server.name
                 async with self._slots[server.name]:
                     token_ids = [one.sequence.token_ids for one in asked]
-                    scores = await score_sequences(self._open_session(), server.url, token_ids)
+                    images, spans = asked[0].shown()
+                    scores = await score_sequences(
+                        self._open_session(), server.url, token_ids, images=images, image_spans=spans
+                    )
                 return [trained_values(values_T, one.sequence) for one, values_T in zip(asked, scores, strict=True)]
             except (TransportError, aiohttp.ClientError, TimeoutError) as error:
                 if isinstance(error, ServerError) and error.status in REFUSED:

@@ -46,6 +46,8 @@ class Sample:  # structure: a record of all that a rollout brings to its micro-b
     """(index in the rollout, sequence) of every sequence with trained tokens."""
     advantages: tuple[float, ...] = ()
     """One per entry of ``sequences``."""
+    images: tuple[bytes, ...] = ()
+    """The images that ``sequences`` show."""
     members: tuple[float, ...] = ()
     """The advantages without repetition: one per rollout, or one per sequence if each text has its own reward."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
@@ -194,6 +196,7 @@ def _prepare_rollout(
         source=source,
         reward=rollout.reward,
         sequences=tuple(trained),
+        images=rollout.images,
         advantages=(own := tuple(float(advantages[i]) for i, _ in trained)),
         members=own[:1] if rollout.rewards == "rollout" else own,
         weighted=not (shaping.overlong_filtering and is_overlong(rollout)),

@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 
 ANSWER_PATH = "/answers"
-ANSWER_FORMAT = 1
+ANSWER_FORMAT = 2
+"""The newest format that this version reads."""
+TEXT_FORMAT, IMAGE_FORMAT = 1, 2
+"""A reader of format 1 would answer a prompt without its images."""
 
 
 class AnswerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,7 +35,12 @@ class AnswerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prefix_version: int | None = None
     """Weight version of the first token of the conversation that the prompt continues. A server that keeps the prefix
     cache of conversations looks up their keys and values under this version."""
-    format: int = ANSWER_FORMAT
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt (format 2)."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 2]: (start, end exclusive) of the tokens that stand for each image: one placeholder, or those that an
+    earlier answer had in its place. None without images."""
+    format: int = TEXT_FORMAT
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,4 +68,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_scores: np.ndarray | None = None
     """float32 [P]: entry t is log p(token t | tokens 0 … t−1) of its prompt. The first entry of a prompt is 0.
     None = not requested."""
-    format: int = ANSWER_FORMAT
+    prompt_ids: np.ndarray | None = None
+    """int32 [P]: a prompt with images as the model read it, each placeholder replaced. None = as sent."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 2]: (start, end exclusive) of each image in ``prompt_ids``. None without images."""
+    format: int = TEXT_FORMAT

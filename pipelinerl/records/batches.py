@@ -54,5 +54,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     routed_experts: np.ndarray | None = None
     """int16 [T, layers × experts per token]: the experts that the server chose (`finetune.router_replay`). `NOT_ROUTED`
     where it did not say. None: no token has any."""
+    images: tuple[bytes, ...] = ()
+    """The images that its segments show, each once, as encoded files."""
+    image_spans: np.ndarray | None = None
+    """int32 [I, 3]: (index in ``images``, start, end exclusive) of the tokens that stand for each image, ascending, in
+    positions of this micro-batch. None: there are none."""
     sentinel: bool = False
     """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""

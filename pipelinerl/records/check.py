@@ -69,6 +69,7 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
         )
     _check_values(batch, ends, vocab_size, where)
     _check_batch_spans(batch, ends, where)
+    _check_images(batch.image_spans, len(batch.images), num_tokens, where)
 
 
 def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
@@ -80,6 +81,7 @@ def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
         _check_finite_number(reward, f"reward of text {turn}", where)
     for index, sequence in enumerate(rollout.sequences):
         _check_sequence(sequence, f"{where}, sequence {index}", vocab_size)
+        _check_images(sequence.images, len(rollout.images), len(sequence.token_ids), f"{where}, sequence {index}")
         if rollout.rewards != "rollout" and not 0 <= sequence.turn < len(rollout.text_rewards):
             raise RecordError(
                 f"{where}, sequence {index}: begins with text {sequence.turn}, but rewards={rollout.rewards!r} has "
@@ -188,6 +190,19 @@ def _check_routing(routed: np.ndarray | None, num_tokens: int, where: str) -> No
         raise RecordError(
             f"{where}: routed_experts is {routed.dtype} {routed.shape}; it must be an integer array with {num_tokens} "
             "rows"
+        )
+
+
+def _check_images(spans: np.ndarray | None, count: int, num_tokens: int, where: str) -> None:
+    """Checks that spans name one of ``count`` images each, ascend, and lie within the tokens."""
+    if spans is None:
+        return
+    _check_shape(spans, "images", "i", (len(spans), 3), where)
+    edges = [0, *spans[:, 1:].ravel().tolist(), num_tokens]
+    if edges != sorted(edges) or (spans[:, 0] < 0).any() or (spans[:, 0] >= count).any():
+        raise RecordError(
+            f"{where}: the tokens of its images are {spans.tolist()}: they must be (index of {count} images, start, "
+            f"end), ascending, in {num_tokens} tokens"
         )
 
 

@@ -37,9 +37,12 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: np.ndarray | None = None
     """uint8 or int16 [T − 1, layers × experts per token]: the experts that the server chose (`finetune.router_replay`)
     for every token but the last. None: it did not say."""
+    images: np.ndarray | None = None
+    """int32 [I, 3]: (index in the rollout's ``images``, start, end exclusive) of the tokens that stand for each image,
+    ascending, disjoint. None: there are none."""
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that an attempt yields
     """One attempt at one problem. It is ONE member of its group, however many sequences it has."""
 
     attempt: int
@@ -63,6 +66,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Reward mode (docs/algorithms.md §1), the same for all members of a group."""
     text_rewards: tuple[float, ...] = ()
     """`texts`, `steps`: reward of every text, trained or not, indexed by ``turn``. Empty for `rollout`."""
+    images: tuple[bytes, ...] = ()
+    """The images that its sequences show, each once, as encoded files (PNG, JPEG, …)."""
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):

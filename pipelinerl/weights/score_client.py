@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 
 from pipelinerl.errors import ServerError, StreamError, TransportError
-from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest
+from pipelinerl.records.answers import ANSWER_PATH, IMAGE_FORMAT, TEXT_FORMAT, Answer, AnswerRequest
 from pipelinerl.streams.codec import Codec
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -26,6 +26,8 @@ async def score_sequences(
     url: str,
     sequences: Sequence[np.ndarray],
     *,
+    images: tuple[bytes, ...] = (),
+    image_spans: np.ndarray | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[np.ndarray]:
     """Returns the log-probabilities of several sequences' tokens under a server's model, with one request.
@@ -33,7 +35,9 @@ async def score_sequences(
     Args:
         session: the caller's pooled connection.
         url: the server, e.g. ``http://127.0.0.1:8000``.
-        sequences: int [T] each.
+        sequences: int [T] each. With images there is one.
+        images: encoded images of that one.
+        image_spans: int32 [I, 2], the tokens that stand for each.
         timeout_s: deadline of the whole request.
 
     Returns:
@@ -47,9 +51,7 @@ async def score_sequences(
     token_ids = np.concatenate(sequences).astype(np.int32, copy=False)
     lengths = [len(sequence) for sequence in sequences]
     try:
-        request = _request_codec.encode(
-            AnswerRequest(token_ids=token_ids, scores=True, prompt_lengths=np.array(lengths, dtype=np.int32))
-        )
+        request = _encode_request(token_ids, lengths, images, image_spans)
         async with session.post(url + ANSWER_PATH, data=request, timeout=timeout) as response:
             body = await response.read()
             if response.status != 200:
@@ -64,3 +66,18 @@ async def score_sequences(
     if scores is None or scores.dtype != np.float32 or scores.shape != token_ids.shape:
         raise TransportError(f"{len(token_ids)} tokens were sent, {0 if scores is None else scores.size} were scored")
     return np.split(scores, np.cumsum(lengths)[:-1])
+
+
+def _encode_request(
+    token_ids: np.ndarray, lengths: list[int], images: tuple[bytes, ...], image_spans: np.ndarray | None
+) -> bytes:
+    return _request_codec.encode(
+        AnswerRequest(
+            token_ids=token_ids,
+            scores=True,
+            prompt_lengths=np.array(lengths, dtype=np.int32),
+            images=images,
+            image_spans=image_spans,
+            format=IMAGE_FORMAT if images else TEXT_FORMAT,
+        )
+    )

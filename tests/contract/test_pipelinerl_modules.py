@@ -171,21 +171,6 @@ async def test_domain_with_a_judge_of_its_own_runs_unchanged(
     assert result.training_texts[0].metadata["fn_calling"]["partial_score"] == {1.0: 1.0, 0.25: 0.5, -0.5: 0.0}[reward]
 
 
-async def play_with_a_picture(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
-) -> RolloutResult:
-    """A domain of charts, as far as its first call."""
-    picture = {"type": "image_url", "image_url": {"url": "data:image;base64,iVBORw0KGgo="}}
-    content = [picture, {"type": "text", "text": problem["task"]}]
-    call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": content}]), session)
-    raise AssertionError(call)
-
-
-async def test_domain_with_pictures_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(DomainError, match=r"images are not trained.*requests to servers, rollout records and micro-"):
-        await run_rollout(play_with_a_picture, PROBLEM, ["4"])
-
-
 async def test_budget_of_a_call_goes_before_that_of_the_model() -> None:
     llm = FakeLLM.saying(["twelve bytes"] * 2, parameters={"max_tokens": 6})
     async with aiohttp.ClientSession() as session:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.archive import chosen
-from pipelinerl.inspect.decode import BROKEN, TokenText, problem_fields
+from pipelinerl.inspect.decode import BROKEN, TokenText, problem_fields, show_images
 from pipelinerl.inspect.samples import SeenRollout
 from pipelinerl.records import ScoredSequence, TrainingSequence
 
@@ -112,7 +112,7 @@ def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
         "metrics": {name: round(float(value), 4) for name, value in seen.rollout.metrics.items()},
         "problem": {name: _short(value) for name, value in problem_fields(seen.problem).items()},
         "sequences": [
-            sequence_data(sequence, score, advantage, text)
+            sequence_data(sequence, score, advantage, text, seen.rollout.images)
             for sequence, score, advantage in zip(seen.rollout.sequences, scores, advantages, strict=True)
         ],
     }
@@ -124,7 +124,11 @@ def _short(value: Any) -> str:
 
 
 def sequence_data(
-    sequence: TrainingSequence, score: ScoredSequence | None, advantage: float | None, text: TokenText
+    sequence: TrainingSequence,
+    score: ScoredSequence | None,
+    advantage: float | None,
+    text: TokenText,
+    images: Sequence[bytes] = (),
 ) -> dict[str, Any]:
     """Return the tokens of a sequence with their values.
 
@@ -135,6 +139,7 @@ def sequence_data(
     keep = kept_tokens(count)
     cut = int(np.argmax(np.diff(keep) > 1)) + 1 if len(keep) < count else count
     pieces = [piece for part in (keep[:cut], keep[cut:]) for piece in text.pieces(sequence.token_ids[part].tolist())]
+    show_images(pieces, keep, sequence, images)
     lengths = sequence.spans[:, 1] - sequence.spans[:, 0]
     positions = np.concatenate(
         [np.arange(start, end) for start, end, _ in sequence.spans.tolist()] or [np.empty(0, int)]

@@ -171,7 +171,7 @@ async def test_message_edited_after_the_call_is_a_new_prompt() -> None:
     assert "omitted" in TOKENIZER.decode(rollout.sequences[1].token_ids)
 
 
-async def test_list_of_parts_renders_like_its_text_and_images_are_refused() -> None:
+async def test_list_of_parts_renders_like_its_text_and_no_image_is_refused() -> None:
     llm = FakeLLM.saying(["a"] * 2, tokenizer=TOKENIZER)
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     one = await say(llm, [{"role": "user", "content": parts}])
@@ -179,7 +179,7 @@ async def test_list_of_parts_renders_like_its_text_and_images_are_refused() -> N
     assert one.call_tokens is not None
     assert other.call_tokens is not None
     np.testing.assert_array_equal(one.call_tokens.prompt_ids, other.call_tokens.prompt_ids)
-    with pytest.raises(DomainError, match="type 'image_url'"):
+    with pytest.raises(DomainError, match="type 'image_url' that holds no image"):
         await say(llm, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 

@@ -213,3 +213,42 @@ def test_text_with_other_tokens_than_the_server_saw_has_no_experts() -> None:
     assert sequence.routed_experts is None
     (sequence,) = rollout(routed(text([1], [2]), [5]), text([1, 2, 3], [4])).sequences
     assert sequence.routed_experts is None
+
+
+def seen(prompt: list[int], sampled: list[int], *images: tuple[bytes, int, int]) -> TrainingText:
+    """A text whose prompt shows images: (file, start, end exclusive)."""
+    made = text(prompt, sampled)
+    assert made.call_tokens is not None
+    spans = np.array([image[1:] for image in images], dtype=np.int32)
+    made.attach(replace(made.call_tokens, images=tuple(image[0] for image in images), image_spans=spans))
+    return made
+
+
+def test_images_are_stored_once_per_rollout_with_the_tokens_of_each() -> None:
+    """The second turn continues the first. The third shows one of their images elsewhere."""
+    made = rollout(
+        seen([1, 9, 9, 2], [3], (b"a", 1, 3)),
+        seen([1, 9, 9, 2, 3, 9, 4], [5], (b"a", 1, 3), (b"b", 5, 6)),
+        seen([9, 2], [7], (b"b", 0, 1)),
+    )
+    assert made.images == (b"a", b"b")
+    joined, other = made.sequences
+    assert joined.images is not None
+    assert joined.images.tolist() == [[0, 1, 3], [1, 5, 6]]
+    assert joined.spans[:, :2].tolist() == [[4, 5], [7, 8]]
+    assert other.images is not None
+    assert other.images.tolist() == [[1, 0, 1]]
+
+
+def test_equal_tokens_of_different_images_are_not_one_sequence() -> None:
+    made = rollout(seen([1, 9], [3], (b"a", 1, 2)), seen([1, 9, 3, 4], [5], (b"b", 1, 2)))
+    assert [len(sequence.token_ids) for sequence in made.sequences] == [3, 5]
+    assert rollout(text([1], [2])).sequences[0].images is None
+
+
+def test_text_whose_image_tokens_were_replaced_is_refused() -> None:
+    edited = seen([1, 9], [3], (b"a", 1, 2))
+    edited.input_ids = [1, 8, 3]
+    edited.labels = [-100, -100, 3]
+    with pytest.raises(RecordError, match=r"training_texts\[0\].input_ids differ from the call's, which has images"):
+        rollout(edited)

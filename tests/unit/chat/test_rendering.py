@@ -1,10 +1,15 @@
-"""Only text is rendered; an image is refused with what it would take."""
+"""Text and images of messages become tokens, and what is neither is refused."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from pipelinerl.chat.rendering import ChatRenderer
+from pipelinerl.chat.rendering import ChatRenderer, Turn, extend
+from pipelinerl.chat.tool_calls import read_plain
 from pipelinerl.errors import DomainError
 from pipelinerl.testing import byte_tokenizer
+from tests.vision import tokenizer_with_images
 
 
 class Picture:
@@ -19,20 +24,63 @@ def test_parts_of_text_are_rendered() -> None:
     assert "user\nseen<" in render({"type": "text", "text": "seen"})
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
-        {"type": "image", "image": Picture()},
-    ],
-)
-def test_image_is_refused_with_what_is_missing(part: dict) -> None:
-    with pytest.raises(DomainError, match=r"images are not trained\. .* records and micro-batches do not carry"):
+IMAGE = {"type": "image", "image": b"first"}
+OTHER = {"type": "image_url", "image_url": {"url": "data:image/png;base64,c2Vjb25k"}}
+
+
+def with_placeholder(folder: Path) -> ChatRenderer:
+    """A renderer of a model whose images stand at one token."""
+    return ChatRenderer(tokenizer_with_images(folder))
+
+
+def test_images_are_found_with_the_tokens_that_stand_for_them(tmp_path: Path) -> None:
+    renderer = with_placeholder(tmp_path)
+    content = [IMAGE, {"type": "text", "text": "ab"}, OTHER]
+    rendered = renderer.render([{"role": "user", "content": content}], None, {})
+    assert rendered.text.startswith("<|im_start|>user\n<image>ab<image><|im_end|>")
+    assert rendered.images == (b"first", b"second")
+    # one token of the mark, five of "user\n", then the image, two of "ab" and the other image
+    assert rendered.image_spans.tolist() == [[6, 7], [9, 10]]
+
+
+def test_placeholder_in_a_text_is_refused_beside_an_image(tmp_path: Path) -> None:
+    renderer = with_placeholder(tmp_path)
+    content = [{"type": "text", "text": "<image>"}, IMAGE]
+    with pytest.raises(DomainError, match="1 images and 2 times the token"):
+        renderer.render([{"role": "user", "content": content}], None, {})
+
+
+def test_later_turn_keeps_the_tokens_of_its_images_and_finds_the_new_ones(tmp_path: Path) -> None:
+    """The model has sampled the placeholder, which is no image."""
+    renderer = with_placeholder(tmp_path)
+    asked = [{"role": "user", "content": [IMAGE]}]
+    first = renderer.render(asked, None, {})
+    expanded = np.concatenate((first.token_ids[:6], [7, first.token_ids[6], 7], first.token_ids[7:])).astype(np.int32)
+    sampled = renderer.encode("<image>y<|im_end|>")
+    turn = Turn(
+        asked, None, expanded, sampled, "<image>y", "<|im_end|>", read_plain("<image>y"), read_plain,
+        image_spans=np.array([[6, 9]], dtype=np.int32),
+    )  # fmt: skip
+    messages = [*asked, {"role": "assistant", "content": "<image>y"}, {"role": "user", "content": [OTHER]}]
+    extended = extend(renderer, [turn], messages, None, {})
+    assert extended is not None
+    rendered, continued = extended
+    assert continued is turn
+    before = len(expanded) + len(sampled)
+    np.testing.assert_array_equal(rendered.token_ids[:before], [*expanded, *sampled])
+    # "\n" ends the answer, one token of the mark, five of "user\n", then the new image
+    assert rendered.image_spans.tolist() == [[6, 9], [before + 7, before + 8]]
+    assert rendered.images == (b"first", b"second")
+
+
+@pytest.mark.parametrize("part", [IMAGE, OTHER])
+def test_image_for_a_model_of_text_is_refused(part: dict) -> None:
+    with pytest.raises(DomainError, match=r"no `image_token_id` in its config.json: use a model that takes images"):
         render(part)
 
 
 def test_other_values_are_refused_as_they_are() -> None:
-    with pytest.raises(DomainError, match="of type 'audio'; only parts of type 'text'"):
+    with pytest.raises(DomainError, match="of type 'audio'; only text and images"):
         render({"type": "audio"})
     with pytest.raises(DomainError, match="plain JSON values"):
         render({"type": "text", "text": "x", "more": Picture()})

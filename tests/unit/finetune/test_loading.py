@@ -13,7 +13,7 @@ from pipelinerl.finetune.architecture import small_copy
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.loading import WeightFiles, load_model, stream_weights
-from pipelinerl.finetune.model import Policy, empty_lm, is_empty, load_lm
+from pipelinerl.finetune.model import Policy, Tokens, empty_lm, is_empty, load_lm
 from tests.models import make_qwen2, save_qwen2
 
 CPU = torch.device("cpu")
@@ -40,7 +40,8 @@ def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: b
     buffers = dict(engine.policy.named_buffers())
     assert all(torch.equal(buffers[name], values) for name, values in whole.named_buffers())
     ids, positions = torch.arange(9)[None], torch.arange(9)[None]
-    assert torch.equal(engine.policy.hidden_states(ids, positions), whole.hidden_states(ids, positions))
+    tokens = Tokens(ids, positions)
+    assert torch.equal(engine.policy.hidden_states(tokens), whole.hidden_states(tokens))
     assert engine.policy.lm.generation_config.to_dict() == whole.lm.generation_config.to_dict()
 
 

@@ -1,12 +1,22 @@
 """Tokens as text: pieces add up to the text, characters of several tokens stay whole, templates become messages."""
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipelinerl.inspect.decode import TokenText, messages_in, problem_fields, sampled_mask
+from pipelinerl.inspect.decode import (
+    TokenText,
+    messages_in,
+    pieces_of,
+    problem_fields,
+    sampled_mask,
+    show_images,
+    text_of,
+)
 from pipelinerl.records import TrainingSequence
 from tests.run_folder import make_tokenizer
+from tests.vision import picture
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +113,20 @@ def test_text_at_once_is_the_pieces_joined() -> None:
     ids = text.encode("<|im_start|>user\né 漢字 <b>1</b> 🙂<|im_end|>\n the answer")
     assert text.text(ids) == "".join(text.pieces(ids))
     assert text.text([]) == ""
+
+
+def test_image_is_shown_as_its_size_in_place_of_its_tokens(text: TokenText) -> None:
+    ids = text.encode("abcdefgh")
+    plain = TrainingSequence(
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        spans=np.zeros((0, 3), np.int32),
+        finish_reason="stop",
+    )
+    assert pieces_of(plain, (), text) == text.pieces(ids)
+    shown = msgspec.structs.replace(plain, images=np.array([[1, 1, 3]], np.int32))
+    pieces = pieces_of(shown, (b"unused", picture(6, 4)), text)
+    assert pieces == [text.pieces(ids)[0], "[image 6×4]", "", *text.pieces(ids)[3:]]
+    assert text_of(shown, (b"unused", picture(6, 4)), text) == "".join(pieces)
+    cut = show_images(["a", "x", "b"], np.array([0, 2, 7]), shown, (b"unused", b"no image"))
+    assert cut == ["a", "[image that cannot be decoded]", "b"]

@@ -104,7 +104,7 @@ def test_every_key_is_carried_or_told() -> None:
         "me": {"job_idx": None},
         "preprocess": {"n_workers": 8, "ring_buffer_size": 128},
         "debug": {"mode": "open_loop", "use_existing_llms": True},
-        "finetune": {"model_class": "vision2seq-language-modeling"},
+        "finetune": {"model_class": "seq2seq-language-modeling"},
     }
     new = migrate(experiment({"/domain_mix": "base"}, **keys))
     told = "\n".join([*new.needless, *new.missing, *new.changed])
@@ -117,7 +117,7 @@ def test_every_key_is_carried_or_told() -> None:
         "domain_mix",
     ):
         assert name in told
-    assert any(line.startswith("finetune.model_class: vision2seq") for line in new.missing)
+    assert any(line.startswith("finetune.model_class: seq2seq") for line in new.missing)
     assert new.values["actor.rollout_policy"] == "os.getcwd"
 
 

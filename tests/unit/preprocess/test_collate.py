@@ -175,3 +175,23 @@ def test_experts_lie_at_their_tokens_and_are_unknown_elsewhere() -> None:
         check_micro_batch(msgspec.structs.replace(record, routed_experts=record.routed_experts[1:]), vocab_size=100)
     ((plain,),) = collate(replace(batch, samples=(A,)), Collation(num_ranks=1, seq_length=8))
     assert plain.routed_experts is None
+
+
+def test_collate_puts_each_image_once_and_shifts_the_places_of_its_tokens():
+    """Two attempts at one problem show the same image, the second another one too."""
+
+    def showing(sample: Sample, files: tuple[bytes, ...], rows: list[list[int]]) -> Sample:
+        index, first = sample.sequences[0]
+        shown = msgspec.structs.replace(first, images=np.array(rows, np.int32))
+        return replace(sample, images=files, sequences=((index, shown), *sample.sequences[1:]))
+
+    samples = (showing(A, (b"x",), [[0, 0, 1]]), showing(B, (b"y", b"x"), [[1, 0, 1], [0, 1, 2]]))
+    batch = OptimizerBatch(step=6, samples=samples, next_source=(0, 2))
+    ((mb,),) = collate(batch, Collation(num_ranks=1, seq_length=10))
+    assert mb.segment_lengths.tolist() == [5, 3, 2]
+    assert mb.images == (b"x", b"y")
+    assert mb.image_spans is not None
+    assert mb.image_spans.tolist() == [[0, 0, 1], [0, 8, 9], [1, 9, 10]]
+    check_micro_batch(mb, vocab_size=100)
+    ((without,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10))
+    assert (without.images, without.image_spans) == ((), None)

@@ -1,5 +1,6 @@
 """What the bound on the lag takes away, by hand and by brute force."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -94,3 +95,16 @@ def test_deciles_say_nothing_before_there_are_enough_rollouts() -> None:
     for length in range(99):
         deciles.add(length, 20, 1.0)
     assert (deciles.values(), deciles.warning(deciles.values(), 8)) == ({}, None)
+
+
+def test_sequence_that_loses_old_tokens_keeps_its_images_and_its_experts() -> None:
+    whole = sequence([(1, 4, 2), (4, 6, 5)])
+    shown = msgspec.structs.replace(
+        whole, images=np.array([[0, 0, 1]], np.int32), routed_experts=np.ones((11, 2), np.uint8)
+    )
+    found = without_old_tokens(sample(shown), 5)
+    assert found is not None
+    ((_, left),) = found.sequences
+    assert left.spans.tolist() == [[4, 6, 5]]
+    assert left.images is shown.images
+    assert left.routed_experts is shown.routed_experts

@@ -175,3 +175,29 @@ def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: di
 def test_check_bad_micro_batch_is_refused_with_its_identity(fields: dict[str, Any], message: str):
     with pytest.raises(RecordError, match=f"^micro-batch [01] of step 4.*{message}"):
         check_micro_batch(msgspec.structs.replace(BATCH, **fields), vocab_size=6)
+
+
+IMAGES = [
+    ([[1, 0, 1]], "of 1 images"),
+    ([[-1, 0, 1]], "of 1 images"),
+    ([[0, 1, 9]], "in [56] tokens"),
+    ([[0, 1, 2], [0, 0, 1]], "ascending"),
+    ([[0, 1]], "array of shape"),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), IMAGES)
+def test_image_outside_the_tokens_or_the_files_is_refused(rows: list[list[int]], message: str) -> None:
+    spans = np.array(rows, np.int32)
+    sequence = msgspec.structs.replace(SEQUENCE, images=spans)
+    rollout = msgspec.structs.replace(ROLLOUTS[0], images=(b"a",), sequences=(sequence,))
+    group = msgspec.structs.replace(GROUP, rollouts=(rollout, ROLLOUTS[1]))
+    with pytest.raises(RecordError, match=f"attempt 0, sequence 0.*{message}"):
+        check_group(group, vocab_size=100, attempts=2)
+    with pytest.raises(RecordError, match=f"micro-batch 0 of step 4.*{message}"):
+        check_micro_batch(msgspec.structs.replace(BATCH, images=(b"a",), image_spans=spans), vocab_size=100)
+
+
+def test_image_within_the_tokens_passes() -> None:
+    spans = np.array([[0, 0, 1]], np.int32)
+    check_micro_batch(msgspec.structs.replace(BATCH, images=(b"a",), image_spans=spans), vocab_size=100)

@@ -1,0 +1,154 @@
+"""Random models of any architecture that are as small as their code allows, for checks of the architecture."""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.model import auto_class, decoder_layers
+
+log = logging.getLogger(__name__)
+
+MAX_PARAMETERS = 2**30
+"""Largest number of parameters in a copy. A larger one would take too much of the launcher's memory."""
+
+SIZES = {
+    **{"vocab_size": 256, "vocab_size_per_layer_input": 256, "sliding_window": 5, "attention_chunk_size": 5},
+    **{"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "chunk_size": 16, "mamba_chunk_size": 16},
+    **{"attn_logit_softcapping": 2.0},
+}
+"""Largest values in a copy. Windows are narrower than documents and caps lower than scores, to have an effect."""
+
+
+def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A random float32 model of the same architecture, as small as its code allows.
+
+    Raises:
+        ConfigError: no smaller configuration can be computed.
+    """
+    problems = []
+    for small in small_configs(config):
+        try:
+            lm = _build(_shortened(small, trust_remote_code), trust_remote_code)
+            ids = torch.ones(1, 2, dtype=torch.int64)
+            with torch.no_grad():
+                lm.eval()(input_ids=ids, use_cache=False)
+        except Exception as error:  # incompatible sizes may raise anything in the model's code
+            problems.append(f"{type(error).__name__}: {error}")
+            log.debug("event=no_copy_of_this_size", exc_info=True)
+            continue
+        randomise(lm)
+        return lm
+    raise ConfigError(f"model_path: no small copy of {config.model_type} can be computed: {problems[-1]}")
+
+
+def small_configs(config: Any) -> Iterator[Any]:
+    """Smaller configurations of one architecture: first the narrowest, last the unchanged one."""
+    for narrow in (_narrow_head_size, _narrow_heads, _narrow_hidden, lambda _: None):
+        small = copy.deepcopy(config)
+        text = small.get_text_config()
+        for other in (x for x in vars(small).values() if hasattr(x, "num_hidden_layers") and x is not text):
+            other.num_hidden_layers = 1
+        for name, limit in SIZES.items():
+            value = getattr(text, name, None)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(text, name, min(value, limit))
+        for part in (small, text):
+            _fit_token_ids(part, text.vocab_size)
+        with contextlib.suppress(Exception):  # heads have other names, or differ between layers
+            narrow(text)
+            yield small
+    yield copy.deepcopy(config)
+
+
+def _narrow_head_size(text: Any) -> None:
+    if vars(text).get("head_dim"):
+        text.head_dim = min(text.head_dim, 32)
+    _narrow_heads(text)
+
+
+def _narrow_heads(text: Any) -> None:
+    """Keep at most two key-value heads with two query heads each."""
+    if not getattr(text, "num_attention_heads", None):
+        return
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    small_kv = min(kv_heads, 2)
+    text.num_attention_heads = small_kv * min(heads // kv_heads, 2)
+    if getattr(text, "num_key_value_heads", None):
+        text.num_key_value_heads = small_kv
+    text.hidden_size = text.num_attention_heads * head_dim
+
+
+def _narrow_hidden(text: Any) -> None:
+    """Narrow the hidden size, for models that derive the sizes of their heads from it."""
+    text.hidden_size = max(text.hidden_size // 16, 64)
+
+
+def _fit_token_ids(config: Any, vocab_size: int) -> None:
+    for name in [n for n in vars(config) if n.endswith(("_token_id", "_token_index"))]:
+        value = getattr(config, name)
+        if name == "pad_token_id" and value is not None:
+            config.pad_token_id = 0
+        elif isinstance(value, int) and value >= vocab_size:
+            setattr(config, name, vocab_size - 1)
+
+
+def _shortened(config: Any, trust_remote_code: bool) -> Any:
+    """Keep the first layers up to one of each kind, or all if the configuration counts layers from the end."""
+    text = config.get_text_config()
+    if getattr(text, "num_kv_shared_layers", 0):
+        return config
+    with torch.device("meta"):
+        layers = decoder_layers(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+    kinds = [_kind(layer) for layer in layers]
+    needed = max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    total = text.num_hidden_layers
+    if len(layers) != total or needed >= total:
+        return config
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(text, name, type(value)(value[:needed]))
+    text.num_hidden_layers = needed
+    return config
+
+
+def _kind(layer: nn.Module) -> str:
+    """A text that two layers share if their types, settings and shapes are equal. Ignores the layer's index."""
+    modules = []
+    for name, module in layer.named_modules():
+        settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and "idx" not in k}
+        modules.append((name, type(module).__name__, sorted(settings.items())))
+    return repr((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))
+
+
+def _build(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    with torch.device("meta"):
+        planned = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    count = sum(p.numel() for p in planned.parameters())
+    if count > MAX_PARAMETERS:
+        raise ConfigError(f"the copy has {count} parameters, more than {MAX_PARAMETERS}")
+    return auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+@torch.no_grad()
+def randomise(lm: PreTrainedModel) -> None:
+    """Set random weights with which every part affects the result.
+
+    Matrices preserve the scale of activations. Vectors are halved and get noise. Without the halving, normalised
+    queries and keys give scores so large that rounding errors grow from layer to layer.
+    """
+    for parameter in lm.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.mul_(0.5).add_(0.1 * noise)
