@@ -149,7 +149,7 @@ def build_app(blocked_s: list[float]) -> FastAPI:
 
 def serve(connection: Connection) -> None:
     """Serves until the connection says something."""
-    from client import watch
+    from benchmarks.client import watch
 
     blocked_s = [0.0]
     server = uvicorn.Server(uvicorn.Config(build_app(blocked_s), log_level="error", lifespan="off"))

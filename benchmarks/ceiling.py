@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import client
 import msgspec
 import numpy as np
 import uvloop
 from preprocess import through_bytes
 from synthetic_groups import group_of, make_sequence
 
+from benchmarks import client
 from pipelinerl.actor.messages import FromWorker, RolloutDone
 from pipelinerl.preprocess.collate import Collation
 from pipelinerl.preprocess.samples import Shaping

@@ -205,7 +205,7 @@ def served() -> Iterator[str]:
 
 def serve(connection: Connection) -> None:
     """The server's process. Only there is vLLM imported: a collection of its million objects would block the client."""
-    import answer_server
+    from benchmarks import answer_server
 
     answer_server.serve(connection)
 

@@ -1,6 +1,6 @@
 """CPU that spans cost: a worker's and a trainer's with and without them, in turn, in one run.
 
-    python benchmarks/tracing.py --json benchmarks/tracing.json
+    python -m benchmarks.tracing --json benchmarks/tracing.json
 
 - `worker`: rollouts of one call through the worker's executor against our route in another process, as in
   ``benchmarks/client.py``, with two spans each. `share` relates the difference to the CPU of worker and server, which
@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import client
 import torch
 import uvloop
-from synthetic_batches import make_samples, pack, split_evenly
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks import client
+from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
@@ -37,7 +37,7 @@ from pipelinerl.observability import spans
 
 LENGTHS = (8, 1000)
 """Completion tokens: the quickstart's, and a short answer's."""
-VOCAB, SEQUENCES, STEPS = 64, 64, 20
+VOCAB, SEQUENCES, STEPS = 64, 64, 8
 SPANS = 20_000
 
 

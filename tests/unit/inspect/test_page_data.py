@@ -15,7 +15,7 @@ from pipelinerl.inspect.page import browser, build, data
 from pipelinerl.inspect.samples import SeenRollout
 from pipelinerl.records import EvaluationDone, Rollout, ScoredSequence, TrainingSequence
 from pipelinerl.streams import set_streams_backend
-from tests.run_folder import Story, make_run, make_tokenizer
+from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,15 @@ def test_build_page_stays_within_its_size(run_dir: Path, monkeypatch: pytest.Mon
     assert len(page) <= build.MAX_PAGE_BYTES
     document = json.loads(gzip.decompress(build.encode([run])))
     assert document["runs"][0]["name"] == "run"
+
+
+def test_page_of_ten_thousand_rollouts_is_five_megabytes_at_most(tmp_path: Path) -> None:
+    steps = 10_000 // (GROUPS * ATTEMPTS)
+    run_dir = make_run(tmp_path / "run", Story(steps=steps, said=" and so on" * 40))
+    run = build.collect(run_dir)
+    assert " of 10,000 training rollouts" in run["note"]
+    assert len({one["step"] for one in run["rollouts"]}) >= 50
+    assert 10**6 < len(build.build_page([run])) <= 5 * 2**20
 
 
 def test_build_page_what_a_model_says_cannot_leave_the_data(run_dir: Path) -> None:
