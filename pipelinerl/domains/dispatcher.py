@@ -4,6 +4,7 @@ Each domain's share of the training follows from the problems that the loader re
 that already mix domains. To mix domains by weight, use `domains` of the configuration instead.
 """
 
+import inspect
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ from pipelinerl.config.load import resolve_function
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
+from pipelinerl.utils import resolve_environment_key
 
 _registered: dict[str, str] = {}
 
@@ -34,13 +36,13 @@ def register_domain_rollout(domain: str, target: str) -> None:
 async def generate_multidomain_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """Runs the rollout function of the problem's domain.
+    """Runs the rollout function of the problem's domain. A problem without one is of the run's environment.
 
     Raises:
         DomainError: the problem names no domain, or one without a rollout function.
     """
     functions = {**(OmegaConf.select(cfg, "actor.domain_rollouts") or {}), **_registered}
-    domain = problem.get("domain")
+    domain = problem.get("domain") or resolve_environment_key(cfg)
     if domain not in functions:
         raise DomainError(
             f"problem['domain'] is {domain!r}: `actor.domain_rollouts` has {sorted(functions)}; add it there"
@@ -49,6 +51,7 @@ async def generate_multidomain_rollout(
         function = resolve_function(functions[domain])
     except ConfigError as error:
         raise DomainError(f"`actor.domain_rollouts.{domain}`: {error}") from error
-    result = await function(cfg, llm, problem, session)
+    played = function(cfg, llm, problem, session)
+    result: RolloutResult = await played if inspect.isawaitable(played) else played
     result.domain = result.domain or domain
     return result

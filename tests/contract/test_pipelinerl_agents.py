@@ -1,12 +1,18 @@
-"""Agents of tapeagents ask the model of a rollout by `agenerate`. What would train other tokens is refused."""
+"""Agents of tapeagents ask the model of a rollout by `agenerate`. What would train other tokens is refused.
+
+Also the dispatcher's less usual ways: a function that is not async, and problems without a domain.
+"""
 
 import aiohttp
 import pytest
+from omegaconf import DictConfig
 from pydantic import BaseModel
 
 from pipelinerl.async_llm import make_training_texts_from_llm_calls
+from pipelinerl.domains.dispatcher import generate_multidomain_rollout
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import LLMStream, Prompt, TrainableLLM
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import FakeLLM
 
 
@@ -48,3 +54,18 @@ def test_calls_that_block_or_tokenise_again_are_refused_with_the_way_to_go() -> 
         llm.generate(Prompt(messages=MESSAGES))
     with pytest.raises(DomainError, match="store_llm_calls"):
         llm.make_training_text(Prompt(messages=MESSAGES), None)
+
+
+def play_without_the_model(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession
+) -> RolloutResult:
+    metrics = BaseMetrics(reward=0.0, success=False, no_error=True, no_answer=True)
+    return RolloutResult(training_texts=[], metrics=metrics, latency=0.0)
+
+
+async def test_problem_without_a_domain_is_of_the_runs_environment() -> None:
+    name = f"{__name__}.{play_without_the_model.__name__}"
+    cfg = DictConfig({"actor": {"domain_rollouts": {"riddles": name}}, "environment_key": "riddles"})
+    async with aiohttp.ClientSession() as session:
+        result = await generate_multidomain_rollout(cfg, FakeLLM.saying([]), {"task": "?"}, session)
+    assert (result.domain, result.metrics.no_answer) == ("riddles", True)

@@ -158,8 +158,9 @@ def test_example_of_the_readme_is_trained_after_the_migration_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["guessing", "counting", "math", "coding", "mixed"])
 def test_every_experiment_of_an_old_folder_is_shown_by_a_dry_run(
-    name: str, new_folder: Path, capsys: pytest.CaptureFixture[str]
+    name: str, new_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     overrides = [f"output_dir={new_folder / 'run'}", "dry_run=true", "world.gpus_per_node=8", "wandb.mode=disabled"]
     umask = os.umask(0o077)
     try:
