@@ -148,7 +148,8 @@ class StruckRun:  # structure: a launcher's process, what it said, and what was 
             for line in stream:
                 if line.endswith(b"\n"):
                     self._read_to += len(line)
-                    self._last_step = max(self._last_step, json.loads(line)["step"])
+                    with contextlib.suppress(json.JSONDecodeError):  # a cut of the power may leave anything
+                        self._last_step = max(self._last_step, json.loads(line)["step"])
         return self._last_step >= step
 
     def job(self, name: str) -> StatusRecord | None:
