@@ -148,7 +148,7 @@ def _is_bound(name: str) -> bool:
     return name.startswith(".") or (row is not None and row.new is None and row.fate != "own")
 
 
-def _select(container: Mapping[str, Any], key: str) -> Any:
+def _select(container: Mapping[Any, Any], key: str) -> Any:
     value: Any = container
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
