@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def push(
     weights = {"w": torch.zeros(num_bytes, dtype=torch.uint8)}
     specs = [spec_of(*item) for item in weights.items()]
     settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=TIMEOUT_S, stall_s=60.0)
-    origins = [Origin(settings, sender="fan-out", rank=rank, ranks=ranks) for rank in range(ranks)]
+    name = uuid.uuid4().hex  # receivers still have the bytes of the push before
+    origins = [Origin(settings, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
     for origin in origins:
         origin.giver._pace = Uplink(rate)
     others = [origin.address for origin in origins[1:]]

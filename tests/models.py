@@ -4,7 +4,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "gemma": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+"""Families whose weights vLLM splits over the workers of a server, each in another way."""
+
+
+def make_family(name: str) -> PreTrainedModel:
+    """A float32 model of one of the `FAMILIES`, of a size that vLLM can split into four."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    others = {"initializer_range": 0.2, "max_position_embeddings": 4096, "eos_token_id": 0, "bos_token_id": None}
+    config = AutoConfig.for_model(name, **(sizes | heads | others | {"pad_token_id": None} | FAMILIES[name]))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def make_qwen2(

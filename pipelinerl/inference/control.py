@@ -117,10 +117,11 @@ class UpdateControl:
             swap_ms=swap_ms,
             transfer_ms=max(worker.transfer_ms for worker in staged),
             prepare_ms=max(worker.prepare_ms for worker in staged),
+            staged_bytes=max(worker.staged_bytes for worker in staged),
         )
         log.info(
-            "event=weights_live version=%d pause_ms=%.1f swap_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f",
-            *(answer.version, pause_ms, swap_ms, answer.transfer_ms, answer.prepare_ms),
+            "event=weights_live version=%d pause_ms=%.1f swap_ms=%.1f transfer_ms=%.1f prepare_ms=%.1f staged_bytes=%d",
+            *(answer.version, pause_ms, swap_ms, answer.transfer_ms, answer.prepare_ms, answer.staged_bytes),
         )
         return answer
 
@@ -196,11 +197,11 @@ def _failed(reason: str, status: int) -> UpdateFailed:
 
 
 def combined(checks: Sequence[WeightCheck]) -> WeightCheck:
-    """Combines the workers' answers. The checksum is empty if the workers received different bytes."""
-    checksums = {check.checksum for check in checks}
+    """Combines the workers' answers. A checksum that is none says that the workers received different bytes."""
+    checksums = {check.checksum for check in checks if check.checksum}
     return WeightCheck(
         is_checked=all(check.is_checked for check in checks),
-        checksum=checksums.pop() if len(checksums) == 1 else "",
+        checksum=" and ".join(sorted(checksums)),
         differing=tuple(sorted({name for check in checks for name in check.differing})),
         unlearned=tuple(sorted({name for check in checks for name in check.unlearned})),
         check_ms=max(check.check_ms for check in checks),

@@ -253,7 +253,7 @@ class Attestor:
         if check.differing:
             more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
             return f"{check.differing[0]}{more} are not the bytes that it received"
-        if check.is_checked and check.checksum != expected.checksum.result(self._timeout_s):
+        if check.is_checked and check.checksum and check.checksum != expected.checksum.result(self._timeout_s):
             return f"received other bytes: checksum {check.checksum} instead of {expected.checksum.result()}"
         proved = check.is_checked and not check.unlearned
         if expected.scores is not None:

@@ -13,6 +13,8 @@ from pipelinerl.weights.protocol import Address, Part
 
 BACKUPS = 3
 """Number of earlier workers that a worker may pull from if its first source fails. The trainer is the last resort."""
+NEIGHBOURS = 32
+"""So many earlier workers of the same server are asked first."""
 PIPELINE_SHARE = 16
 """The last worker of a chain ends at most 1 / this of a transfer's duration after the first."""
 MIN_BUCKET_BYTES = 128 << 10
@@ -58,12 +60,12 @@ def chain(servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable:
     for stripe, ((start, end), origin) in enumerate(origins):
         first = stripe * reliable // len(origins)
         order = [*range(first, reliable), *range(first), *range(reliable, len(servers))]
-        before: list[Address] = []
+        before: list[Server] = []
         for index in order:
-            for worker, address in enumerate(servers[index]):
-                sources = (*before[: -BACKUPS - 2 : -1], origin)
+            for worker in range(len(servers[index])):
+                sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
                 parts[index][worker].append(Part(start=start, end=end, sources=sources))
-                before.append(address)
+            before.append(servers[index])
     return [tuple(tuple(worker) for worker in server) for server in parts]
 
 
@@ -71,6 +73,15 @@ def join(server: Server, holders: Sequence[Server], origins: Sequence[Stripe]) -
     """Returns the route of a late server: from ``holders``, which have the bytes already, then from the trainer."""
     parts: list[tuple[Part, ...]] = []
     for worker in range(len(server)):
-        near = [*reversed(server[:worker]), *(holder[worker % len(holder)] for holder in holders)][: BACKUPS + 1]
+        near = _near(server, worker, holders)
         parts.append(tuple(Part(start=s, end=e, sources=(*near, origin)) for (s, e), origin in origins))
     return tuple(parts)
+
+
+def _near(server: Server, worker: int, others: Sequence[Server]) -> list[Address]:
+    """Returns the sources of a worker before the trainer, nearest first.
+
+    Earlier workers of the same server have the same bytes if they are replicas, or if all of them keep the whole
+    version. Those that keep another shard refuse at once. Workers with the same number keep the same shard.
+    """
+    return [*server[max(worker - NEIGHBOURS, 0) : worker][::-1], *(other[worker % len(other)] for other in others)]

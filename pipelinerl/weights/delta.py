@@ -52,7 +52,16 @@ def _encode_segment(old: np.ndarray, new: np.ndarray, start: int) -> tuple[np.nd
 def apply_delta(buffer: torch.Tensor, payload: torch.Tensor) -> None:
     """Applies the delta in place to ``buffer``, which holds the base. Raises ``ValueError`` for a malformed payload."""
     words = buffer.view(torch.int16)
-    num_chunks = _num_chunks(words.numel())
+    places, values = changed_words(payload, words.numel())
+    words[places.to(words.device)] = values.to(words.device)
+
+
+def changed_words(payload: torch.Tensor, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the places of the changed words in a buffer of ``num_words``, rising, and their values (int64, int16).
+
+    Raises ``ValueError`` for a malformed payload.
+    """
+    num_chunks = _num_chunks(num_words)
     counts = payload[: 4 * num_chunks].view(torch.int32).long()
     body = payload[4 * num_chunks :].view(torch.int16)
     changed = body.numel() // 2
@@ -60,7 +69,7 @@ def apply_delta(buffer: torch.Tensor, payload: torch.Tensor) -> None:
         raise ValueError(f"delta payload announces {int(counts.sum())} changed words and carries {changed}")
     chunk = torch.repeat_interleave(torch.arange(num_chunks), counts)
     places = (chunk << CHUNK_BITS) | (body[:changed].long() & (CHUNK_WORDS - 1))
-    words[places.to(words.device)] = body[changed:].to(words.device)
+    return places, body[changed:]
 
 
 def _num_chunks(num_words: int) -> int:

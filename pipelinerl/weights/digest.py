@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipelinerl.weights.layout import torch_dtype
 from pipelinerl.weights.protocol import ParamSpec
@@ -93,19 +94,37 @@ class LoadPlan:
     copies: tuple[Copy, ...]
     unlearned: tuple[str, ...]
     """Live parameters that are not pure copies of sent parameters."""
+    computed: frozenset[str] = frozenset()
+    """Sent parameters that a loader computes with, or of which nobody knows where they go."""
+
+    @classmethod
+    def unknown(cls, model: nn.Module, specs: Sequence[ParamSpec]) -> "LoadPlan":
+        """Returns the plan of a model whose loaders cannot run without memory."""
+        return cls((), tuple(name for name, _ in model.named_parameters()), frozenset(spec.name for spec in specs))
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every assignment to an existing tensor."""
+    """Records every assignment to an existing tensor, and which sent tensors go elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        sent: names of the sent tensors by their storage.
+    """
+
+    def __init__(self, sent: Mapping[int, str]) -> None:
         super().__init__()
+        self._sent = sent
         self.assignments: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.computed: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self.assignments.append((args[0], args[1]))
-        return func(*args, **(kwargs or {}))
+            return result
+        if not func.is_view:
+            given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+            self.computed |= {self._sent[storage] for storage in given & self._sent.keys()}
+        return result
 
 
 def learn(
@@ -120,12 +139,13 @@ def learn(
     sources = [(spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")) for spec in specs]
     sent = {_storage(tensor): name for name, tensor in sources}
     live = {_storage(parameter): name for name, parameter in model.named_parameters()}
-    with _Recorder() as recorder:
+    with _Recorder(sent) as recorder:
         load(iter(sources))
-    copies, computed = [], set()
+    copies, computed, used = [], set(), recorder.computed
     for target, source in recorder.assignments:
         name, origin = live.get(_storage(target)), source is not None and sent.get(_storage(source))
         if name is None:
+            used |= {origin} if origin else set()
             continue
         if origin:
             assert source is not None
@@ -133,8 +153,11 @@ def learn(
         else:
             computed.add(name)
     copied = {copy.target for copy in copies} - computed
+    used |= {copy.source for copy in copies if copy.target in computed}
     unlearned = tuple(sorted(set(live.values()) - copied))
-    return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned)
+    if set(unlearned) - computed:  # they may be replaced as a whole, by any tensor that is not copied
+        used |= sent.values() - {copy.source for copy in copies}
+    return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned, frozenset(used))
 
 
 def differing(

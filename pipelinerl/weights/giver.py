@@ -1,7 +1,7 @@
 """Serves a process's shelf to takers. Each trainer rank and each server worker has one giver.
 
 Consumes: connections with questions (`Get`, `Have`, at a worker `Take` from its own server, at a trainer rank
-`Describe` and `Write` from rank 0).
+`Describe` and `Write` from rank 0, and `Sum` from servers' workers).
 Produces: available bytes, and signs of life while it waits for the others.
 Waits for: bytes on the shelf, takers. Each taker has its own thread, so a frozen taker does not delay others.
 Ends: at ``close``.
@@ -20,6 +20,7 @@ import torch
 from pipelinerl.config.backends import Carriage
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
+from pipelinerl.weights.gathering import gathered
 from pipelinerl.weights.protocol import (
     Address,
     Describe,
@@ -31,12 +32,14 @@ from pipelinerl.weights.protocol import (
     Order,
     Question,
     Staged,
+    Sum,
+    Summed,
     Take,
     Write,
     Written,
 )
-from pipelinerl.weights.shelf import Item, Shelf, WithdrawnError
-from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, UNKNOWN, Connection, WireError, listen
+from pipelinerl.weights.shelf import OtherShardError, Shelf, WithdrawnError
+from pipelinerl.weights.wire import ALIVE, DATA, GONE, MESSAGE, OTHER, UNKNOWN, Connection, WireError, listen
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class Giver:
         host: the name under which others reach this process.
         port: 0 = any free port.
         device: where NCCL and IPC buckets lie.
-        on_order: follows an order: a worker starts an update, a trainer rank describes its stripe or writes it.
+        on_order: follows an order: a worker starts an update, a trainer rank describes, adds up or writes its stripe.
         pace: called with the number of bytes before they are sent (benchmarks limit links with it).
     """
 
@@ -76,7 +79,7 @@ class Giver:
         host: str,
         port: int = 0,
         device: torch.device = CPU,
-        on_order: Callable[[Order], "PendingWork | Description"] | None = None,
+        on_order: Callable[[Order], "PendingWork | Description | Summed"] | None = None,
         pace: Callable[[int], None] | None = None,
     ):
         self._shelf, self._secret, self._device = shelf, secret, device
@@ -149,8 +152,10 @@ class Giver:
                     self._give(connection, question, carriers[question.carriage])
                 case Have():
                     item = self._shelf.find(question.key)
-                    connection.send_message(Had(end=item.filled(question.start) if item else question.start))
-                case Take() | Describe() | Write():
+                    is_here = item is not None and item.shard == question.shard
+                    end = item.filled(question.start) if item and is_here else question.start
+                    connection.send_message(Had(end=end))
+                case Take() | Describe() | Sum() | Write():
                     self._obey(connection, question)
 
     def _give(self, connection: Connection, get: Get, carrier: Carrier) -> None:
@@ -159,22 +164,27 @@ class Giver:
         while start < get.end:
             end = min(start + get.bucket_bytes, get.end)
             try:
-                item = self._shelf.wait_for(get.key, start, end, get.beat_s)
+                item = self._shelf.wait_for(get.key, start, end, get.beat_s, shard=get.shard)
                 if item is None:
                     connection.send(ALIVE if self._shelf.find(get.key) else UNKNOWN)
                     continue
                 with self._shelf.reading(item, connection):
-                    self._give_bucket(connection, item, start, end, carrier)
+                    is_shard = item.shard == get.shard
+                    bucket = item.slice(start, end) if is_shard else gathered(item, get.runs, start, end)
+                    self._give_bucket(connection, bucket, carrier)
             except WithdrawnError:
                 connection.send(GONE)
                 return
+            except OtherShardError:
+                connection.send(OTHER)
+                return
             start = end
 
-    def _give_bucket(self, connection: Connection, item: Item, start: int, end: int, carrier: Carrier) -> None:
-        self._pace(end - start)
-        connection.send_header(DATA, end - start)
-        carrier.give(connection, item.slice(start, end))
-        self.num_bytes += end - start
+    def _give_bucket(self, connection: Connection, bucket: torch.Tensor, carrier: Carrier) -> None:
+        self._pace(bucket.numel())
+        connection.send_header(DATA, bucket.numel())
+        carrier.give(connection, bucket)
+        self.num_bytes += bucket.numel()
 
     def _obey(self, connection: Connection, order: Order) -> None:
         """Has the process follow an order. The caller abandons an update by hanging up."""
@@ -185,7 +195,7 @@ class Giver:
         except Exception as error:  # the error is the answer
             connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
             return
-        if isinstance(work, Description):
+        if isinstance(work, Description | Summed):
             connection.send_message(work)
             return
         while (reply := work.reply(BEAT_S)) is None:

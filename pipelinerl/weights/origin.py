@@ -19,6 +19,7 @@ from pipelinerl.config.sections import WeightsSection
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.digest import checksum
+from pipelinerl.weights.gathering import Sums
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.plan import DeltaMode, TakePlan
@@ -29,6 +30,8 @@ from pipelinerl.weights.protocol import (
     Failed,
     Order,
     ParamSpec,
+    Sum,
+    Summed,
     Take,
     Write,
     Written,
@@ -105,7 +108,7 @@ class Origin:
             device=device,
             on_order=self.obey,
         )
-        self._shelf = shelf
+        self._shelf, self._sums = shelf, Sums(shelf)
         self._snapshots = Snapshots(sender, shelf, device, rank=rank, ranks=ranks)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
         self._described: dict[int, tuple[Snapshot, Future[Description]]] = {}
@@ -142,11 +145,13 @@ class Origin:
                 self._taken.notify_all()
         return snapshot
 
-    def obey(self, order: Order) -> "Description | Writing":
-        """Follows an order of rank 0."""
+    def obey(self, order: Order) -> "Description | Summed | Writing":
+        """Follows an order of rank 0, or answers a server's worker."""
         match order:
             case Describe():
                 return self.describe(order)
+            case Sum():
+                return self._sums.answer(order)
             case Write():
                 return self.write(order)
             case Take():

@@ -54,6 +54,28 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.name
 
 
+class Runs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``count`` runs of ``length`` bytes of a version, which lie one after the other in a worker's shard."""
+
+    place: Size
+    """Byte of the shard at which they begin."""
+    first: Size
+    """Byte of the version at which the first run begins."""
+    length: Positive
+    stride: Positive
+    """Bytes of the version from the beginning of a run to the next, ``length`` or more."""
+    count: Positive
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.length
+
+    @property
+    def end(self) -> int:
+        """End of the last run in the version."""
+        return self.first + (self.count - 1) * self.stride + self.length
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A byte range of the payload, and its sources."""
 
@@ -131,6 +153,8 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the request's arrival until all bytes were received."""
     prepare_ms: float
     """Background work between the last byte and the pause."""
+    staged_bytes: Size = 0
+    """Largest staging buffer of a worker: the version, or the worker's shard of it."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +182,8 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
     is_checked: bool
     """False = the bytes of this version are no longer there, because a newer version is arriving."""
     checksum: str = ""
-    """`pipelinerl.weights.digest.checksum` of the received bytes."""
+    """`pipelinerl.weights.digest.checksum` of the received bytes. Empty = of a shard, which the worker itself has
+    compared with the trainer's bytes."""
     differing: tuple[str, ...] = ()
     """Live parameters that differ from the received ones."""
     unlearned: tuple[str, ...] = ()
@@ -170,11 +195,15 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
-    """Asks for bytes, as they become available."""
+    """Asks for bytes of a payload, or of one shard of it, as they become available."""
 
     key: str
     start: Size
     end: Size
+    shard: str = ""
+    """Name of the shard, whose bytes ``start`` … ``end`` are meant. Empty = the payload's bytes."""
+    runs: tuple[Runs, ...] = ()
+    """Where they lie in the payload, for a source that has all of it."""
     bucket_bytes: Positive
     carriage: Carriage
     beat_s: Seconds
@@ -186,12 +215,27 @@ class Have(msgspec.Struct, frozen=True, kw_only=True, tag="have"):
 
     key: str
     start: Size
+    shard: str = ""
+    """As in `Get`."""
 
 
 class Had(msgspec.Struct, frozen=True, kw_only=True, tag="had"):
     """Answer to `Have`: end of the bytes that are there without a gap, ``start`` if there are none."""
 
     end: Size
+
+
+class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
+    """From a server's worker to a trainer rank: the checksum of these runs of a version, counted from the first one."""
+
+    key: str
+    runs: tuple[Runs, ...]
+
+
+class Summed(msgspec.Struct, frozen=True, kw_only=True, tag="summed"):
+    """Answer to `Sum`. Empty = the version is no longer here."""
+
+    checksum: str
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
@@ -238,6 +282,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
 
     transfer_ms: float
     prepare_ms: float
+    staged_bytes: Size = 0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -246,5 +291,5 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
-Order = Describe | Write | Take
+Order = Describe | Sum | Write | Take
 Question = Get | Have | Order

@@ -9,20 +9,35 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.carriage import CPU
 from pipelinerl.weights.delta import apply_delta
+from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import STALE, Address, Failed, Order, Part, Staged, Take, WeightUpdateRequest
-from pipelinerl.weights.shelf import Shelf
+from pipelinerl.weights.protocol import (
+    STALE,
+    Address,
+    Failed,
+    Order,
+    Part,
+    Staged,
+    Sum,
+    Summed,
+    Take,
+    WeightUpdateRequest,
+)
+from pipelinerl.weights.shard import Shard
+from pipelinerl.weights.shelf import Range, Shelf
 from pipelinerl.weights.taker import Taker
+from pipelinerl.weights.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +139,8 @@ class Receiver:
         device: the worker's device.
         allocate: makes a flat uint8 staging buffer of a number of bytes, on the device where the swap reads it.
         prepare: called in the background thread with the layout and the staged bytes, before the pause.
+        learn: called in the background thread with the layout and the first byte of each stripe, before bytes come.
+            Returns the shard that this worker keeps. None = the whole version.
         pace: see `Giver`.
     """
 
@@ -136,10 +153,11 @@ class Receiver:
         device: torch.device,
         allocate: Callable[[int], torch.Tensor],
         prepare: Callable[[Layout, torch.Tensor], None],
+        learn: Callable[[Layout, Sequence[int]], Shard | None] = lambda layout, starts: None,
         pace: Callable[[int], None] | None = None,
     ):
-        self._index, self._device = index, device
-        self._prepare = prepare
+        self._index, self._device, self._secret = index, device, secret
+        self._prepare, self._learn = prepare, learn
         self._shelf = Shelf()
         self.giver = Giver(self._shelf, secret=secret, host=host, device=device, on_order=self._obey, pace=pace)
         self._make_taker = partial(Taker, self._shelf, secret=secret, device=device)
@@ -189,6 +207,25 @@ class Receiver:
             transfer.thread.start()
         return transfer
 
+    def is_sent(self, version: int, shard: Shard) -> bool | None:
+        """Whether the trainer's ranks have the same bytes of this shard. None = they, or we, have them no more."""
+        transfer = self.transfer
+        with self.staging.reading(version) as staged:
+            if staged is None or transfer.request.version != version:
+                return None
+            own = {start: checksum(staged[1][slice(*shard.place(start))]) for start in shard.stripes}
+        for part in transfer.parts:
+            question = Sum(key=transfer.request.whole_key, runs=shard.stripes[part.start])
+            try:
+                with closing(Connection.dial(part.sources[-1], self._secret, transfer.request.timeout_s)) as connection:
+                    sent = connection.ask(question, Summed).checksum
+            except WireError as error:
+                log.warning("event=shard_not_compared version=%d error=%s", version, error)
+                return None
+            if sent != own[part.start]:
+                return None if not sent else False
+        return True
+
     def _obey(self, order: Order) -> Transfer:
         if not isinstance(order, Take):
             raise WeightUpdateError("only trainer ranks describe and write versions")
@@ -236,34 +273,41 @@ class Receiver:
             log.warning("event=weight_transfer_failed version=%d error=%s", transfer.request.version, error)
             transfer.close(Failed(error=f"{type(error).__name__}: {error}"))
             return
-        prepare_ms = 1e3 * (time.monotonic() - received)
-        transfer.close(Staged(transfer_ms=1e3 * (received - started), prepare_ms=prepare_ms))
+        transfer_ms, prepare_ms = 1e3 * (received - started), 1e3 * (time.monotonic() - received)
+        transfer.close(Staged(transfer_ms=transfer_ms, prepare_ms=prepare_ms, staged_bytes=buffer.numel()))
 
     def _receive(self, transfer: Transfer) -> torch.Tensor:
-        """Receives the version's bytes and puts them on the shelf."""
+        """Receives what this worker keeps of the version, and puts it on the shelf."""
         request, layout = transfer.request, transfer.layout
         transfer.check()
+        starts = sorted({part.start for part in transfer.parts})
+        shard = None if request.store else self._learn(layout, starts)
+        num_bytes = layout.num_bytes if shard is None else shard.num_bytes
         if request.base_version is None:
             self._shelf.keep_only()
-            buffer = self.staging.replace(layout.num_bytes)
-            self._pull(transfer, buffer)
+            buffer = self.staging.replace(num_bytes)
+            self._pull(transfer, buffer, shard)
         else:
             self._shelf.keep_only(f"{request.sender}/{request.base_version}")
             payload = torch.empty(max(part.end for part in transfer.parts), dtype=torch.uint8, device=CPU)
             self._pull(transfer, payload)
             self._shelf.keep_only(request.payload_key)
-            buffer = self.staging.replace(layout.num_bytes)
-            starts = sorted((part.start, part.end) for part in transfer.parts)
-            for (start, end), stripe_end in zip(starts, [*(s for s, _ in starts[1:]), len(buffer)], strict=True):
-                apply_delta(buffer[start:stripe_end], payload[start:end])
-            self._shelf.put(request.whole_key, buffer)
+            buffer = self.staging.replace(num_bytes)
+            ends = {part.start: part.end for part in transfer.parts}
+            for start, stripe_end in pairwise([*starts, layout.num_bytes]):
+                if shard is None:
+                    apply_delta(buffer[start:stripe_end], payload[start : ends[start]])
+                else:
+                    shard.apply_delta(buffer, payload[start : ends[start]], start, stripe_end)
+            self._shelf.put(request.whole_key, buffer, shard="" if shard is None else shard.name)
         self.staging.keep(layout, request.whole_key)
         return buffer
 
-    def _pull(self, transfer: Transfer, buffer: torch.Tensor) -> None:
+    def _pull(self, transfer: Transfer, buffer: torch.Tensor, shard: Shard | None = None) -> None:
         """Pulls all parts in parallel. Workers that pull from here receive the bytes as they arrive."""
         request, parts = transfer.request, transfer.parts
-        item = self._shelf.receive(request.payload_key, buffer, [(part.start, part.end) for part in parts])
+        ranges = [_range(part, shard) for part in parts]
+        item = self._shelf.receive(request.payload_key, buffer, ranges, shard="" if shard is None else shard.name)
 
         def pull(number: int) -> None:
             try:
@@ -280,6 +324,14 @@ class Receiver:
         if transfer.stopped:
             self._shelf.withdraw(item.key)
             raise WeightUpdateError(transfer.stopped)
+
+
+def _range(part: Part, shard: Shard | None) -> Range:
+    """Returns the empty range that a part fills: its own bytes, or what the shard keeps of them."""
+    if shard is None:
+        return Range(part.start, part.end, part.start)
+    start, end = shard.place(part.start)
+    return Range(start, end, start, shard.stripes[part.start])
 
 
 def _check_cover(parts: Sequence[Part], num_bytes: int, *, is_delta: bool) -> None:

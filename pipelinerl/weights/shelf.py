@@ -7,12 +7,14 @@ changes a tensor it withdraws the item, which interrupts all its readers. So no 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from pipelinerl.weights.protocol import Runs
 
 REMEMBERED = 16
 """So many withdrawn keys are known as such. Older ones are unknown keys again."""
@@ -22,6 +24,10 @@ class Reader(Protocol):
     """A connection that is sending an item's bytes."""
 
     def interrupt(self) -> None: ...
+
+
+class OtherShardError(Exception):
+    """The process keeps another shard of the payload, so these bytes never come."""
 
 
 class WithdrawnError(Exception):
@@ -35,6 +41,8 @@ class Range:
     start: int
     end: int
     upto: int
+    runs: tuple[Runs, ...] = ()
+    """Of a shard: where its bytes lie in the payload."""
 
 
 @dataclass(eq=False)
@@ -43,11 +51,18 @@ class Item:
 
     key: str
     buffer: torch.Tensor
-    """Flat uint8, from byte ``first`` of the payload on."""
+    """Flat uint8, from byte ``first`` of the payload on, or the bytes of one shard of it."""
     first: int
     ranges: tuple[Range, ...]
+    shard: str = ""
+    """Name of the shard. Empty = these are the payload's own bytes."""
     readers: set[Reader] = field(default_factory=set)
     is_withdrawn: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes of the payload, or of the stripe, are there."""
+        return not self.shard and all(part.upto == part.end for part in self.ranges)
 
     def slice(self, start: int, end: int) -> torch.Tensor:
         return self.buffer[start - self.first : end - self.first]
@@ -67,14 +82,14 @@ class Shelf:
         self._gone: deque[str] = deque(maxlen=REMEMBERED)
         self._changed = threading.Condition()
 
-    def put(self, key: str, buffer: torch.Tensor, *, first: int = 0) -> Item:
+    def put(self, key: str, buffer: torch.Tensor, *, first: int = 0, shard: str = "") -> Item:
         """Adds an item with all its bytes. ``first`` is the place of its first byte in the payload."""
         end = first + buffer.numel()
-        return self._put(Item(key, buffer, first, (Range(first, end, end),)))
+        return self._put(Item(key, buffer, first, (Range(first, end, end),), shard))
 
-    def receive(self, key: str, buffer: torch.Tensor, parts: Sequence[tuple[int, int]]) -> Item:
-        """Adds an empty item that will be filled in the ranges ``parts`` of (start, end)."""
-        return self._put(Item(key, buffer, 0, tuple(Range(start, end, start) for start, end in parts)))
+    def receive(self, key: str, buffer: torch.Tensor, ranges: Iterable[Range], *, shard: str = "") -> Item:
+        """Adds an empty item that will be filled in these ranges."""
+        return self._put(Item(key, buffer, 0, tuple(ranges), shard))
 
     def _put(self, item: Item) -> Item:
         self.withdraw(item.key)
@@ -111,16 +126,23 @@ class Shelf:
     def find(self, key: str) -> Item | None:
         return self._items.get(key)
 
-    def wait_for(self, key: str, start: int, end: int, timeout_s: float) -> Item | None:
+    def wait_for(self, key: str, start: int, end: int, timeout_s: float, *, shard: str = "") -> Item | None:
         """Waits for bytes ``start … end`` and returns the item, or None after ``timeout_s``.
+
+        An item with all bytes of the payload is returned for any shard.
 
         Raises:
             WithdrawnError: the item was withdrawn.
+            OtherShardError: the item has other bytes of the payload.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             item = self._items.get(key)
-            while item is None or item.filled(start) < end:
+            while item is None or item.shard != shard or item.filled(start) < end:
+                if item is not None and item.shard != shard:
+                    if item.is_whole:
+                        return item
+                    raise OtherShardError
                 if item.is_withdrawn if item is not None else key in self._gone:
                     raise WithdrawnError
                 left = deadline - time.monotonic()

@@ -17,10 +17,10 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.carriage import CPU, Carrier, make_carrier
 from pipelinerl.weights.protocol import Address, Get, Had, Have, StoredFile
 from pipelinerl.weights.protocol import WeightUpdateRequest as Request
-from pipelinerl.weights.shelf import Item, Shelf
+from pipelinerl.weights.shelf import Item, Range, Shelf
 from pipelinerl.weights.store.files import MissingFileError, OpenFile, open_files
 from pipelinerl.weights.store.manifest import StoreError
-from pipelinerl.weights.wire import ALIVE, DATA, GONE, UNKNOWN, Connection, WireError, view_of
+from pipelinerl.weights.wire import ALIVE, DATA, GONE, OTHER, UNKNOWN, Connection, WireError, view_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ BEATS = 4
 
 class SourceError(WeightUpdateError):
     """This source does not deliver. Another one may."""
+
+
+class OtherBytesError(SourceError):
+    """This source keeps another shard, in this update and in later ones."""
 
 
 class WithdrawnVersionError(WeightUpdateError):
@@ -52,6 +56,8 @@ class Taker:
         self._shelf, self._secret, self._device = shelf, secret, device
         self._connection: tuple[Address, Connection] | None = None
         self._carriers: dict[str, Carrier] = {}
+        self._others: set[tuple[ByteSource, str]] = set()
+        """Sources that do not keep the shard of this name."""
 
     def pull(
         self, request: Request, item: Item, number: int, sources: Sequence[ByteSource], check: Callable[[str], None]
@@ -67,7 +73,8 @@ class Taker:
             WeightUpdateError: what ``check`` raised.
         """
         part, turn, reason = item.ranges[number], 0, ""
-        watch = Watch(self._secret, request, sources)
+        sources = [source for source in sources if (source, item.shard) not in self._others]
+        watch = Watch(self._secret, request, sources, item)
         try:
             while part.upto < part.end:
                 check(reason)
@@ -77,12 +84,18 @@ class Taker:
                 following = sources[(turn + 1) % len(sources)]
                 try:
                     self._pull_from(source, request, item, number, check, watch.of(source, following))
+                except OtherBytesError:
+                    self._others.add((source, item.shard))
+                    reason = ""
                 except (WireError, StoreError) as error:
                     reason = f"{source}: {error}"
                 except SourceError as error:
                     reason = f"{source} {error}"
                 if part.upto < part.end:
-                    log.info("event=weight_source_left version=%d at=%d reason=%s", request.version, part.upto, reason)
+                    if reason:
+                        log.info(
+                            "event=weight_source_left version=%d at=%d reason=%s", request.version, part.upto, reason
+                        )
                     self._hang_up()
                     turn += 1
         finally:
@@ -132,15 +145,7 @@ class Taker:
             return
         part = item.ranges[number]
         connection = self._connected(source, request)
-        get = Get(
-            key=item.key,
-            start=part.upto,
-            end=part.end,
-            bucket_bytes=request.bucket_bytes,
-            carriage=request.carriage,
-            beat_s=request.stall_s / BEATS,
-        )
-        connection.send_message(get)
+        connection.send_message(_question(request, item, part))
         if request.carriage not in self._carriers:
             carrier = make_carrier(request.carriage, connection, self._device, gives=False)
             self._carriers[request.carriage] = carrier
@@ -155,6 +160,8 @@ class Taker:
                 self._shelf.advance(item, number, end)
             elif kind == GONE and source == watch.origin:
                 raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}")
+            elif kind == OTHER:
+                raise OtherBytesError("keeps another shard")
             elif kind == GONE:
                 raise SourceError("has these bytes no more")
             elif kind == UNKNOWN and time.monotonic() - known_at >= request.stall_s:
@@ -181,6 +188,20 @@ class Taker:
         self._connection, self._carriers = None, {}
 
 
+def _question(request: Request, item: Item, part: Range) -> Get:
+    """Asks for the rest of a part."""
+    return Get(
+        key=item.key,
+        start=part.upto,
+        end=part.end,
+        shard=item.shard,
+        runs=part.runs,
+        bucket_bytes=request.bucket_bytes,
+        carriage=request.carriage,
+        beat_s=request.stall_s / BEATS,
+    )
+
+
 def _fill(reader: OpenFile, bucket: torch.Tensor, digest: "hashlib._Hash") -> int:
     """Reads at most a bucket and adds it to the digest. Returns the number of bytes, 0 at the end of the file."""
     host = bucket if bucket.device == CPU else torch.empty_like(bucket, device=CPU)
@@ -201,8 +222,9 @@ class Watch:
     otherwise switch between sources for ever.
     """
 
-    def __init__(self, secret: str, request: Request, sources: Sequence[ByteSource]):
+    def __init__(self, secret: str, request: Request, sources: Sequence[ByteSource], item: Item):
         self._secret, self._request, self.origin = secret, request, sources[-1]
+        self._key, self._shard = item.key, item.shard
         self._following: ByteSource | None = None
         self._connection: Connection | None = None
         self._started = self._asked_at = time.monotonic()
@@ -247,7 +269,7 @@ class Watch:
         try:
             if self._connection is None:
                 self._connection = Connection.dial(source, self._secret, self._request.stall_s / BEATS)
-            return self._connection.ask(Have(key=self._request.payload_key, start=start), Had).end
+            return self._connection.ask(Have(key=self._key, start=start, shard=self._shard), Had).end
         except WireError:
             self.close()
             return None

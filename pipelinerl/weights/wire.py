@@ -23,8 +23,8 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address
 from pipelinerl.world.network import listen_address
 
-DATA, ALIVE, UNKNOWN, GONE, MESSAGE = range(5)
-"""Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`."""
+DATA, ALIVE, UNKNOWN, GONE, MESSAGE, OTHER = range(6)
+"""Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`, another shard's key."""
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 5.0

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
+from pipelinerl.weights.shard import Shard, ShardViews
 from pipelinerl.weights.twin import Twin, bare_model, comparable, reload_in_place
 from pipelinerl.weights.wire import LOOPBACK
 
@@ -64,6 +65,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self._twin = Twin.of(model, vllm_config) if device.type == "cpu" else None
         parallel = vllm_config.parallel_config
         self._plan: tuple[Layout, LoadPlan] | None = None
+        self._shard: tuple[Layout, Shard | None] | None = None
+        """What is staged of a layout. None = all."""
         self.check = LiveCheck()
         self.receiver = Receiver(
             index=parallel.data_parallel_index * parallel.world_size + parallel.rank,
@@ -72,6 +75,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             device=device,
             allocate=self._allocate,
             prepare=self._prepare,
+            learn=self._learn_shard,
         )
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
@@ -93,7 +97,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         if self._twin is not None:
             self._twin.swap()
         else:
-            reload_in_place(self.model, self.model_config, layout.views(buffer))
+            reload_in_place(self.model, self.model_config, self._tensors(layout, buffer).items())
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the next transfer may then write into the buffer
 
@@ -102,10 +106,35 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
+        plan = self._plan_of(layout)
+        if self._twin is not None:
+            self._twin.load(self._tensors(layout, buffer), plan)
+
+    def _learn_shard(self, layout: Layout, starts: Sequence[int]) -> Shard | None:
+        """Returns the shard that this worker keeps of a version. None = all of it."""
+        if self._shard is None or self._shard[0] != layout:
+            shard = Shard.of(layout, self._plan_of(layout), starts)
+            self._shard = (layout, shard if shard.is_small else None)
+            log.info(
+                "event=shard_learned bytes=%d of=%d kept_whole=%d first=%s",
+                *(shard.num_bytes, layout.num_bytes, len(shard.whole), next(iter(shard.whole), "none")),
+            )
+        return self._shard[1]
+
+    def _tensors(self, layout: Layout, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Returns the staged tensors. Those of a shard are defined where this worker reads them."""
+        shard = self._shard_in(layout, buffer)
+        return dict(layout.views(buffer)) if shard is None else ShardViews(shard, buffer)
+
+    def _shard_in(self, layout: Layout, buffer: torch.Tensor) -> Shard | None:
+        """Returns the shard that is staged. None = the whole version, as from a store."""
+        return self._shard[1] if self._shard is not None and buffer.numel() != layout.num_bytes else None
+
+    @torch.no_grad()
+    def _plan_of(self, layout: Layout) -> LoadPlan:
         if self._plan is None or self._plan[0] != layout:
             self._plan = (layout, self._learn(layout))
-        if self._twin is not None:
-            self._twin.load(dict(layout.views(buffer)), self._plan[1])
+        return self._plan[1]
 
     def _learn(self, layout: Layout) -> LoadPlan:
         if self._twin is not None:
@@ -116,7 +145,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
                 return learn(model, model.load_weights, layout.specs)
         except Exception as error:  # whatever a model's loaders raise: the log-probabilities decide alone
             log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
-            return LoadPlan((), tuple(name for name, _ in self.model.named_parameters()))
+            return LoadPlan.unknown(self.model, layout.specs)
 
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
@@ -128,17 +157,22 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             plan, live = self._plan[1], comparable(self.model)
             packed = self._twin.packed if self._twin is not None else frozenset()
             copies = [copy for copy in plan.copies if copy.target in live]
-            wrong = {*differing(copies, live, dict(layout.views(buffer)))}
+            wrong = {*differing(copies, live, self._tensors(layout, buffer))}
             if self._twin is not None:
                 wrong |= {*self._twin.unused()}
             known = {copy.target for copy in plan.copies} & (live.keys() | packed)
             unlearned = {name for name, _ in self.model.named_parameters()} - known
-            return WeightCheck(
-                is_checked=True,
-                checksum=checksum(buffer),
-                differing=tuple(sorted(wrong)),
-                unlearned=tuple(sorted(unlearned)),
-            )
+            shard = self._shard_in(layout, buffer)
+            whole = checksum(buffer) if shard is None else ""
+        is_sent = self.receiver.is_sent(version, shard) if shard is not None else True
+        if is_sent is False:
+            wrong.add("the shard")
+        return WeightCheck(
+            is_checked=is_sent is not None,
+            checksum=whole,
+            differing=tuple(sorted(wrong)),
+            unlearned=tuple(sorted(unlearned)),
+        )
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":

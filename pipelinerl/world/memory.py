@@ -35,6 +35,8 @@ ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
 MAX_RANKS_POWER = 11
+STAGING_RESERVE_BYTES = GIB
+"""Device memory that staging keeps free (`pipelinerl.weights.worker.DEVICE_RESERVE_BYTES`)."""
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
 
@@ -72,20 +74,29 @@ def memory_plan(
             num_devices=ranks,
             items=trainer,
             capacity=int(gpu_bytes * (1 - share)),
-            note=_trainer_note(cfg, ranks, gpu_bytes, total, share, host_bytes(cfg, shape, len(world.get("finetune")))),
+            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share),
         )
     ]
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
-            plans.append(server_plan(cfg, shape, kind, servers[0].num_ranks, len(servers), gpu_bytes))
+            plan = server_plan(cfg, shape, kind, servers[0].num_ranks, len(servers), gpu_bytes)
+            if kind == "actor_llm":
+                on_node = max(
+                    sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
+                )
+                note = _staging_note(cfg, shape, servers[0].num_ranks, gpu_bytes, on_node)
+                plan = msgspec.structs.replace(plan, note=plan.note + note)
+            plans.append(plan)
     return tuple(plans)
 
 
-def _trainer_note(cfg: Config, ranks: int, gpu_bytes: int, total: int, share: float, host: int) -> str:
-    engine = engine_of(cfg, ranks)
+def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: int, total: int, share: float) -> str:
+    ranks, nodes = world.trainer_world_size, len(world.get("finetune"))
+    engine, host, staged = engine_of(cfg, ranks), host_bytes(cfg, shape, nodes), snapshot_bytes(cfg, shape, nodes)
     stage = f" stage {zero_stage(cfg)}" if engine == "deepspeed" else ""
-    note = f"{engine}{stage}, {ranks} rank(s), {host / GIB:.0f} GiB of pinned host memory"
+    note = f"{engine}{stage}, {ranks} rank(s), {host / GIB:.0f} GiB of pinned host memory per node"
+    note += f", {staged / GIB:.1f} GiB of it for updates on their way to servers"
     if share:
         largest = max((gpu_bytes - total) / gpu_bytes, 0.0)
         note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
@@ -120,13 +131,20 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
 
 
 def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
-    """Return the pinned host memory of the leading trainer node.
+    """Return the pinned host memory of a trainer node.
 
-    Rank 0 holds two versions for the servers, where one is still pulled or a delta needs it. While a checkpoint is
-    written, a node's ranks hold their share of weights and moments, and of the exported model.
+    While a checkpoint is written, a node's ranks hold their share of weights and moments, and of the exported model.
     """
     version = shape.parameters * _element(cfg)
-    return 2 * version + (12 * shape.parameters + version) // nodes
+    return snapshot_bytes(cfg, shape, nodes) + (12 * shape.parameters + version) // nodes
+
+
+def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
+    """Return what a trainer node's ranks hold for servers: their stripes of two versions.
+
+    The older one is still pulled, or a delta needs it.
+    """
+    return 2 * shape.parameters * _element(cfg) // nodes
 
 
 def version_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -212,18 +230,36 @@ def _vllm(cfg: Config, key: str, default: Any) -> Any:
 def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
     """Return what one device of a server holds in addition to the KV cache.
 
-    Every rank stages a whole weight update. A server that has the GPU for itself stages it outside vLLM's share or in
-    host memory. If it shares the GPU with a trainer, the staged update is part of vLLM's share.
+    Every rank stages what it needs of a weight update. A server that has the GPU for itself stages it outside vLLM's
+    share or in host memory. If it shares the GPU with a trainer, the staged update is part of vLLM's share.
     """
-    whole = shape.parameters * _element(cfg)
     items: tuple[MemoryItem, ...] = (
         MemoryItem(label="weights", num_bytes=_server_weights(cfg, shape, ranks) * _element(cfg)),
         MemoryItem(label="activations", num_bytes=_server_activations(cfg, shape, ranks)),
         MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
     )
     if cfg.world.share_devices and kind == "actor_llm":
-        items += (MemoryItem(label="staged update", num_bytes=whole),)
+        items += (MemoryItem(label="staged update", num_bytes=staged_bytes(cfg, shape, ranks)),)
     return items
+
+
+def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Bytes of an update that one of a server's devices stages: the version, or its own shard of it.
+
+    A loader that computes instead of copying needs whole tensors, which this estimate leaves out. The server's log has
+    the sum that it has learned (``event=shard_learned``).
+    """
+    return _server_weights(cfg, shape, ranks) * _element(cfg)
+
+
+def _staging_note(cfg: Config, shape: ModelShape, ranks: int, gpu_bytes: int, on_node: int) -> str:
+    """Where a server of its own GPUs stages updates, with the sum of a node that has ``on_node`` of its devices."""
+    if cfg.world.share_devices:
+        return ""
+    staged = staged_bytes(cfg, shape, ranks)
+    fits = gpu_bytes * (1 - utilization(cfg)) > staged + STAGING_RESERVE_BYTES
+    place = "beside vLLM's share" if fits else "in pinned host memory"
+    return f"; an update is staged {place}: {staged / GIB:.1f} GiB per GPU, {on_node * staged / GIB:.0f} GiB per node"
 
 
 def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:

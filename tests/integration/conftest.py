@@ -95,7 +95,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()) -> Job:
+def write_run(
+    run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = (), num_cores: int = 1
+) -> Job:
     """The run folder that a launcher would have written, with one server."""
     cfg = compose(
         "base",
@@ -114,7 +116,7 @@ def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides:
     (run_dir / "conf").mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
     port = free_port()
-    cores = (sorted(os.sched_getaffinity(0))[0],)
+    cores = tuple(sorted(os.sched_getaffinity(0))[:num_cores])
     job = Job(name=f"{kind}_0", kind=kind, port=port, cores=cores, url=f"http://127.0.0.1:{port}")
     fields = {
         "accelerator": "cpu",
@@ -129,13 +131,20 @@ def write_run(run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides:
 
 @contextmanager
 def running_server(
-    run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()
+    run_dir: Path,
+    model: Path,
+    *,
+    kind: str = "actor_llm",
+    overrides: tuple[str, ...] = (),
+    num_cores: int = 1,
+    start_s: float = START_S,
 ) -> Iterator[RunningServer]:
     """Start, wait until it answers, stop with SIGTERM and require exit code 0."""
     with one_at_a_time():
-        server = start_server(run_dir, write_run(run_dir, model, kind=kind, overrides=overrides))
+        job = write_run(run_dir, model, kind=kind, overrides=overrides, num_cores=num_cores)
+        server = start_server(run_dir, job)
         try:
-            wait_until_up(server)
+            wait_until_up(server, start_s)
             yield server
         finally:
             server.process.send_signal(signal.SIGTERM)
@@ -168,7 +177,7 @@ def start_server(run_dir: Path, job: Job, secret: str | None = None) -> RunningS
     return RunningServer(run_dir=run_dir, job=job, process=process, secret=secret)
 
 
-def wait_until_up(server: RunningServer) -> None:
+def wait_until_up(server: RunningServer, start_s: float = START_S) -> None:
     def answers() -> bool:
         assert server.process.poll() is None, f"the server ended:\n{server.log()[-3000:]}"
         try:
@@ -177,7 +186,7 @@ def wait_until_up(server: RunningServer) -> None:
         except OSError:
             return False
 
-    wait_for(answers, START_S, lambda: f"the server did not answer:\n{server.log()[-3000:]}")
+    wait_for(answers, start_s, lambda: f"the server did not answer:\n{server.log()[-3000:]}")
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, message: Callable[[], str]) -> None:

@@ -27,7 +27,7 @@ def test_each_worker_pulls_from_the_one_before_it_with_three_backups_and_the_tra
 
 def test_chain_enters_a_server_once_and_goes_through_its_workers() -> None:
     first, second = chain([[worker(i, 0), worker(i, 1)] for i in range(2)], [((0, 100), ORIGIN)])
-    assert [sources(first, 1)[0], sources(second, 0)[0], sources(second, 1)[0]] == ["s0:1", "s0:2", "s1:1"]
+    assert [sources(first, 1)[0], sources(second, 0)[0], sources(second, 1)[0]] == ["s0:1", "s0:1", "s1:1"]
 
 
 def test_stripes_begin_at_different_servers() -> None:

@@ -207,6 +207,19 @@ def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
     assert plan.fits
 
 
+def test_staged_updates_are_summed_per_node():
+    cfg = make_config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    trainer, server = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 90 * GIB)
+    version = 2 * shape.parameters / GIB
+    assert f"{2 * version:.1f} GiB of it for updates on their way to servers" in trainer.note
+    # two servers of two GPUs, each of which stages its half of the bfloat16 weights beside vLLM's nine tenths
+    expected = f"an update is staged beside vLLM's share: {version / 2:.1f} GiB per GPU, {2 * version:.0f} GiB per node"
+    assert expected in server.note
+    small = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB)[1]
+    assert "staged in pinned host memory" in small.note
+
+
 def test_model_larger_than_its_share_does_not_fit():
     cfg = make_config()
     plans = memory_plan(cfg, map_world(cfg, one_node(8), check=False), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], 16 * GIB)
