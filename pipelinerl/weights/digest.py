@@ -156,7 +156,7 @@ def learn(
     used |= {copy.source for copy in copies if copy.target in computed}
     unlearned = tuple(sorted(set(live.values()) - copied))
     if set(unlearned) - computed:  # they may be replaced as a whole, by any tensor that is not copied
-        used |= sent.values() - {copy.source for copy in copies}
+        used |= {*sent.values()} - {copy.source for copy in copies}
     return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned, frozenset(used))
 
 
