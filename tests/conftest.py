@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -68,3 +70,17 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: processes {leaked[0]}, /dev/shm {leaked[1]}, ports {leaked[2]}")
         time.sleep(0.05)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)

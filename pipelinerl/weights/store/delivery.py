@@ -2,14 +2,17 @@
 
 Consumes: versions that the ranks have taken, reports of servers. Produces: files, a manifest. Waits for: ranks that
 write, in a task of its own, so that nothing else waits for a slow store. A version that cannot be published is tried
-again. After ``timeout_s`` without success the updates end with the reason.
+again. After ``timeout_s`` without success, or without an answer, the updates end with the reason.
 """
 
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import TypeVar
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.observability import spans
@@ -26,6 +29,8 @@ from pipelinerl.weights.store.publisher import Publisher
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+
+T = TypeVar("T")
 
 
 class Publishing:
@@ -91,11 +96,11 @@ class Publishing:
         Raises:
             WeightUpdateError: it has failed for too long.
         """
-        began = time.time_ns()
+        began, started = time.time_ns(), time.monotonic()
         try:
             num_bytes = await self._write(offer)
         except WeightUpdateError as error:
-            self._failed(offer.version, error)
+            self._failed(offer.version, error, started)
             return
         self._failing_since = None
         spans.record("publish", f"version {offer.version}", began, time.time_ns(), bytes=num_bytes)
@@ -103,7 +108,7 @@ class Publishing:
         offer.start(member.name for member in roster if member.is_up)
         self._wake()
         try:
-            await asyncio.to_thread(self._publisher.clean, roster.reading)
+            await self._within_timeout(lambda: self._publisher.clean(roster.reading))
         except StoreError as error:
             log.warning("event=store_not_cleaned reason=%s", error)
 
@@ -120,18 +125,43 @@ class Publishing:
             base_version = None
         ranges = offer.ranges(base_version)
         order = Write(version=offer.version, prefix=publisher.prefix, is_delta=base_version is not None)
-        files = await asyncio.to_thread(self._ranks.write, order, len(ranges))
+        files = await self._within_timeout(lambda: self._ranks.write(order, len(ranges)))
         publisher.wrote([file.name for file in files])
         parts = tuple(Part(start=s, end=e, file=file) for (s, e), file in zip(ranges, files, strict=True))
-        await asyncio.to_thread(publisher.publish, offer.version, offer.layout.specs, parts, base_version)
+        specs = offer.layout.specs
+        await self._within_timeout(lambda: publisher.publish(offer.version, specs, parts, base_version))
         return sum(end - start for start, end in ranges)
 
-    def _failed(self, version: int, error: WeightUpdateError) -> None:
+    async def _within_timeout(self, work: Callable[[], T]) -> T:
+        """Runs ``work`` in a thread of its own, because a store may hang. Then nobody waits for the thread.
+
+        Raises:
+            StoreError: it has not ended within `weights.timeout_s`.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                try:
+                    result = work()
+                except Exception as error:  # raised where it is waited for
+                    done.set_exception(error)
+                else:
+                    done.set_result(result)
+
+        threading.Thread(target=run, name="weight-store", daemon=True).start()
+        timeout_s = self._settings.timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), timeout_s)
+        except TimeoutError:
+            raise StoreError(f"the store has not answered within {timeout_s:g} s") from None
+
+    def _failed(self, version: int, error: WeightUpdateError, started: float) -> None:
         now = time.monotonic()
         if self._failing_since is None:
-            self._failing_since = now
+            self._failing_since = started
         self._retry_at = now + RETRY_S
         log.warning("event=version_not_published version=%d reason=%s", version, error)
-        if now - self._failing_since > self._settings.timeout_s:
+        if now - self._failing_since >= self._settings.timeout_s:
             timeout = f"weights.timeout_s={self._settings.timeout_s:g} s"
             raise WeightUpdateError(f"version {version} could not be published for {timeout}: {error}") from error
