@@ -1,7 +1,8 @@
 """Both ends of a weight update. Only `worker` and `twin` import vLLM.
 
-Servers pull the bytes. Each trainer rank has a stripe of them, which passes along a chain of all workers. A worker that
-loses its source continues with another one. Or the ranks write files, which servers fetch (`store`).
+Servers pull the bytes. Each trainer rank has a stripe of them, which passes along a chain of all workers. A worker of
+several pulls its shard only, from workers with the same one. A worker that loses its source continues with another one.
+Or the ranks write files, which servers fetch (`store`).
 
 | end     | module     | owns                                                                            |
 |---------|------------|---------------------------------------------------------------------------------|
@@ -13,6 +14,8 @@ loses its source continues with another one. Or the ranks write files, which ser
 | both    | `carriage` | transport of a bucket: in the connection, NCCL, CUDA IPC                        |
 | both    | `delta`    | lossless encoding of the changes since the previous version                     |
 | both    | `digest`   | checks that the live tensors are the sent bytes: checksum, and copies that loaders make |
+| both    | `shard`    | the part of a version that one worker keeps, learned from loaders. Pure         |
+| both    | `gathering` | bytes and checksums of a shard, out of a version                               |
 | both    | `scores`   | request and answer of exact scoring                                             |
 | trainer | `origin`   | `Origin`: on every rank, takes the rank's stripe of a version and serves it        |
 | trainer | `sender`   | `WeightSender`: on rank 0, has versions delivered, in one supervising loop        |

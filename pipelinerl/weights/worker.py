@@ -65,8 +65,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self._twin = Twin.of(model, vllm_config) if device.type == "cpu" else None
         parallel = vllm_config.parallel_config
         self._plan: tuple[Layout, LoadPlan] | None = None
-        self._shard: tuple[Layout, Shard | None] | None = None
-        """What is staged of a layout. None = all."""
+        self._shard: tuple[Layout, tuple[int, ...], Shard | None] | None = None
+        """What is staged of a layout whose stripes begin at these bytes. None = all."""
         self.check = LiveCheck()
         self.receiver = Receiver(
             index=parallel.data_parallel_index * parallel.world_size + parallel.rank,
@@ -112,14 +112,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _learn_shard(self, layout: Layout, starts: Sequence[int]) -> Shard | None:
         """Returns the shard that this worker keeps of a version. None = all of it."""
-        if self._shard is None or self._shard[0] != layout:
+        if self._shard is None or self._shard[:2] != (layout, tuple(starts)):
             shard = Shard.of(layout, self._plan_of(layout), starts)
-            self._shard = (layout, shard if shard.is_small else None)
+            self._shard = (layout, tuple(starts), shard if shard.is_small else None)
             log.info(
                 "event=shard_learned bytes=%d of=%d kept_whole=%d first=%s",
                 *(shard.num_bytes, layout.num_bytes, len(shard.whole), next(iter(shard.whole), "none")),
             )
-        return self._shard[1]
+        return self._shard[2]
 
     def _tensors(self, layout: Layout, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Returns the staged tensors. Those of a shard are defined where this worker reads them."""
@@ -128,7 +128,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _shard_in(self, layout: Layout, buffer: torch.Tensor) -> Shard | None:
         """Returns the shard that is staged. None = the whole version, as from a store."""
-        return self._shard[1] if self._shard is not None and buffer.numel() != layout.num_bytes else None
+        return self._shard[2] if self._shard is not None and buffer.numel() != layout.num_bytes else None
 
     @torch.no_grad()
     def _plan_of(self, layout: Layout) -> LoadPlan:
@@ -192,20 +192,21 @@ class LiveCheck:
         self._thread: threading.Thread | None = None
 
     def begin(self, compare: Callable[[], WeightCheck]) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        self.result = None
-        self._thread = threading.Thread(target=self._run, args=(compare,), name="weight-check", daemon=True)
+        self.result, args = None, (compare, self._thread)
+        self._thread = threading.Thread(target=self._run, args=args, name="weight-check", daemon=True)
         self._thread.start()
 
-    def _run(self, compare: Callable[[], WeightCheck]) -> None:
+    def _run(self, compare: Callable[[], WeightCheck], previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
         started = time.monotonic()
         try:
             result = compare()
         except Exception as error:  # the thread's boundary: nothing was proved
             log.exception("event=weight_check_failed")
             result = WeightCheck(is_checked=True, differing=(f"the comparison failed: {error}",))
-        self.result = msgspec.structs.replace(result, check_ms=1e3 * (time.monotonic() - started))
+        if self._thread is threading.current_thread():
+            self.result = msgspec.structs.replace(result, check_ms=1e3 * (time.monotonic() - started))
 
 
 class WeightUpdateExtension:
