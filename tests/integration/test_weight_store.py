@@ -1,7 +1,6 @@
 """Weights through a store: ranks write, servers fetch by themselves; what is incomplete or changed is never served."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,69 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.origin import Origin, SenderSettings, StoreSettings
-from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.snapshot import STRIPE_UNIT
 from pipelinerl.weights.store import files, publisher
 from pipelinerl.weights.store.manifest import NAME
-from tests.sender_kit import take_on_all_ranks, wait_for
-
-SECRET = "unit-test-secret"
-RANKS = 3
-
-
-class Trainer:
-    """Several ranks of a trainer in this process, which write to a store."""
-
-    def __init__(self, url: str, servers: list[Any], *, ranks: int = RANKS, keep: int = 2, **settings: Any):
-        given = {"secret": SECRET, "timeout_s": 20.0, "stall_s": 5.0, "store": StoreSettings(url=url, keep=keep)}
-        made = SenderSettings(**(given | settings))
-        name = uuid.uuid4().hex
-        self.origins = [Origin(made, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
-        self.servers, self.announced = servers, list[Any]()
-        self.sender = WeightSender(
-            lambda: [server.job for server in self.servers],
-            made,
-            self.announced.append,
-            self.origins[0],
-            [origin.address for origin in self.origins[1:]],
-        )
-        assert self.sender.wait_for_servers(len(servers), 20) == len(servers)
-
-    def take(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        wait_for(lambda: not self.sender.is_busy)
-        take_on_all_ranks(self.sender, self.origins, version, weights)
-
-    def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        """Publish a version and wait until all servers serve it."""
-        self.take(version, weights)
-        assert self.sender.wait_live(version, 20, count=len(self.servers)), self.sender.outcomes
-
-    def close(self) -> None:
-        self.sender.close()
-        for origin in self.origins:
-            origin.close()
+from tests.sender_kit import wait_for
+from tests.store_kit import RANKS, SECRET, Trainer, holds, trainers, weights
 
 
 @pytest.fixture
 def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    monkeypatch.setattr("pipelinerl.weights.roster.WATCH_S", 0.05)
-    monkeypatch.setattr("pipelinerl.weights.roster.COMING_S", 0.01)
-    monkeypatch.setattr("pipelinerl.weights.store.delivery.RETRY_S", 0.05)
-    made: list[Trainer] = []
-
-    def make(url: str, *servers: Any, **settings: Any) -> Trainer:
-        made.append(Trainer(url, list(servers), **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from trainers(monkeypatch)
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -90,20 +40,6 @@ def url(request: Any, tmp_path: Path) -> Iterator[str]:
     system, root = fsspec.url_to_fs(name)
     if system.exists(root):
         system.rm(root, recursive=True)
-
-
-def weights(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """24 layers, some of which cross the edges of the ranks' stripes."""
-    generator = torch.Generator().manual_seed(version)
-    made = {"embed": torch.randn(320, 160, generator=generator)}
-    for layer in range(24):
-        made[f"layers.{layer}.w"] = torch.randn(96, 80, generator=generator)
-        made[f"layers.{layer}.norm"] = torch.randn(81, generator=generator)
-    return {name: tensor.to(dtype) for name, tensor in made.items()}
-
-
-def holds(server: Any, sent: dict[str, torch.Tensor]) -> bool:
-    return server.live.keys() == sent.keys() and all(torch.equal(server.live[name], sent[name]) for name in sent)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -293,114 +229,6 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
     is_full.clear()
     assert trainer.sender.wait_live(1, 20)
     assert holds(server, weights(1))
-
-
-def test_disk_that_is_full_is_tried_again_until_there_is_room(
-    start_model_server: Any, make_trainer: Any, small_disk: Path, caplog: Any
-) -> None:
-    url = str(small_disk / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
-    (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
-    trainer.take(1, weights(1))
-    wait_for(lambda: "event=version_not_published version=1" in caplog.text)
-    assert "No space left on device" in caplog.text
-    assert server.label == "0"
-    assert trainer.sender.is_busy, "the trainer goes on, and offers the newest version when this one has been published"
-    (small_disk / "others").unlink()
-    assert trainer.sender.wait_live(1, 20)
-    assert holds(server, weights(1))
-
-
-class Hanging:
-    """A file system whose calls do not return, like a mount whose server is gone."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str):
-        self.answers, self.calls = threading.Event(), 0
-        for name in names:
-            monkeypatch.setattr(files.FolderFiles, name, self._hang(getattr(files.FolderFiles, name)))
-
-    def _hang(self, method: Any) -> Any:
-        def called(*arguments: Any) -> Any:
-            self.calls += 1
-            self.answers.wait()
-            return method(*arguments)
-
-        return called
-
-
-@pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hanging]]:
-    made: list[Hanging] = []
-
-    def make(*names: str) -> Hanging:
-        made.append(Hanging(monkeypatch, *names))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.answers.set()
-
-
-def test_store_that_hangs_holds_up_neither_steps_nor_servers(
-    start_model_server: Any, make_trainer: Any, hang: Any, tmp_path: Path
-) -> None:
-    url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
-    store = hang("put", "get", "open", "size")
-    trainer.take(1, weights(1))
-    wait_for(lambda: store.calls >= 1 + RANKS)
-    assert trainer.sender.is_busy
-    trainer.sender.check()
-    info = httpx.get(f"{server.job.url}/weight_info", timeout=5).json()
-    assert info["weight_version"] == "0"
-    store.answers.set()
-    assert trainer.sender.wait_live(1, 20)
-    assert holds(server, weights(1))
-
-
-def test_store_that_goes_on_hanging_ends_the_updates_and_the_trainer_can_close(
-    start_model_server: Any, make_trainer: Any, hang: Any, tmp_path: Path
-) -> None:
-    from pipelinerl.errors import WeightUpdateError
-
-    url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server, timeout_s=1.0)
-    trainer.send(0, weights(0))
-    hang("put")
-    trainer.take(1, weights(1))
-    with pytest.raises(WeightUpdateError, match=r"could not be published for weights.timeout_s=1 s: the store has not"):
-        trainer.sender.wait_live(1, 20)
-    closing = threading.Thread(target=trainer.close)
-    closing.start()
-    closing.join(20)
-    assert not closing.is_alive()
-    assert server.label == "0"
-
-
-def test_store_that_stays_away_ends_the_updates_with_its_reason(
-    start_model_server: Any, make_trainer: Any, tmp_path: Path
-) -> None:
-    from pipelinerl.errors import WeightUpdateError
-
-    url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server, timeout_s=0.3)
-    trainer.send(0, weights(0))
-    shutil.rmtree(url)
-    Path(url).write_text("in the way")
-    trainer.take(1, weights(1))
-    with pytest.raises(WeightUpdateError, match=r"could not be published for weights.timeout_s=0.3 s: .*store"):
-        trainer.sender.wait_live(1, 20)
-    assert server.label == "0"
 
 
 def test_server_that_missed_its_probe_fetches_the_whole_version_again(
