@@ -274,7 +274,7 @@ def test_store_does_not_grow_with_the_versions(start_model_server: Any, make_tra
 
 WRITER = """
 import sys, torch, uuid
-from tests.integration.test_weight_store import Trainer, weights
+from tests.store_kit import Trainer, weights
 trainer = Trainer(sys.argv[1], [], ranks=2)
 version = 0
 while True:

@@ -38,7 +38,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[str]:
 
 
 def test_versions_and_differences_go_through_a_bucket(start_model_server: Any, bucket: str) -> None:
-    from tests.integration.test_weight_store import Trainer, holds, weights
+    from tests.store_kit import Trainer, holds, weights
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     servers[0].store.follow(bucket)
