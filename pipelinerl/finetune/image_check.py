@@ -84,8 +84,16 @@ def documents(lm: PreTrainedModel, reader: ImageReader) -> MicroBatch:
     ends = np.cumsum(lengths)
     zeros = np.zeros(start, dtype=np.float32)
     return MicroBatch(
-        **{"step": 0, "index": 0, "count": 1, "num_samples": 3, "num_tokens": 3 * SCORED, "next_source": (0, 0)},
-        **{"logprobs": zeros, "advantages": zeros, "ref_logprobs": None, "sequence_ids": ("a", "b", "c")},
+        step=0,
+        index=0,
+        count=1,
+        num_samples=3,
+        num_tokens=3 * SCORED,
+        next_source=(0, 0),
+        logprobs=zeros,
+        advantages=zeros,
+        ref_logprobs=None,
+        sequence_ids=("a", "b", "c"),
         token_ids=np.concatenate(tokens).astype(np.int32),
         segment_lengths=lengths,
         segment_weights=np.ones(3, dtype=np.float32),
@@ -100,10 +108,12 @@ def documents(lm: PreTrainedModel, reader: ImageReader) -> MicroBatch:
 def own_logprobs(lm: PreTrainedModel, reader: ImageReader, record: MicroBatch) -> Tensor:
     """[K] log-probs of the trained tokens by the model's own ``forward``, one document at a time."""
     found, start, taken = [], 0, inspect.signature(lm.forward).parameters
+    spans = record.image_spans
+    assert spans is not None
     for length in record.segment_lengths.tolist():
         ids = torch.as_tensor(record.token_ids[start : start + length].astype(np.int64))[None]
-        inside = (record.image_spans[:, 1] >= start) & (record.image_spans[:, 1] < start + length)
-        images = [record.images[index] for index in record.image_spans[inside, 0]]
+        inside = (spans[:, 1] >= start) & (spans[:, 1] < start + length)
+        images = [record.images[index] for index in spans[inside, 0]]
         given: dict[str, Any] = reader.pixels(images) if images else {}
         given |= {name: (ids == reader.placeholder).int() for name in KINDS if name in taken}
         logits = lm(input_ids=ids, use_cache=False, **given).logits[0, -SCORED - 1 : -1].float()

@@ -68,7 +68,9 @@ class ImageReader:
     """
 
     def __init__(self, lm: PreTrainedModel, source: str, trust_remote_code: bool = False):
-        self.placeholder = placeholder_of(lm.config)
+        placeholder = placeholder_of(lm.config)
+        assert placeholder is not None, "the model takes no images"
+        self.placeholder = placeholder
         self._arguments = set(inspect.signature(lm.get_image_features).parameters)
         self._rope_index = getattr(lm.base_model, "get_rope_index", None)
         try:
@@ -131,7 +133,7 @@ def read_images(
         pixels = reader.pixels(record.images)
     except ValueError as error:
         raise RecordError(f"{where}: one of its {len(record.images)} images: {error}") from error
-    places, features = _shown(record, reader.placeholder, where)
+    places, features = _shown(record, record.image_spans, reader.placeholder, where)
     shown_T = np.zeros(len(record.token_ids), dtype=bool)
     shown_T[places] = True
     inputs = ImageInputs(
@@ -144,12 +146,11 @@ def read_images(
     return inputs, positions if positions_T is None else _on_grid(positions_T, flat, positions.shape)
 
 
-def _shown(record: MicroBatch, placeholder: int | None, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _shown(record: MicroBatch, spans: np.ndarray, placeholder: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [F], places of the tokens that show a piece of an image; int64 [F], the feature that each shows)."""
-    indices = record.image_spans[:, 0].tolist()
+    indices = spans[:, 0].tolist()
     places = [
-        start + np.flatnonzero(record.token_ids[start:end] == placeholder)
-        for start, end in record.image_spans[:, 1:].tolist()
+        start + np.flatnonzero(record.token_ids[start:end] == placeholder) for start, end in spans[:, 1:].tolist()
     ]
     counts = np.zeros(len(record.images), dtype=np.int64)
     for image, own in zip(indices, places, strict=True):

@@ -48,12 +48,11 @@ class ImagePrompts:
         """
         if self._placeholder is None:
             raise ValueError("this server's model takes no images")
-        _check_spans(spans, len(images), len(token_ids))
-        made = await self._process(images)
-        ids, places, start = [], [], 0
-        for index, (place, (first, end)) in enumerate(
-            zip(made["mm_placeholders"]["image"], spans.tolist(), strict=True)
-        ):
+        rows = _checked(spans, len(images), len(token_ids)).tolist()
+        made = await self._process(images, self._placeholder)
+        ids: list[int] = []
+        places, start = [], 0
+        for index, (place, (first, end)) in enumerate(zip(made["mm_placeholders"]["image"], rows, strict=True)):
             tokens = made["prompt_token_ids"][place.offset : place.offset + place.length]
             if token_ids[first:end].tolist() not in ([self._placeholder], tokens):
                 raise ValueError(f"tokens {first} to {end} are not those of image {index}, which has {len(tokens)}")
@@ -64,10 +63,10 @@ class ImagePrompts:
         ids += token_ids[start:].tolist()
         return mm_input(ids, made["mm_kwargs"], made["mm_hashes"], {"image": places}, cache_salt=salt)
 
-    async def _process(self, images: Sequence[bytes]) -> MultiModalInput:
+    async def _process(self, images: Sequence[bytes], placeholder: int) -> MultiModalInput:
         """Processes the images alone. The cache of their features belongs to the engine, which may not see this."""
         opened = await asyncio.to_thread(_opened, images)
-        alone = TokensPrompt(prompt_token_ids=[self._placeholder] * len(images), multi_modal_data={"image": opened})
+        alone = TokensPrompt(prompt_token_ids=[placeholder] * len(images), multi_modal_data={"image": opened})
         (made,) = await self._processor.render_cmpl_async([alone], skip_mm_cache=True)
         return made
 
@@ -90,9 +89,10 @@ def image_spans_of(prompt: Any) -> np.ndarray | None:
     return np.array([(place.offset, place.offset + place.length) for place in places], dtype=np.int32)
 
 
-def _check_spans(spans: np.ndarray | None, count: int, num_tokens: int) -> None:
+def _checked(spans: np.ndarray | None, count: int, num_tokens: int) -> np.ndarray:
     if spans is None or spans.dtype != np.int32 or spans.shape != (count, 2):
         raise ValueError(f"image_spans must be int32 of shape ({count}, 2)")
     flat = spans.ravel()
     if flat[0] < 0 or flat[-1] > num_tokens or (np.diff(flat) < 0).any() or (spans[:, 0] == spans[:, 1]).any():
         raise ValueError(f"image_spans {spans.tolist()} are not ascending and within {num_tokens} tokens")
+    return spans
