@@ -188,7 +188,7 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     return max(fitting, key=lambda layers: (len(layers), sum(p.numel() for p in layers.parameters())))
 
 
-def auto_class(config: Any) -> type:
+def auto_class(config: Any) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """The class of transformers that builds the model of ``config``, with its vision tower if it has one."""
     kind = type(config)
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:

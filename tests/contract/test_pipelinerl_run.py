@@ -126,7 +126,8 @@ def run_on_cpu(name: str, folder: Path, *overrides: str) -> Path:
     given = (f"--config-dir={folder / 'new'}", f"--config-name={name}", f"model_path={folder / 'model'}")
     execute("launch", *given, f"output_dir={folder / 'run'}", *ON_CPU, *overrides, folder=folder)
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert (summary["optimizer_steps"], summary["weight_updates"]) == (STEPS, STEPS)
+    assert summary["optimizer_steps"] == STEPS
+    assert 1 <= summary["weight_updates"] <= STEPS, "a version is skipped while servers still take the one before"
     assert read_ledger(folder / "run").violations == ()
     return folder / "run"
 

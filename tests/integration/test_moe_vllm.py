@@ -2,24 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import httpx
-import msgspec
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
 from pipelinerl.finetune.export import exported_parameters
-from pipelinerl.finetune.model import Policy
-from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
-from pipelinerl.streams.codec import Codec
-from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
+from pipelinerl.records.answers import Completion
 from tests.sender_kit import Senders
+from tests.served import Served, engine_of, largest_error, sample, weight_check
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 2e-5
@@ -37,11 +31,6 @@ MODELS = {
 """Experts of three forms: Qwen's, Mixtral's, and those of DeepSeek-V3 (shared expert, bias of the choice)."""
 
 
-class Served(NamedTuple):
-    server: Any
-    engine: ReplicatedEngine
-
-
 @pytest.fixture(
     scope="module",
     params=["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "glm4_moe"))],
@@ -53,32 +42,16 @@ def served(request: Any, serving: Any, tmp_path_factory: pytest.TempPathFactory)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for _, buffer in CheckpointNames(lm).buffers():
         buffer.normal_(0, 0.1)
-    lm.save_pretrained(folder / "model")
-    serving.save_byte_tokenizer(folder / "model")
-    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    engine = ReplicatedEngine(Policy(lm.eval()), cfg.finetune, torch.device("cpu"))
+    engine = engine_of(lm, folder / "model", serving)
     with serving.running(folder / "run", folder / "model") as server:
         yield Served(server, engine)
 
 
-def generate(url: str, max_tokens: int) -> Completion:
-    sampling = {"n": 1, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    request = AnswerRequest(model="policy", token_ids=np.array(PROMPT, dtype=np.int32), sampling=sampling)
-    response = httpx.post(f"{url}{ANSWER_PATH}", content=Codec(AnswerRequest).encode(request), timeout=120)
-    response.raise_for_status()
-    (completion,) = Codec(Answer).decode(response.content).completions
-    return completion
-
-
-@torch.no_grad()
 def error_of(engine: ReplicatedEngine, completion: Completion) -> float:
     """Largest difference of the server's log-probabilities from the trainer's."""
     lm = AutoModelForCausalLM.from_config(engine.policy.lm.config, dtype=torch.float32).eval()
     lm.load_state_dict(engine.policy.lm.state_dict())
-    ids = torch.tensor([PROMPT + completion.token_ids.tolist()])
-    logprobs = lm(ids, use_cache=False).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    own = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-    return (own - torch.from_numpy(completion.logprobs)).abs().max().item()
+    return largest_error(lm, PROMPT, completion)
 
 
 def test_updates_land_in_fused_experts_to_the_bit(served: Served) -> None:
@@ -86,7 +59,7 @@ def test_updates_land_in_fused_experts_to_the_bit(served: Served) -> None:
     server, engine = served
     senders = Senders(server, timeout_s=60, secret=server.secret)
     try:
-        assert error_of(engine, generate(server.job.url, 20)) <= TOLERANCE
+        assert error_of(engine, *sample(server.job.url, PROMPT, 20)) <= TOLERANCE
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in engine.policy.lm.parameters():
@@ -94,14 +67,11 @@ def test_updates_land_in_fused_experts_to_the_bit(served: Served) -> None:
             (outcome,) = senders.send(version, dict(exported_parameters(engine, torch.float32))).values()
             assert outcome.error == ""
             assert senders.sender.wait_live(version, 20)
-            completion = generate(server.job.url, 100)
+            (completion,) = sample(server.job.url, PROMPT, 100)
             assert completion.version_spans is not None
             assert completion.version_spans[:, 2].tolist() == [version]
             assert error_of(engine, completion) <= TOLERANCE
-            body = msgspec.json.encode(WeightCheckRequest(version=version))
-            headers = {"Authorization": f"Bearer {server.secret}", "Content-Type": "application/json"}
-            answer = httpx.post(f"{server.job.url}{CHECK_PATH}", content=body, headers=headers, timeout=60)
-            check = msgspec.json.decode(answer.content, type=WeightCheck)
+            check = weight_check(server, version)
             assert (check.is_checked, check.differing, check.unlearned) == (True, (), ())
     finally:
         senders.sender.close()

@@ -19,11 +19,11 @@ import torch
 
 from pipelinerl.errors import ServerError, ServersExpelledError
 from pipelinerl.records import ProbeMissed
-from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
-from pipelinerl.streams.codec import Codec
+from pipelinerl.records.answers import Completion
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.score_client import score_sequences
 from tests.sender_kit import Senders
+from tests.served import sample
 
 TOLERANCE = 2e-5
 PROMPT = list(range(40, 60))
@@ -71,11 +71,7 @@ class Trainer:
 
 
 def generate(url: str, *, max_tokens: int, prompt: list[int] = PROMPT, n: int = 1) -> list[Completion]:
-    sampling = {"n": n, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    request = AnswerRequest(model="policy", token_ids=np.array(prompt, dtype=np.int32), sampling=sampling)
-    response = httpx.post(f"{url}{ANSWER_PATH}", content=Codec(AnswerRequest).encode(request), timeout=120)
-    response.raise_for_status()
-    return list(Codec(Answer).decode(response.content).completions)
+    return sample(url, prompt, max_tokens, n)
 
 
 def versions_of(choice: Completion) -> list[int]:
