@@ -180,7 +180,9 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     Raises:
         ConfigError: the model has no list of layers.
     """
-    lists = [module for module in lm.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    within = (lm.get_decoder(), lm)  # what a model calls its decoder may be its head
+    found = ([part for part in whole.modules() if isinstance(part, nn.ModuleList)] for whole in within)
+    lists = next(filter(None, found), [])
     if not lists:
         raise ConfigError(f"model_path: {type(lm).__name__} has no list of layers to shard; use finetune.engine=ddp")
     wanted = lm.config.get_text_config().num_hidden_layers
