@@ -46,7 +46,8 @@ class FakeReference:
         self.seen: list[bytes] = []
         self.running = self.most = 0
 
-    async def __call__(self, session: Any, url: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    async def __call__(self, session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
+        assert not any(images.values()), "these sequences are text"
         self.urls.append(url)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -138,7 +139,7 @@ def test_reference_server_that_never_answers_ends_the_role_with_its_name(
 def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPatch):
     fake = FakeReference()
 
-    async def slow(session: Any, url: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    async def slow(session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
         values = await fake(session, url, sequences)
         fake.running += 1
         fake.most = max(fake.most, fake.running)

@@ -13,6 +13,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import architecture
 from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config, small_copy
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
+from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.rl.head import LogitMap
 
 PLAIN = LogitMap()
@@ -124,8 +125,8 @@ def test_a_leak_smaller_than_the_former_bound_is_seen(monkeypatch: pytest.Monkey
     comparison = Comparison(small_copy(make_config("qwen2")))
     exact = architecture.Policy.hidden_states
 
-    def leaking(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        states = exact(self, input_ids, position_ids)
+    def leaking(self: Any, batch: Tokens) -> torch.Tensor:
+        states = exact(self, batch)
         return states + 1e-3 * states[:, :1]
 
     assert comparison.packed_error(PACKED) <= 1e-5

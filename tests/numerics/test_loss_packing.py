@@ -136,7 +136,9 @@ def test_packed_documents_do_not_attend_to_each_other() -> None:
 def test_isolation_error_sees_documents_that_do() -> None:
     policy = make_policy()
     hidden_states = policy.hidden_states
-    policy.hidden_states = lambda ids, positions: hidden_states(ids, torch.arange(ids.shape[1])[None])
+    policy.hidden_states = lambda batch: hidden_states(
+        batch._replace(position_ids=torch.arange(batch.input_ids.shape[1])[None])
+    )
     assert isolation_error(policy, VOCAB, torch.device("cpu")) > 0.05
 
 

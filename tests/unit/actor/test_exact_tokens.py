@@ -210,6 +210,7 @@ def answer(change: dict | None = None, count: int = 3) -> bytes:
 class Request:
     token_ids = np.array([1], np.int32)
     body_key = b'{"logprobs":0}'
+    image_spans = None
 
 
 def spans(*rows: tuple[int, int, int]) -> np.ndarray:
@@ -249,8 +250,8 @@ def test_answer_that_lacks_something_is_a_server_failure(change: dict) -> None:
 
 
 def test_answer_of_a_newer_format_and_of_other_counts_is_a_server_failure() -> None:
-    with pytest.raises(ServerError, match="in format 2, this client reads 1"):
-        read_answer(Codec(Answer).encode(Answer(format=2)), Request, 1)  # type: ignore[arg-type]
+    with pytest.raises(ServerError, match="in format 3, this client reads 2"):
+        read_answer(Codec(Answer).encode(Answer(format=3)), Request, 1)  # type: ignore[arg-type]
     with pytest.raises(ServerError, match="1 completions instead of 2"):
         read_answer(answer(), Request, 2)  # type: ignore[arg-type]
 
