@@ -295,8 +295,9 @@ def _run_struck(run: StruckRun, strikes: Sequence[Strike]) -> Outcome:
     try:
         with ThreadPoolExecutor() as watchers:
             if not any(strike.moment == "startup" for strike in strikes):
+                run.wait_for(run.look)  # a resumed run that was at its end makes no further step
                 run.wait_for(lambda: run.has_made(1))
-            run.wait_for(run.look)  # the folder of a resumed run shows steps and processes of before
+            run.look()
             for strike in strikes:
                 for earlier, watcher in made.items():
                     if earlier.job == strike.job and watcher:
