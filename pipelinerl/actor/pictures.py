@@ -4,6 +4,8 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from pipelinerl.chat.images import describe_size
+
 PNG = "pipelinerl_png"
 """Key of a mapping that stands for an image on its way."""
 QUICK = 1
@@ -23,7 +25,7 @@ def unpack_pictures(problem: dict[str, Any]) -> dict[str, Any]:
 def describe_value(value: Any) -> str:
     """Returns text for a value that JSON does not have."""
     if _is_picture(value):
-        return f"[image {value.width}×{value.height}]"
+        return describe_size(value)
     return f"[{len(value)} bytes]" if isinstance(value, bytes) else str(value)
 
 

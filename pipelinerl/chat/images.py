@@ -77,13 +77,18 @@ def open_image(data: bytes) -> "Image":
         raise ValueError(f"it cannot be decoded: {error}") from error
 
 
+def describe_size(image: "Image") -> str:
+    """Returns a text that stands for a decoded image."""
+    return f"[image {image.width}×{image.height}]"
+
+
 def describe_image(data: bytes) -> str:
     """Returns a text that stands for an image, with its width and height."""
     from PIL import Image
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        return f"[image {image.width}×{image.height}]"
+        return describe_size(image)
     except (OSError, SyntaxError, Image.DecompressionBombError):
         return "[image that cannot be decoded]"
 
