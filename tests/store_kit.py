@@ -76,3 +76,11 @@ def weights(version: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torc
 
 def holds(server: Any, sent: dict[str, torch.Tensor]) -> bool:
     return server.live.keys() == sent.keys() and all(torch.equal(server.live[name], sent[name]) for name in sent)
+
+
+def following(server: Any, make_trainer: Callable[..., Trainer], url: str) -> tuple[Any, Trainer]:
+    """The server, which follows the store at ``url``, and a trainer that has given it version 0."""
+    server.store.follow(url)
+    trainer = make_trainer(url, server)
+    trainer.send(0, weights(0))
+    return server, trainer

@@ -19,7 +19,7 @@ from pipelinerl.weights.snapshot import STRIPE_UNIT
 from pipelinerl.weights.store import files, publisher
 from pipelinerl.weights.store.manifest import NAME
 from tests.sender_kit import wait_for
-from tests.store_kit import RANKS, SECRET, Trainer, holds, trainers, weights
+from tests.store_kit import RANKS, SECRET, Trainer, following, holds, trainers, weights
 
 
 @pytest.fixture
@@ -150,10 +150,7 @@ def test_incomplete_file_is_found_before_memory_is_changed_for_it(
     start_model_server: Any, make_trainer: Any, tmp_path: Path, damage: str
 ) -> None:
     url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     server.store.follower.close()
     server.store.follower.join()
     trainer.take(1, weights(1))
@@ -180,10 +177,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_manifest_changes_nothing(start_model_server: Any, make_trainer: Any, url: str, kind: str) -> None:
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     files.open_files(url).put(NAME, memoryview(HOSTILE[kind]))
     wait_for(lambda: server.store.follower.failures >= 1)
     assert NAME in server.store.follower.reason
@@ -193,10 +187,7 @@ def test_hostile_manifest_changes_nothing(start_model_server: Any, make_trainer:
 
 
 def test_manifest_of_an_earlier_time_is_refused(start_model_server: Any, make_trainer: Any, url: str) -> None:
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     old = files.open_files(url).get(NAME, 1 << 20)
     trainer.send(1, weights(1))
     files.open_files(url).put(NAME, memoryview(old))
@@ -209,10 +200,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
     start_model_server: Any, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     is_full, put = threading.Event(), files.FolderFiles.put
     is_full.set()
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl.weights.store import files
 from tests.sender_kit import wait_for
-from tests.store_kit import RANKS, Trainer, holds, trainers, weights
+from tests.store_kit import RANKS, Trainer, following, holds, trainers, weights
 
 
 @pytest.fixture
@@ -23,10 +23,7 @@ def test_disk_that_is_full_is_tried_again_until_there_is_room(
     start_model_server: Any, make_trainer: Any, small_disk: Path, caplog: Any
 ) -> None:
     url = str(small_disk / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     trainer.take(1, weights(1))
     wait_for(lambda: "event=version_not_published version=1" in caplog.text)
@@ -72,10 +69,7 @@ def test_store_that_hangs_holds_up_neither_steps_nor_servers(
     start_model_server: Any, make_trainer: Any, hang: Any, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "store")
-    server = start_model_server()
-    server.store.follow(url)
-    trainer = make_trainer(url, server)
-    trainer.send(0, weights(0))
+    server, trainer = following(start_model_server(), make_trainer, url)
     store = hang("put", "get", "open", "size")
     trainer.take(1, weights(1))
     wait_for(lambda: store.calls >= 1 + RANKS)
