@@ -20,7 +20,7 @@ HEADER_BYTES = _FIELDS.size + _CRC.size
 MAX_PAYLOAD_BYTES = 2**32 - 1
 
 _UNFILLED_BYTES = 256
-"""If this many bytes at the end of a frame and everything after them are zero, the frame is taken as incomplete."""
+"""A frame that ends the file and fails its checksum is taken as incomplete if so many bytes at its end are zero."""
 _OFFSET = struct.Struct("<Q")
 _OFFSET_PLACE = 8
 
@@ -72,7 +72,8 @@ def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int 
     """Returns the frame at ``start``, which must be record ``offset``, or None while it is incomplete.
 
     A frame is incomplete if the buffer ends before it, or if the buffer holds only zeros from some byte of the frame to
-    its end (space that a file system has allocated but not filled). Raises ``CorruptStreamError`` for anything else
+    its end (space that a file system has allocated but not filled). Zeros behind the frame are such space, as no writer
+    allots any, so one zero at the frame's end is enough before them. Raises ``CorruptStreamError`` for anything else
     that does not verify.
     """
     available = len(buffer) - start
@@ -82,7 +83,7 @@ def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int 
     (header_crc,) = _CRC.unpack_from(buffer, start + _FIELDS.size)
     view = memoryview(buffer)
     if zlib.crc32(view[start : start + _FIELDS.size]) != header_crc:
-        if not any(view[start : start + HEADER_BYTES]) and not any(view[start:]):
+        if not any(view[start + HEADER_BYTES - 1 :]):
             return None
         raise CorruptStreamError(f"record {offset}: the frame header fails its checksum")
     if found_offset != offset:
@@ -96,7 +97,8 @@ def parse_frame(buffer: Buffer, start: int, offset: int, max_payload_bytes: int 
         return None
     payload = view[start + HEADER_BYTES : end]
     if zlib.crc32(payload) != payload_crc:
-        if not any(view[max(end - _UNFILLED_BYTES, start + HEADER_BYTES) :]):
+        unfilled = 1 if end < len(buffer) else _UNFILLED_BYTES
+        if not any(view[max(end - unfilled, start + HEADER_BYTES) :]):
             return None
         raise CorruptStreamError(f"record {offset}: the payload of {length} bytes fails its checksum")
     return Frame(payload, end)

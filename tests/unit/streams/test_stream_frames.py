@@ -37,6 +37,24 @@ def test_parse_incomplete_frame_is_not_yet_there():
     assert frames.parse_frame(bytes(100), 0, 7) is None
 
 
+def test_parse_frame_torn_at_any_byte_before_unfilled_space_is_not_yet_there():
+    payload = bytes(range(1, 201)) * 2
+    whole = frame(7, payload)
+    for kept in range(len(whole)):
+        space = bytes(len(whole) - kept + 4096)
+        assert frames.parse_frame(whole[:kept] + space, 0, 7) is None, kept
+    assert frames.parse_frame(whole + bytes(4096), 0, 7) is not None
+
+
+def test_parse_flipped_bit_before_unfilled_space_is_damage():
+    whole = frame(7, bytes(range(1, 201)))
+    for place in (0, 5, 17, 25, len(whole) - 2):
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        with pytest.raises(CorruptStreamError):
+            frames.parse_frame(bytes(flipped) + bytes(4096), 0, 7)
+
+
 def test_parse_zeros_before_data_are_damage():
     with pytest.raises(CorruptStreamError, match="record 7: the frame header"):
         frames.parse_frame(bytes(20) + b"data", 0, 7)
