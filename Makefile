@@ -49,7 +49,7 @@ test-fast: install
 	$(PYTEST) tests/unit tests/contract tests/numerics
 
 test-slow: install redis
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow -p tests.slow_results
 
 # For a machine with a GPU and EXTRAS=gpu,test. Neither CI nor any run of this project's authors has had one yet.
 gpu-check: install
