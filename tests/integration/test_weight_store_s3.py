@@ -1,4 +1,4 @@
-"""A store of weights behind S3's protocol: moto on this machine, through s3fs (`pipelinerl[s3]`, `moto[server]`)."""
+"""A store of weights behind S3's protocol: moto on this machine, through s3fs."""
 
 import os
 import subprocess
@@ -11,9 +11,6 @@ import pytest
 
 from pipelinerl.weights.store import files
 from tests.sender_kit import wait_for
-
-pytest.importorskip("moto")
-pytest.importorskip("s3fs")
 
 
 @pytest.fixture
