@@ -31,6 +31,7 @@ import torch
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
+from pipelinerl.launcher.commands import role_environment
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.origin import SenderSettings
@@ -103,7 +104,8 @@ def free_port() -> int:
 @contextlib.contextmanager
 def server(run_dir: Path, job: Job, secret: str) -> Iterator[None]:
     """This file as the server process, with a worker that can also load tensors one by one."""
-    env = os.environ | {"PIPELINERL_SECRET": secret, "PYTHONPATH": str(Path(__file__).parent)}
+    env = os.environ | role_environment(job, WorldMap.load(run_dir), os.environ)
+    env |= {"PIPELINERL_SECRET": secret, "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}"}
     with open(run_dir / "server.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, "--serve", "--run-dir", str(run_dir), "--job", job.name],
