@@ -6,6 +6,7 @@ live elements come from which bytes: it runs the model's own loaders on tensors 
 Values that a loader computes instead of copying are not learned. Only the log-probabilities check those.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipelinerl.weights.layout import torch_dtype
 from pipelinerl.weights.protocol import ParamSpec
+
+log = logging.getLogger(__name__)
 
 WIDTH = 1024
 """Words in a row of the checksum's matrix."""
@@ -158,6 +161,18 @@ def learn(
     if set(unlearned) - computed:  # they may be replaced as a whole, by any tensor that is not copied
         used |= {*sent.values()} - {copy.source for copy in copies}
     return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned, frozenset(used))
+
+
+def learned(learning: Callable[[], LoadPlan], model: nn.Module, specs: Sequence[ParamSpec]) -> LoadPlan:
+    """Returns what ``learning`` returns, or the plan of unknown loaders if it fails.
+
+    A loader that looks at values, for instance, cannot run without memory. Then all tensors are kept whole.
+    """
+    try:
+        return learning()
+    except Exception as error:  # whatever a model's loaders raise: the log-probabilities decide alone
+        log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
+        return LoadPlan.unknown(model, specs)
 
 
 def differing(

@@ -7,7 +7,7 @@ the runs from it (`gather_runs`). One that has the same shard gives its bytes as
 """
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,22 +46,15 @@ class Shard:
         wanted: dict[str, set[Runs]] = defaultdict(set)
         sizes = {spec.name: torch_dtype(spec.dtype).itemsize for spec in layout.specs}
         for copy in plan.copies:
-            wanted[copy.source].add(runs_of(copy.source_view, sizes[copy.source]))
+            if 0 not in copy.source_view.size:  # a worker that has only the padding of a vocabulary copies no row
+                wanted[copy.source].add(runs_of(copy.source_view, sizes[copy.source]))
         runs: list[Runs] = []
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             runs += (
                 msgspec.structs.replace(part, first=part.first + offset)
                 for part in _disjoint(spec, sorted(wanted[spec.name], key=_first), is_whole=spec.name in plan.computed)
             )
-        place, stripes = 0, {}
-        for start, end in pairwise([*starts, layout.num_bytes]):
-            placed = []
-            for part in runs:
-                for cut in _cut(part, start, end):
-                    placed.append(msgspec.structs.replace(cut, place=place))
-                    place = end_of(placed)
-            stripes[start] = tuple(placed)
-        return cls(layout, stripes, tuple(sorted(plan.computed)))
+        return cls(layout, _placed(runs, [*starts, layout.num_bytes]), tuple(sorted(plan.computed)))
 
     @cached_property
     def num_bytes(self) -> int:
@@ -211,6 +204,22 @@ def _copy_bytes(runs: Runs, stripe: torch.Tensor, first: int, start: int, target
         else:
             at = runs.first + a // length * runs.stride + a % length - first
             target[a - start : b - start].copy_(stripe[at : at + b - a])
+
+
+def _placed(runs: Sequence[Runs], edges: Sequence[int]) -> dict[int, tuple[Runs, ...]]:
+    """Cuts runs into the stripes between ``edges``, and gives them places one after the other, stripe by stripe."""
+    cuts: list[list[Runs]] = [[] for _ in edges[1:]]
+    for part in runs:
+        for stripe in range(bisect_right(edges, part.first) - 1, bisect_left(edges, part.end)):
+            cuts[stripe] += _cut(part, *edges[stripe : stripe + 2])
+    place, stripes = 0, {}
+    for start, parts in zip(edges, cuts, strict=False):
+        placed = []
+        for part in parts:
+            placed.append(msgspec.structs.replace(part, place=place))
+            place = end_of(placed)
+        stripes[start] = tuple(placed)
+    return stripes
 
 
 def _cut(runs: Runs, start: int, end: int) -> Iterator[Runs]:

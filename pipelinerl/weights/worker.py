@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
+from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn, learned
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
@@ -133,19 +133,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     @torch.no_grad()
     def _plan_of(self, layout: Layout) -> LoadPlan:
         if self._plan is None or self._plan[0] != layout:
-            self._plan = (layout, self._learn(layout))
+            self._plan = (layout, learned(lambda: self._learn(layout), self.model, layout.specs))
         return self._plan[1]
 
     def _learn(self, layout: Layout) -> LoadPlan:
         if self._twin is not None:
             return self._twin.learn(layout.specs)
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                model = bare_model(self.vllm_config)
-                return learn(model, model.load_weights, layout.specs)
-        except Exception as error:  # whatever a model's loaders raise: the log-probabilities decide alone
-            log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
-            return LoadPlan.unknown(self.model, layout.specs)
+        with set_current_vllm_config(self.vllm_config):
+            model = bare_model(self.vllm_config)
+            return learn(model, model.load_weights, layout.specs)
 
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
