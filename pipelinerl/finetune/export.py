@@ -75,7 +75,9 @@ def exported_parameters(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[st
     Saved buffers follow in their own dtype. They are constants of the model, e.g. the bias of an expert's choice.
     """
     names, scaling = engine.policy.names, engine.policy.lora_scaling
-    for name, parts in exported_parts(engine.named_full_parameters(), torch.clone):
+    is_adapted = any(LORA_A in name for name, _ in engine.full_shapes())  # adapters are merged as they are trained
+    full = engine.named_full_parameters(None if is_adapted else dtype)
+    for name, parts in exported_parts(full, torch.clone):
         if len(parts) == 1:
             merged = parts[0].to(dtype)
         else:

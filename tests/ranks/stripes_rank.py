@@ -48,7 +48,8 @@ def main(job: dict[str, Any]) -> None:
     assert own.updates.finish(1)
     if own.sender is not None:
         assert own.sender.wait_live(1, 60, count=own.num_servers)
-    weights = {name: tensor.clone() for name, tensor in exported_parameters(own.engine, getattr(torch, dtype))}
+    full = exported_parameters(own.engine, torch.float32)
+    weights = {name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in full}
     out.with_suffix(f".{rank}").write_text(json.dumps(own.origin.giver.num_bytes))
     if rank == 0:
         save_file(weights, out)

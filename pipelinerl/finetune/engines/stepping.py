@@ -37,9 +37,10 @@ class SteppingEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
-            yield name, whole(parameter.detach())
+            shard = parameter.detach()
+            yield name, whole(shard if dtype is None else shard.to(dtype))
 
     def full_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]

@@ -50,6 +50,28 @@ def test_specs_describe_the_parameters_in_their_order() -> None:
     assert specs == [(name, "bfloat16", tuple(t.shape)) for name, t in parameters]
 
 
+def test_shards_are_cast_before_they_are_gathered() -> None:
+    engine = make_engine(make_lm())
+    halves, wholes = dict(engine.named_full_parameters(torch.bfloat16)), dict(engine.named_full_parameters())
+    assert {tensor.dtype for tensor in wholes.values()} == {torch.float32}
+    assert halves.keys() == wholes.keys()
+    for name, half in halves.items():
+        assert half.dtype == torch.bfloat16
+        assert torch.equal(half, wholes[name].to(torch.bfloat16))
+
+
+def test_adapters_are_merged_in_the_precision_in_which_they_are_trained() -> None:
+    lora = SimpleNamespace(r=2, alpha=6, dropout=0.0, target_modules="all-linear")
+    engine = make_engine(add_adapters(make_lm(), lora, seed=0), lora_scaling=3.0)
+    with torch.no_grad():
+        for name, parameter in engine.policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    wholes = {name: tensor.clone() for name, tensor in exported_parameters(engine, torch.float32)}
+    for name, half in exported_parameters(engine, torch.bfloat16):
+        assert torch.equal(half, wholes[name].to(torch.bfloat16)), name
+
+
 def test_merged_adapters_give_the_adapted_models_logits(tmp_path: Path) -> None:
     lora = SimpleNamespace(r=2, alpha=6, dropout=0.0, target_modules="all-linear")
     lm = add_adapters(make_lm(), lora, seed=0)

@@ -23,7 +23,7 @@ class Engine:
     rank, world_size, device = 0, 1, torch.device("cpu")
     policy = Policy(make_qwen2(8, hidden=8, intermediate=8))
 
-    def named_full_parameters(self) -> Any:
+    def named_full_parameters(self, dtype: Any) -> Any:
         yield "lm.w", torch.zeros(4)
 
     def full_shapes(self) -> Any:
