@@ -5,9 +5,12 @@ Its loaders fuse, cut by rows and by columns, and pad. Layers, vocabulary and wo
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
+
+from pipelinerl.weights.shard import Shard, gather_runs
 
 PADDING = 64
 """vLLM pads vocabularies to a multiple of this."""
@@ -91,3 +94,14 @@ class Decoder(nn.Module):
                 self.params[name].copy_(tensor.narrow(1, self.rank * width, width))
             case _:
                 self.params[name].copy_(tensor)
+
+
+def gathered(shard: Shard, whole: torch.Tensor, bucket: int = 1 << 20) -> torch.Tensor:
+    """The shard as the trainer's ranks give it, each from its stripe."""
+    buffer = torch.zeros(shard.num_bytes, dtype=torch.uint8)
+    for start, end in pairwise([*shard.stripes, len(whole)]):
+        low, high = shard.place(start)
+        for place in range(low, high, bucket):
+            upto = min(place + bucket, high)
+            buffer[place:upto] = gather_runs(shard.stripes[start], whole[start:end], start, place, upto)
+    return buffer

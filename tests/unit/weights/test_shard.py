@@ -13,6 +13,7 @@ from pipelinerl.weights.digest import LoadPlan, View, differing, learn
 from pipelinerl.weights.layout import ALIGNMENT, Layout, spec_of
 from pipelinerl.weights.protocol import Runs
 from pipelinerl.weights.shard import Shard, ShardViews, end_of, gather_runs, runs_of
+from tests.tensor_parallel import gathered
 
 Weights = dict[str, torch.Tensor]
 
@@ -76,17 +77,6 @@ def loaded(rank: int, given: Iterable[tuple[str, torch.Tensor]], **options: bool
 
 def same(a: Model, b: Model) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-
-
-def gathered(shard: Shard, whole: torch.Tensor, bucket: int = 1 << 20) -> torch.Tensor:
-    """The shard as the trainer's ranks give it, each from its stripe."""
-    buffer = torch.zeros(shard.num_bytes, dtype=torch.uint8)
-    for start, end in pairwise([*shard.stripes, len(whole)]):
-        low, high = shard.place(start)
-        for place in range(low, high, bucket):
-            upto = min(place + bucket, high)
-            buffer[place:upto] = gather_runs(shard.stripes[start], whole[start:end], start, place, upto)
-    return buffer
 
 
 @pytest.mark.parametrize("rank", [0, 1])

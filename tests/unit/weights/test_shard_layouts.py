@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.protocol import Failed, Staged, WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
-from pipelinerl.weights.shard import Shard, ShardViews, gather_runs
+from pipelinerl.weights.shard import Shard, ShardViews
 from pipelinerl.weights.snapshot import model_stripes
-from tests.tensor_parallel import Decoder, Shape, Weights
+from tests.tensor_parallel import Decoder, Shape, Weights, gathered
 
 SECRET = "unit-test-secret"
 LARGE = Shape(vocab=32_000, layers=24)
@@ -67,16 +66,12 @@ def test_every_worker_loads_from_its_shard_what_it_loads_from_the_whole(
     layout.fill(whole, given.items())
     for rank in sorted({0, 1, size // 2, size - 1}):
         shard = shard_of(shape, layout, ranks, rank, size)
-        buffer = torch.zeros(shard.num_bytes, dtype=torch.uint8)
-        for start, end in pairwise([*shard.stripes, layout.num_bytes]):
-            low, high = shard.place(start)
-            for place in range(low, high, bucket):
-                upto = min(place + bucket, high)
-                buffer[place:upto] = gather_runs(shard.stripes[start], whole[start:end], start, place, upto)
+        buffer = gathered(shard, whole, bucket)
         assert loads_the_same(shape, rank, size, ShardViews(shard, buffer), given), rank
         plan, model = plan_of(shape, layout, rank, size), Decoder(shape, rank, size)
         model.load_weights(given.items())
-        assert not [*differing(plan.copies, dict(model.named_parameters()), ShardViews(shard, buffer))]
+        live = dict(model.named_parameters())
+        assert next(differing(plan.copies, live, ShardViews(shard, buffer)), None) is None
         assert (plan.unlearned, shard.whole) == ((), ())
         assert sum(map(len, shard.stripes.values())) <= 2 * (len(plan.copies) + ranks * 3)
         kept = sum(tensor.nbytes for tensor in model.params.values())
