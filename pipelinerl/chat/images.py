@@ -6,7 +6,7 @@ because a model can sample the placeholder's token like any other.
 """
 
 import base64
-import binascii
+import contextlib
 import io
 import json
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def image_bytes(part: dict) -> bytes:
     """Returns the encoded image of a content part: the bytes of a PNG or JPEG file, say."""
     value = part.get(part["type"], part.get("image_url"))
     value = value.get("url") if isinstance(value, dict) else value
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str) or not value.startswith("data:"):
         raise DomainError(
@@ -59,21 +59,48 @@ def image_bytes(part: dict) -> bytes:
             f"{EXAMPLE} or as bytes under the key `image`. Nothing is downloaded during a rollout"
         )
     try:
-        return base64.b64decode(value.partition("base64,")[2], validate=True)
-    except binascii.Error as error:
+        data = base64.b64decode(value.partition(";base64,")[2], validate=True)
+    except ValueError as error:
         raise DomainError(f"a message has a data URL that is not base64 ({error}): give it as {EXAMPLE}") from error
+    if not data:
+        raise DomainError(f"a message has a data URL without an image, {value[:40]!r}: give it as {EXAMPLE}")
+    return data
 
 
 def open_image(data: bytes) -> "Image":
-    """Decodes an image to RGB. Raises ``ValueError`` for what is none, or is too large."""
-    from PIL import Image
+    """Decodes an image to the RGB pixels that vLLM's own routes make of it: upright, on white where it is transparent.
+
+    Of a moving one this is the first picture. Raises ``ValueError`` for what is none, or is too large.
+    """
+    from PIL import Image, ImageOps
+
+    image = _opened(data)
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"it has {image.width} × {image.height} pixels, more than {MAX_PIXELS}")
+    if image.mode.startswith("I"):  # more than 8 bits
+        raise ValueError("its grey values would be cut off at 255: save it with 8 bits per channel")
+    try:
+        with contextlib.suppress(Exception):  # an orientation that cannot be read is none
+            image = ImageOps.exif_transpose(image)
+        if image.mode == "RGB" or not image.has_transparency_data:
+            return image.convert("RGB")
+        seen = image.convert("RGBA")
+        white = Image.new("RGB", seen.size, "white")
+        white.paste(seen, mask=seen.getchannel("A"))
+        return white
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"it cannot be decoded: {error}") from error
+
+
+def _opened(data: bytes) -> "Image":
+    """Reads an image's head. Raises ``ValueError``."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"it has {image.width} × {image.height} pixels, more than {MAX_PIXELS}")
-        return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"its {len(data)} bytes are no {', '.join(FORMATS)}, or damaged") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"it cannot be decoded: {error}") from error
 
 
@@ -84,17 +111,16 @@ def describe_size(image: "Image") -> str:
 
 def describe_image(data: bytes) -> str:
     """Returns a text that stands for an image, with its width and height."""
-    from PIL import Image
-
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        return describe_size(image)
-    except (OSError, SyntaxError, Image.DecompressionBombError):
+        return describe_size(_opened(data))
+    except ValueError:
         return "[image that cannot be decoded]"
 
 
 def _kind(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else "no image" if value is None else type(value).__name__
+    if isinstance(value, str):
+        return repr(value[:40])
+    return type(value).__name__ if value is not None and not isinstance(value, bytes) else "no image"
 
 
 @cache

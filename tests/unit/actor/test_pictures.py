@@ -1,16 +1,20 @@
 """Problems with pictures reach a worker as the loader made them."""
 
+import io
 import json
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 from PIL import Image
 
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.pictures import PNG, pack_pictures, unpack_pictures
+from pipelinerl.actor.pictures import PICTURE, pack_pictures, unpack_pictures
 from pipelinerl.actor.training import problem_text
 from pipelinerl.actor.workers import encode_start
+from pipelinerl.errors import DomainError
+from tests.vision import picture
 
 PIXELS = np.arange(4 * 3 * 3, dtype=np.uint8).reshape(4, 3, 3)
 
@@ -28,8 +32,32 @@ def test_every_pixel_of_a_picture_reaches_the_worker() -> None:
     assert (read["question"], read["n"]) == ("?", [1, 2])
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "LAB", "F", "I", "PA"])
+def test_picture_of_any_mode_that_files_have_keeps_its_pixels(mode: str) -> None:
+    image = Image.fromarray(PIXELS)
+    image = image.convert("P").convert("PA") if mode == "PA" else image.convert(mode)
+    read = unpack_pictures(msgspec.msgpack.decode(encode_start(start({"a": {"b": [(image,)]}})))["problem"])["a"]["b"]
+    assert read[0][0].mode == mode
+    np.testing.assert_array_equal(np.asarray(read[0][0]), np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (
+            Image.open(io.BytesIO(picture(40, 30)[:300])),
+            r"`a.b` holds a \[image 40×30\] that cannot be read .*truncated",
+        ),
+        (Image.fromarray(PIXELS).convert("HSV"), r"`a.b` .* of mode HSV: give it as `image.convert\(\"RGB\"\)`"),
+    ],
+)
+def test_picture_that_cannot_travel_names_its_field(image: Image.Image, message: str) -> None:
+    with pytest.raises(DomainError, match=message):
+        encode_start(start({"a": {"b": image}}))
+
+
 def test_other_values_stay_as_they_are() -> None:
-    problem = {"a": {"b": 1}, "c": {PNG: b"x", "d": 1}, "e": [{"f": 2}], "g": b"bytes"}
+    problem = {"a": {"b": 1}, "c": {PICTURE: b"x", "d": 1}, "e": [{"f": 2}], "g": b"bytes"}
     assert pack_pictures(problem) == problem
     assert unpack_pictures(problem) == problem
 
