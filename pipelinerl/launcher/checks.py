@@ -227,6 +227,11 @@ def store_of_weights(start: Start) -> list[str]:
     return []
 
 
+def libraries(start: Start) -> list[str]:
+    preflight.check_companions()
+    return []
+
+
 def model(start: Start) -> list[str]:
     from pipelinerl.tiny_model.recipes import make_recipe  # imports the domains
 
@@ -269,6 +274,7 @@ OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     redis,
     disk,
     store_of_weights,
+    libraries,
     model,
     objective,
     domain,

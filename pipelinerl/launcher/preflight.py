@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ OBJECTIVE_TIMEOUT_S = 300.0
 HUB_TIMEOUT_S = 8.0
 BUILD_TIMEOUT_S = 900.0
 COMPARE_TIMEOUT_S = 300.0
+COMPANIONS = ("torchvision", "torchaudio")
+"""Packages of torch that transformers imports where they are installed."""
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -124,6 +127,34 @@ async def build_tiny_model(config: Config, env: Mapping[str, str]) -> str | None
         return None
     last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
     return f"`tiny_model` could not build {config.model_path!r}: {last.removeprefix('error: ')}"
+
+
+def check_companions() -> None:
+    """Refuse builds of torch's companions that cannot be loaded beside it, with which no model can be imported.
+
+    Only a build of another kind than torch's is tried, in a separate process because that imports torch.
+    """
+    kind = _kind_of_build("torch")
+    for package in COMPANIONS:
+        if _kind_of_build(package) in (None, kind):
+            continue
+        argv = [sys.executable, "-c", f"import {package}"]
+        code, _, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
+        if code != 0:
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            raise ConfigError(
+                f"the installed {package} cannot be loaded beside torch {version('torch')} ({last}), and models cannot "
+                f"be imported with it: run `pip uninstall {' '.join(COMPANIONS)}`, which models of text do not need, "
+                "or delete their folders after `pip install --target`, or install the builds of your torch"
+            )
+
+
+def _kind_of_build(package: str) -> str | None:
+    """What a package's version has after `+`, such as `cpu`, or nothing. None: it is not installed."""
+    try:
+        return version(package).partition("+")[2]
+    except PackageNotFoundError:
+        return None
 
 
 def check_model(model_path: str) -> None:
