@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.chat import ChatRenderer, ReadText, Rendered, Turn, extend, renderer_of
-from pipelinerl.chat.images import check_expansion
+from pipelinerl.chat.images import check_expansion, images_of
 from pipelinerl.chat.rendering import NO_SPANS
 from pipelinerl.chat.tool_calls import read_plain, reader_of
 from pipelinerl.errors import DomainError, ServerError, StreamError, TransportError
@@ -295,6 +295,10 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
 def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[Rendered, int | None]:
     """Returns the prompt, and the weight version of the first token of the conversation that it continues."""
     if prompt.token_ids:
+        if images_of(prompt.messages):
+            raise DomainError(
+                "the prompt has token_ids and images in its messages: leave token_ids empty, or the images"
+            )
         return Rendered(renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32)), None
     if not prompt.messages:
         raise DomainError("the prompt has neither messages nor token_ids")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,8 +16,7 @@ DEPENDENCIES = Path(pytest.__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin/` of an environment that has the wheel and, of the checkout, nothing."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
@@ -24,23 +24,45 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(["tar", "x", "-C", str(source)], input=archive, check=True)
     options = ["--no-deps", "--no-build-isolation", "-q", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", str(place), str(source)], check=True)
-    venv.create(place / "env", symlinks=True)
-    (wheel,) = place.glob("*.whl")
-    bin_dir = place / "env" / "bin"
+    (built,) = place.glob("*.whl")
+    return built
+
+
+class Installed(NamedTuple):
+    """An environment that has the wheel and, of the checkout, nothing."""
+
+    command: Path
+    """The command `pipelinerl`."""
+    variables: dict[str, str]
+    """With which it finds its package."""
+
+
+@pytest.fixture(scope="module", params=["venv", "target", "user"])
+def installed(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel in an environment of its own, or for one user, or in a folder that PYTHONPATH names."""
+    place = tmp_path_factory.mktemp(request.param)
+    venv.create(place / "env", symlinks=True, system_site_packages=request.param == "user")
     libraries = next((place / "env" / "lib").glob("python*")) / "site-packages"
     (libraries / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
-    arguments = ["--python", str(bin_dir / "python"), "install", "-q", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "pip", *arguments, str(wheel)], check=True)
-    return bin_dir
+    python, folder = place / "env" / "bin" / "python", place / request.param
+    options, variables, command = {
+        "venv": ([], {}, python.with_name("pipelinerl")),
+        "target": (["--target", str(folder)], {"PYTHONPATH": str(folder)}, folder / "bin" / "pipelinerl"),
+        "user": (["--user"], {"PYTHONUSERBASE": str(folder)}, folder / "bin" / "pipelinerl"),
+    }[request.param]
+    arguments = ["--python", str(python), "install", "-q", "--no-deps", "--no-warn-script-location", *options]
+    install = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", str(wheel)]
+    subprocess.run(install, env=os.environ | variables, check=True)
+    return Installed(command, variables)
 
 
-def pipelinerl(bin_dir: Path, folder: Path, *arguments: str, timeout_s: float = 120) -> tuple[int, str]:
+def pipelinerl(installed: Installed, folder: Path, *arguments: str, timeout_s: float = 120) -> tuple[int, str]:
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
-        [str(bin_dir / "pipelinerl"), *arguments],
+        [str(installed.command), *arguments],
         cwd=folder,
-        env=environment,
+        env=environment | installed.variables,
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +71,7 @@ def pipelinerl(bin_dir: Path, folder: Path, *arguments: str, timeout_s: float = 
     return done.returncode, done.stdout + done.stderr
 
 
-def test_wheel_lists_its_experiments_and_plans_one(installed: Path, tmp_path: Path) -> None:
+def test_wheel_lists_its_experiments_and_plans_one(installed: Installed, tmp_path: Path) -> None:
     code, output = pipelinerl(installed, tmp_path, "--help")
     assert (code, "quickstart " in output) == (0, True), output
     code, output = pipelinerl(installed, tmp_path, "launch", "--config-name=quickstart", "dry_run=true")
@@ -58,7 +80,7 @@ def test_wheel_lists_its_experiments_and_plans_one(installed: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wheel_takes_configurations_of_the_users_folder(installed: Path, tmp_path: Path) -> None:
+def test_wheel_takes_configurations_of_the_users_folder(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "small.yaml").write_text("defaults: [quickstart, _self_]\nattempts: 4\n")
     arguments = ["--config-dir=mine", "--config-name=small", "--cfg=job"]
@@ -68,7 +90,8 @@ def test_wheel_takes_configurations_of_the_users_folder(installed: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_wheel_does_the_quickstart(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("installed", ["venv"], indirect=True)
+def test_wheel_does_the_quickstart(installed: Installed, tmp_path: Path) -> None:
     arguments = ["--config-name=quickstart", "output_dir=run", "seed=0"]
     code, output = pipelinerl(installed, tmp_path, "launch", *arguments, timeout_s=1100)
     assert code == 0, output

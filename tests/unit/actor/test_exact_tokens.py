@@ -267,3 +267,10 @@ async def test_shipped_run_rollout_plays_a_domain_without_a_server() -> None:
     problem = {"question": "Which?", "answer": 30, "dataset": "test"}
     result = await run_rollout(generate_rollout, problem, ["<answer>30</answer>"])
     assert (result.metrics.success, result.training_texts[0].reward, result.dataset_name) == (True, 1.0, "test")
+
+
+async def test_token_ids_beside_an_image_are_refused() -> None:
+    """The ids were sent without the image, of which the model then saw nothing."""
+    messages = [{"role": "user", "content": [{"type": "image", "image": b"x"}]}]
+    with pytest.raises(DomainError, match="token_ids and images in its messages"):
+        await llm_async_generate(FakeLLM.saying(["a"]), Prompt(messages=messages, token_ids=[1, 2]), NO_SESSION)

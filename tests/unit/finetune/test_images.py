@@ -108,7 +108,7 @@ def test_image_that_cannot_be_decoded_and_model_of_text_are_refused(idefics: tup
     _, reader = idefics
     assert reader.placeholder is not None
     record = msgspec.structs.replace(showing(reader.placeholder, [1, (0, 8), (1, 9), 2]), images=(SMALL, b"x"))
-    with pytest.raises(RecordError, match="micro-batch 0 of step 7: one of its 2 images: it cannot be decoded"):
+    with pytest.raises(RecordError, match="micro-batch 0 of step 7: one of its 2 images: its 1 bytes are no PNG"):
         to_batch(record, index_tokens(record), rows=False, reader=reader)
     with pytest.raises(RecordError, match="has images, and the trainer's model takes none"):
         to_batch(record, index_tokens(record), rows=False)

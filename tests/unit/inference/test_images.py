@@ -61,7 +61,7 @@ async def test_placeholders_are_replaced_where_the_client_says() -> None:
         (ids(9), spans((0, 0)), (NARROW,), "not ascending"),
         (ids(9), None, (NARROW,), "image_spans must be int32"),
         (ids(9), spans((0, 1)), (NARROW, WIDE), r"of shape \(2, 2\)"),
-        (ids(9), spans((0, 1)), (b"no image",), "image 0: it cannot be decoded"),
+        (ids(9), spans((0, 1)), (b"no image",), "image 0: its 8 bytes are no PNG"),
     ],
 )
 async def test_request_that_cannot_be_read_is_refused(
