@@ -31,7 +31,8 @@ SHORTEST, LONGEST = (PreprocessorMetric.DROPPED_BY_LENGTH.of(decile=i) for i in 
 def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
     """``sample`` without training the tokens of versions before ``oldest_allowed``. None if no trained token is left.
 
-    The tokens stay in their sequences as context. Advantages and the group's size do not change.
+    The tokens stay in their sequences as context. A sequence without young tokens is left out, with its advantage. The
+    other advantages and the group's size do not change.
     """
     kept = [i for i, (_, sequence) in enumerate(sample.sequences) if (sequence.spans[:, 2] >= oldest_allowed).any()]
     if not kept:
@@ -40,10 +41,12 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
     sequences = tuple((sample.sequences[i][0], _masked(sample.sequences[i][1], oldest_allowed)) for i in kept)
     ref = sample.ref_logprobs
     num_trained = sum(len(sequence.logprobs) for _, sequence in sequences)
+    advantages = tuple(sample.advantages[i] for i in kept)
     return replace(
         sample,
         sequences=sequences,
-        advantages=tuple(sample.advantages[i] for i in kept),
+        advantages=advantages,
+        members=advantages if len(sample.members) == len(sample.sequences) else sample.members,
         ref_logprobs=None if ref is None else tuple(ref[i][masks[i]] for i in kept),
         num_tokens=sum(len(sequence.token_ids) for _, sequence in sequences),
         num_trained=num_trained,

@@ -1,5 +1,7 @@
 """What the bound on the lag takes away, by hand and by brute force."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -56,6 +58,15 @@ def test_without_old_tokens_by_hand() -> None:
     assert [r.tolist() for r in found.ref_logprobs] == [[-40, -50], [-10, -20, -30, -40]]
     assert (found.num_trained, found.num_masked, found.num_tokens, found.oldest_version) == (6, 6, 24, 5)
     assert (found.group_size, found.group_tokens) == (4, 99)
+
+
+def test_advantages_of_texts_without_young_tokens_do_not_scale_the_batch() -> None:
+    """`batch_std` divides by the deviation of ``members``: one per trained text, or the rollout's one."""
+    texts = without_old_tokens(replace(LONG, members=LONG.advantages), 5)
+    rollout = without_old_tokens(replace(LONG, advantages=(1.0, 1.0, 1.0), members=(1.0,)), 5)
+    assert texts is not None
+    assert rollout is not None
+    assert (texts.members, rollout.members) == ((0.0, 2.0), (1.0,))
 
 
 def test_without_old_tokens_nothing_left_is_nothing() -> None:
