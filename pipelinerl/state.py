@@ -8,12 +8,14 @@ with outdated state.
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from pipelinerl.errors import DeadlineError, StreamError
 from pipelinerl.records.messages import (
     ProbeMissed,
+    ProbePassed,
     SamplesProcessed,
     TrainerMessage,
     TrainingDone,
@@ -26,6 +28,15 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 T = TypeVar("T")
 
 _POLL_S = 0.5
+
+
+@dataclass(eq=False)
+class _Servers:
+    """The trainer's newest word about the servers in service, as in ``WeightUpdateSuccess``."""
+
+    version: int | None = None
+    serving: dict[str, int] = field(default_factory=dict)
+    proved: dict[str, int] = field(default_factory=dict)
 
 
 class TrainerState:
@@ -47,8 +58,7 @@ class TrainerState:
         self.exp_path = Path(exp_path)
         self._last_step = last_step
         self._changed = threading.Condition()
-        self._version: int | None = None
-        self._serving: dict[str, int] = {}
+        self._servers = _Servers()
         self._misses: list[ProbeMissed] = []
         self._samples: int | None = None
         self._resumed: TrainingResumed | None = None
@@ -60,17 +70,22 @@ class TrainerState:
     @property
     def propagated_weight_version(self) -> int | None:
         """Newest version that a server serves. None before the first update."""
-        return self._read(lambda: self._version)
+        return self._read(lambda: self._servers.version)
 
     @property
     def servers(self) -> tuple[str, ...]:
         """Job names of the servers in service. No other server may be used."""
-        return self._read(lambda: tuple(self._serving))
+        return self._read(lambda: tuple(self._servers.serving))
 
     @property
     def weights(self) -> tuple[int | None, dict[str, int]]:
         """``propagated_weight_version``, and the version that each server in service serves."""
-        return self._read(lambda: (self._version, dict(self._serving)))
+        return self._read(lambda: (self._servers.version, dict(self._servers.serving)))
+
+    @property
+    def proved(self) -> dict[str, int]:
+        """Newest version that each server in service has proved, as in ``WeightUpdateSuccess.proved``."""
+        return self._read(lambda: dict(self._servers.proved))
 
     def take_misses(self) -> list[ProbeMissed]:
         """Returns the weight probes that servers missed since the last call, in order."""
@@ -108,10 +123,10 @@ class TrainerState:
 
     def wait_for_model_version(self, timeout_s: float | None = None) -> int:
         """Waits until servers hold a version and returns it. Raises ``DeadlineError`` after ``timeout_s``, if given."""
-        if not self._wait(lambda: self._version is not None, timeout_s):
+        if not self._wait(lambda: self._servers.version is not None, timeout_s):
             raise DeadlineError(self._late("its first weight update", timeout_s))
-        assert self._version is not None
-        return self._version
+        assert self._servers.version is not None
+        return self._servers.version
 
     def wait_for_processed_samples(self, timeout_s: float | None = None) -> int:
         """Waits for the first optimizer step and returns the number of rollouts trained. Raises ``DeadlineError``."""
@@ -165,11 +180,15 @@ class TrainerState:
         with self._changed:
             match message:
                 case WeightUpdateSuccess():
-                    self._version = message.version
-                    self._serving = dict.fromkeys(message.servers, message.version) | message.older
+                    serving = dict.fromkeys(message.servers, message.version) | message.older
+                    self._servers = _Servers(message.version, serving, dict(message.proved))
+                case ProbePassed():
+                    proved = self._servers.proved
+                    proved |= {name: version for name, version in message.proved.items() if name in proved}
                 case ProbeMissed():
                     self._misses.append(message)
-                    self._serving.pop(message.server, None)
+                    self._servers.serving.pop(message.server, None)
+                    self._servers.proved.pop(message.server, None)
                 case TrainingResumed():
                     self._resumed = message
                     if message.step:

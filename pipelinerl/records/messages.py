@@ -14,6 +14,9 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     """Job names of the servers that serve it, e.g. `actor_llm_0`."""
     older: dict[str, int] = {}
     """The other servers in service, with the version that each still serves."""
+    proved: dict[str, int] = {}
+    """Server in service → newest version whose weight probe is over, -1 = none. What it sampled from a newer one is
+    provisional. A server that is not here is not probed."""
     pause_ms: tuple[float, ...] = ()
     """Decoding stall of each of ``servers`` during the update, measured at the server."""
     transfer_ms: float = 0.0
@@ -35,6 +38,14 @@ class ProbeMissed(msgspec.Struct, frozen=True, kw_only=True, tag="probe_missed")
     is_final: bool
     """False: the trainer sends it the weights again. True: it is no longer used."""
     reason: str
+    timestamp: float = 0.0
+
+
+class ProbePassed(msgspec.Struct, frozen=True, kw_only=True, tag="probe_passed"):
+    """Weight probes of servers in service are over and found no fault. Changes the newest `WeightUpdateSuccess`."""
+
+    proved: dict[str, int]
+    """`WeightUpdateSuccess.proved` of the servers for which it has changed."""
     timestamp: float = 0.0
 
 
@@ -70,7 +81,7 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_r
     timestamp: float = 0.0
 
 
-TrainerMessage = WeightUpdateSuccess | ProbeMissed | SamplesProcessed | TrainingDone | TrainingResumed
+TrainerMessage = WeightUpdateSuccess | ProbeMissed | ProbePassed | SamplesProcessed | TrainingDone | TrainingResumed
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):

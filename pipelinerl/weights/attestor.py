@@ -8,7 +8,8 @@ next version are compared, because updates may be faster than a whole text. Each
 A server is calibrated before its first update, while it holds the model's file.
 
 Consumes: the sender's reports (which server answers, took a version, left), the trainer's scores.
-Produces: `Miss`. Waits for: servers, each with a deadline, in threads of its own. Ends: at ``close``.
+Produces: `Miss`, and which version each server has proved. Waits for: servers, each with a deadline, in threads of its
+own. Ends: at ``close``.
 """
 
 import logging
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -26,10 +29,9 @@ import numpy as np
 from pipelinerl.errors import TransportError
 from pipelinerl.weights.attestation import Baseline, LogprobVerdict, calibrate, check_version
 from pipelinerl.weights.probe import ProbeText, first_tokens
-from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
-from pipelinerl.weights.scores import SCORE_PATH, read_scores, read_version, sample_request, score_request
+from pipelinerl.weights.probe_client import ProbeClient
+from pipelinerl.weights.scores import read_scores, read_version, sample_request, score_request
 from pipelinerl.world import Job
-from pipelinerl.world.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +69,19 @@ class Expected:
     """The trainer's. None = log-probabilities are not compared for this version."""
 
 
+class LastScoring(NamedTuple):
+    """When scores were last asked for, and how long the answers took."""
+
+    ended: float = 0.0
+    """Monotonic seconds."""
+    seconds: float = 0.0
+
+
 @dataclass(eq=False)
 class Witness:
     """State of one server."""
 
-    job: Job
-    client: httpx.Client
+    server: ProbeClient
     baseline: Baseline | None = None
     has_other_file: bool = False
     """Its weights from disk differ from the trainer's, so the first update calibrates it."""
@@ -80,6 +89,8 @@ class Witness:
     """Version that the server holds and that is not checked yet."""
     passed: int = -1
     """Newest version that passed."""
+    proved: int = -1
+    """Newest version whose probe is over. All live bytes were compared, or log-probabilities too, or cannot be."""
     is_updated: bool = False
     """It has taken an update since its calibration."""
     is_serving: bool = False
@@ -99,6 +110,7 @@ class Attestor:
         tolerance: `weights.probe_tolerance`.
         timeout_s: a server that does not answer within this time misses its probe.
         report: called with every `Miss`, from any thread.
+        passed: called when ``proved`` has changed, from any thread.
     """
 
     def __init__(
@@ -108,27 +120,27 @@ class Attestor:
         tolerance: float,
         timeout_s: float,
         report: Callable[[Miss], None],
+        passed: Callable[[], object],
     ):
-        self._tolerance, self._timeout_s, self._report = tolerance, timeout_s, report
-        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._tolerance, self._timeout_s, self._report, self._passed = tolerance, timeout_s, report, passed
+        self._connect = partial(ProbeClient, secret=secret, timeout_s=timeout_s)
         self._witnesses: dict[str, Witness] = {}
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="attest")
         self._text: ProbeText | None = None
         self._answering: set[str] = set()
         self._expected: dict[int, Expected] = {}
-        self._scored_at, self._score_s = 0.0, 0.0
+        self._scoring = LastScoring()
         self._closed = threading.Event()
 
     def meet(self, job: Job) -> None:
         """Adds a server that takes weights."""
-        client = httpx.Client(base_url=job.url, headers=self._headers, timeout=self._timeout_s, verify=client_context())
-        self._witnesses[job.name] = Witness(job, client)
+        self._witnesses[job.name] = Witness(self._connect(job))
 
     def forget(self, name: str) -> None:
         """Removes a server that left the run."""
         self.left(name)
         self._answering.discard(name)
-        self._witnesses.pop(name).client.close()
+        self._witnesses.pop(name).server.close()
 
     def sample(self, shape: tuple[int, int], vocab_size: int, seed: int) -> ProbeText | None:
         """Samples a probe text from the first server that answers. Returns None if none does.
@@ -179,7 +191,10 @@ class Attestor:
         witness = self._witnesses[name]
         with witness.lock:
             witness.took, witness.is_updated, witness.is_serving = version, True, True
-            if witness.is_busy or version not in self._expected:
+            if witness.is_busy:
+                return
+            if version not in self._expected:
+                witness.proved = version
                 return
             witness.is_busy = True
         self._pool.submit(self._attest_all, witness)
@@ -191,6 +206,12 @@ class Attestor:
             return
         with witness.lock:
             witness.took, witness.is_scored, witness.is_serving = None, False, False
+            witness.proved = -1
+
+    @property
+    def proved(self) -> dict[str, int]:
+        """Newest version of each server whose probe is over, -1 = none."""
+        return {name: witness.proved for name, witness in tuple(self._witnesses.items())}
 
     @property
     def wants_scores(self) -> bool:
@@ -198,13 +219,13 @@ class Attestor:
         if self._text is None:
             return False
         unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
-        return time.monotonic() - self._scored_at >= (UNPROVED_DUTY if unproved else DUTY) * self._score_s
+        return time.monotonic() - self._scoring.ended >= (UNPROVED_DUTY if unproved else DUTY) * self._scoring.seconds
 
     def close(self) -> None:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for witness in self._witnesses.values():
-            witness.client.close()
+            witness.server.close()
 
     def _calibrate(self, witness: Witness) -> None:
         """Measures the healthy difference of server and trainer while both hold the model's file."""
@@ -216,9 +237,9 @@ class Attestor:
                 witness.baseline, verdict = calibrate(scores, self._text.logprobs, self._tolerance)
                 if verdict.fault:  # the weights that it is sent may be right all the same
                     witness.baseline, witness.has_other_file = None, True
-                log.info("event=server_calibrated server=%s %s", witness.job.name, _figures(verdict))
+                log.info("event=server_calibrated server=%s %s", witness.server.name, _figures(verdict))
         except ERRORS as error:
-            log.warning("event=server_not_calibrated server=%s error=%s", witness.job.name, error)
+            log.warning("event=server_not_calibrated server=%s error=%s", witness.server.name, error)
             self._closed.wait(RETRY_S)
         self._attest_all(witness)  # it may have taken a version meanwhile
 
@@ -231,6 +252,7 @@ class Attestor:
                 expected = None if version is None else self._expected.get(version)
                 if version is None or expected is None:
                     witness.is_busy = False
+                    witness.proved = witness.proved if version is None else version
                     return
             try:
                 fault = self._fault(witness, version, expected)
@@ -249,31 +271,36 @@ class Attestor:
 
     def _fault(self, witness: Witness, version: int, expected: Expected) -> str:
         """Returns the reason why the server does not use the version. Empty if it does or nothing can be decided."""
-        check = self._check(witness, version)
+        check = witness.server.compare(version)
         if check.differing:
             more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
             return f"{check.differing[0]}{more} are not the bytes that it received"
         if check.is_checked and check.checksum and check.checksum != expected.checksum.result(self._timeout_s):
             return f"received other bytes: checksum {check.checksum} instead of {expected.checksum.result()}"
         proved = check.is_checked and not check.unlearned
+        if proved:
+            self._prove(witness, version)  # beyond the bytes, log-probabilities are asked of few versions
         if expected.scores is not None:
             verdict = self._judge(witness, version, expected.scores)
             if verdict is not None and verdict.fault:
                 return f"{verdict.fault}: {_figures(verdict)}"
             proved = proved or verdict is not None
+        if proved or check.is_checked:  # else the next version's probe decides: its bytes are arriving
+            self._prove(witness, version)
         if proved:
             witness.passed = max(witness.passed, version)
             if witness.is_scored:
                 witness.misses = 0
-        log.debug("event=attested server=%s version=%d proved=%s", witness.job.name, version, proved)
+        log.debug("event=attested server=%s version=%d proved=%s", witness.server.name, version, proved)
         return ""
 
-    def _check(self, witness: Witness, version: int) -> WeightCheck:
-        body = msgspec.json.encode(WeightCheckRequest(version=version))
-        response = witness.client.post(CHECK_PATH, content=body, headers={"Content-Type": "application/json"})
-        if response.status_code != 200:
-            raise TransportError(f"{CHECK_PATH} answered {response.status_code}: {response.text[:200]}")
-        return msgspec.json.decode(response.content, type=WeightCheck)
+    def _prove(self, witness: Witness, version: int) -> None:
+        """Ends the probe of a version, unless the server has taken it once more."""
+        with witness.lock:
+            if witness.proved >= version or witness.took == version:
+                return
+            witness.proved = version
+        self._passed()
 
     def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> LogprobVerdict | None:
         """Compares log-probabilities, twice if they miss. Returns None if the server changed its version too early."""
@@ -293,10 +320,10 @@ class Attestor:
         return verdict
 
     def _miss(self, witness: Witness, version: int, reason: str) -> None:
-        self.left(witness.job.name)
+        self.left(witness.server.name)
         witness.misses += 1
         miss = Miss(
-            server=witness.job.name,
+            server=witness.server.name,
             version=version,
             since=witness.passed + 1,
             is_final=witness.misses > 1,
@@ -319,31 +346,25 @@ class Attestor:
         started = time.monotonic()
         first = int(label) if label.isdecimal() else 0
         for number in np.roll(np.arange(len(rows)), -first):
-            body = self._post(witness, score_request(rows[number]))
+            body = witness.server.score(score_request(rows[number]))
             if read_version(body) != label:
                 break
             scores[number], scored[number] = read_scores(body, rows[number])[1:], True
-        self._scored_at = time.monotonic()
-        self._score_s = self._scored_at - started
+        ended = time.monotonic()
+        self._scoring = LastScoring(ended, ended - started)
         return scores.ravel(), scored.ravel()
 
     def _sample(self, witness: Witness, firsts: Sequence[int], count: int, seed: int) -> list[list[int]]:
         """Samples ``count`` tokens after each first one, all at once: nobody else uses the server yet."""
 
         def row(number: int, first: int) -> list[int]:
-            body = self._post(witness, sample_request(first, count, seed + number))
+            body = witness.server.score(sample_request(first, count, seed + number))
             (choice,) = msgspec.json.decode(body)["choices"]
             if len(choice["token_ids"]) != count:
                 raise TransportError(f"{len(choice['token_ids'])} of {count} tokens were sampled")
             return [first, *choice["token_ids"]]
 
         return list(self._pool.map(row, range(len(firsts)), firsts))
-
-    def _post(self, witness: Witness, request: dict) -> bytes:
-        response = witness.client.post(SCORE_PATH, json=request)
-        if response.status_code != 200:
-            raise TransportError(f"{SCORE_PATH} answered {response.status_code}: {response.text[:200]}")
-        return response.content
 
 
 def _figures(verdict: LogprobVerdict) -> str:

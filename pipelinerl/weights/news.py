@@ -1,18 +1,18 @@
 """The trainer's messages about its servers: which server serves which version, and which missed a weight probe.
 
-A `WeightUpdateSuccess` holds the complete state, so a listener needs only the newest one.
+A `WeightUpdateSuccess` holds the complete state, so a listener needs only the newest one and what follows it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.errors import ServersExpelledError
-from pipelinerl.records import ProbeMissed, WeightUpdateSuccess
+from pipelinerl.records import ProbeMissed, ProbePassed, WeightUpdateSuccess
 from pipelinerl.weights.attestor import Miss
 from pipelinerl.weights.member import Member
 
-Announcement = WeightUpdateSuccess | ProbeMissed
+Announcement = WeightUpdateSuccess | ProbeMissed | ProbePassed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class News:
         self._write = write
         self.serving: dict[str, int] = {}
         """Server → version, as last announced."""
+        self._proved: dict[str, int] = {}
+        """`WeightUpdateSuccess.proved`, as last announced."""
         self.stats = PushStats()
 
     def count_live(self, version: int) -> int:
@@ -66,11 +68,16 @@ class News:
                 "healthy, raise weights.probe_tolerance"
             )
 
-    def tell(self, members: Sequence[Member]) -> bool:
-        """Announces which server serves which version. Returns False if nothing has changed."""
+    def tell(self, members: Sequence[Member], proved: Mapping[str, int]) -> bool:
+        """Announces which server serves and has proved which version. Returns False if nothing has changed.
+
+        Args:
+            proved: `Attestor.proved`. Empty = servers are not probed.
+        """
         serving = {member.name: member.serves for member in members if member.serves is not None}
+        proved = {name: proved[name] for name in serving if name in proved}
         if serving == self.serving:
-            return False
+            return self._tell_proved(proved)
         version = max(serving.values(), default=self.stats.version)
         newest = [member for member in members if member.serves == version]
         outcomes = [member.last for member in newest if member.last is not None]
@@ -79,12 +86,13 @@ class News:
             version=version,
             servers=tuple(member.name for member in newest),
             older={name: served for name, served in serving.items() if served != version},
+            proved=proved,
             pause_ms=pauses,
             transfer_ms=1e3 * max((outcome.seconds for outcome in outcomes), default=0.0),
             timestamp=time.time(),
         )
         self._write(message)
-        self.serving = serving
+        self.serving, self._proved = serving, proved
         self.stats = PushStats(
             version=version,
             servers=message.servers,
@@ -92,3 +100,10 @@ class News:
             transfer_ms=message.transfer_ms,
         )
         return True
+
+    def _tell_proved(self, proved: dict[str, int]) -> bool:
+        changed = {name: version for name, version in proved.items() if self._proved.get(name) != version}
+        if changed:
+            self._write(ProbePassed(proved=changed, timestamp=time.time()))
+            self._proved = proved
+        return bool(changed)

@@ -1,7 +1,8 @@
 """The trainer's end: takes a snapshot of the weights, has it delivered, announces which server serves which version.
 
 Consumes: versions from the training loop, the provider's servers, their answers, missed probes.
-Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version.
+Produces: updates of servers, and on topic `trainer` a `WeightUpdateSuccess` whenever a server changes its version,
+`ProbePassed` whenever one has proved it.
 Waits for: servers, each in its own coroutine with a deadline. Ends: at ``close`` or with the first error, which the
 training loop sees at its next call.
 
@@ -82,6 +83,7 @@ class WeightSender:
                 tolerance=settings.probe_tolerance,
                 timeout_s=settings.timeout_s,
                 report=lambda miss: self._loop.call(lambda: self._take_miss(miss)),
+                passed=lambda: self._loop.wake(),
             )
         self._roster = Roster(
             servers,
@@ -225,8 +227,8 @@ class WeightSender:
         self._loop.wake()
 
     def _tell(self) -> None:
-        """Announces missed probes, then which server serves which version."""
+        """Announces missed probes, then which server serves which version and which have proved theirs."""
         members = list(self._roster)
         while self._misses:
             self._news.missed(self._misses.popleft(), members)
-        self._news.tell(members)
+        self._news.tell(members, {} if self._attestor is None else self._attestor.proved)

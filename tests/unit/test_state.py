@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import DeadlineError, StreamError
-from pipelinerl.records import ProbeMissed, SamplesProcessed, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import (
+    ProbeMissed,
+    ProbePassed,
+    SamplesProcessed,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_writer, set_streams_backend
 from tests.memory_streams import MemoryBackend
@@ -65,6 +72,23 @@ def test_server_that_missed_its_probe_is_out_until_it_is_named_again(
     trainer.write(TrainingDone(step=1))
     assert state.wait_for_training_done(10) is True
     assert state.weights == (3, {"actor_llm_0": 3, "actor_llm_1": 3})
+
+
+def test_what_a_server_has_proved_grows_with_its_probes_and_goes_with_the_server(
+    state: TrainerState, trainer: TopicWriter[TrainerMessage]
+):
+    both = ("actor_llm_0", "actor_llm_1")
+    trainer.write(WeightUpdateSuccess(version=3, servers=both, proved=dict.fromkeys(both, 2)))
+    trainer.write(ProbePassed(proved={"actor_llm_0": 3, "actor_llm_7": 3}))
+    trainer.write(SamplesProcessed(samples_processed=32, step=1))
+    state.start_listening()
+    assert state.wait_for_processed_samples(10) == 32
+    assert state.proved == {"actor_llm_0": 3, "actor_llm_1": 2}
+    trainer.write(ProbeMissed(server="actor_llm_1", version=3, since=3, is_final=False, reason="0.9 nats"))
+    trainer.write(WeightUpdateSuccess(version=4, servers=both[:1], proved={"actor_llm_0": 3}))
+    trainer.write(TrainingDone(step=1))
+    assert state.wait_for_training_done(10) is True
+    assert state.proved == {"actor_llm_0": 3}
 
 
 def test_waiting_without_a_listener_is_a_programming_error(state: TrainerState):

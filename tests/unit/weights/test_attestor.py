@@ -73,9 +73,16 @@ class Harness:
     def __init__(self, tolerance: float = 0.2, timeout_s: float = 20.0) -> None:
         self.server = Server()
         self.misses: list[Miss] = []
+        self.proofs: list[int] = []
+        """What the server had proved, whenever that changed."""
         job = Job(name="s0", kind="actor_llm", url=f"http://127.0.0.1:{self.server.http.server_port}")
-        self.attestor = Attestor(secret="x", tolerance=tolerance, timeout_s=timeout_s, report=self.misses.append)
+        self.attestor = Attestor(
+            secret="x", tolerance=tolerance, timeout_s=timeout_s, report=self.misses.append, passed=self._pass
+        )
         self.attestor.meet(job)
+
+    def _pass(self) -> None:
+        self.proofs.append(self.attestor.proved["s0"])
 
     def calibrate(self) -> None:
         self.attestor.begin(TEXT.with_scores(TRAINER))
@@ -184,6 +191,54 @@ def test_digest_alone_decides_where_the_trainer_has_no_scores(harness: Harness) 
     assert harness.witness.passed == 0
 
 
+def test_version_is_proved_by_its_bytes_before_its_log_probabilities_are_asked_for(harness: Harness) -> None:
+    harness.calibrate()
+    answer, seen = harness.server.score, []
+
+    def score(body: dict[str, Any]) -> dict[str, Any]:
+        seen.append(harness.attestor.proved["s0"])
+        return answer(body)
+
+    harness.server.score = score  # type: ignore[method-assign]
+    harness.push(5)
+    assert seen == [5] * 4
+    harness.server.unlearned = ["experts"]
+    harness.push(6)
+    assert seen[4:] == [5] * 4  # here they are the proof
+    harness.push(7, scored=False)  # nothing more can be decided
+    assert harness.proofs == [5, 6, 7]
+
+
+def test_version_whose_bytes_are_gone_is_proved_by_the_next_one(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(0)
+    harness.server.is_checked = False
+    harness.push(1, scored=False)
+    assert harness.attestor.proved == {"s0": 0}
+    harness.server.is_checked = True
+    harness.push(2, scored=False)
+    assert harness.attestor.proved == {"s0": 2}
+
+
+def test_server_that_missed_or_left_has_proved_nothing_until_its_next_probe(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(0)
+    harness.server.differing = ["embed"]
+    harness.push(1)
+    assert harness.attestor.proved == {"s0": -1}
+    harness.server.differing = []
+    harness.push(1)
+    assert harness.attestor.proved == {"s0": 1}
+    harness.attestor.left("s0")
+    assert harness.attestor.proved == {"s0": -1}
+
+
+def test_version_that_nobody_can_compare_is_proved_at_once(harness: Harness) -> None:
+    harness.calibrate()
+    harness.attestor.took("s0", 9)  # the trainer has no bytes of it any more
+    assert harness.attestor.proved == {"s0": 9}
+
+
 def test_updates_that_are_faster_than_the_text_are_compared_sequence_by_sequence(harness: Harness) -> None:
     """The server takes its next version after three answers, and after none. The rest of the text comes later."""
     harness.calibrate()
@@ -217,9 +272,9 @@ def test_server_whose_versions_are_too_fast_is_not_asked_all_the_time(
     harness.push(0)
     attestor = harness.attestor
     assert not harness.witness.is_scored
-    monkeypatch.setattr(time, "monotonic", lambda: attestor._scored_at + 3.9 * attestor._score_s)
+    monkeypatch.setattr(time, "monotonic", lambda: attestor._scoring.ended + 3.9 * attestor._scoring.seconds)
     assert not attestor.wants_scores
-    monkeypatch.setattr(time, "monotonic", lambda: attestor._scored_at + 4.1 * attestor._score_s)
+    monkeypatch.setattr(time, "monotonic", lambda: attestor._scoring.ended + 4.1 * attestor._scoring.seconds)
     assert attestor.wants_scores
 
 
