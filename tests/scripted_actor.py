@@ -52,6 +52,7 @@ class ScriptedTrainer:
         self.version = version
         self.servers = ("s",)
         self.training_done = False
+        self.proved: dict[str, int] = {}
         self.misses: list[ProbeMissed] = []
 
     @property

@@ -61,6 +61,11 @@ class OneVersion:
         return (None, {}) if serving is None else (ONLY_VERSION, serving)
 
     @property
+    def proved(self) -> Mapping[str, int]:
+        """None: without a trainer nobody probes the servers."""
+        return {}
+
+    @property
     def training_done(self) -> bool:
         return self._serving is not None and self._is_enough()
 

@@ -108,12 +108,12 @@ class Executor:
                 result = await function(self._cfg, llm, start.problem, self._client.session)
             if llm.state.failure is not None:
                 raise llm.state.failure
-            route.check_weights()
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
             if not isinstance(rollout, Rollout):
                 return rollout
             spans.record("rollout", trace, began, root=True, reward=rollout.reward, evaluation=start.evaluation)
-            return msgspec.structs.replace(rollout, servers=route.used)
+            used = route.used
+            return msgspec.structs.replace(rollout, servers=tuple(used), probes_missed=tuple(used.values()))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # a domain's code may raise anything
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise

@@ -14,7 +14,6 @@ from pipelinerl.errors import (
     ServerError,
     TransportError,
     VerifierError,
-    WeightUpdateError,
 )
 
 TRANSPORT, WEIGHTS, TIMEOUT, VERIFIER, DOMAIN, TOO_LONG, TOO_LARGE, EMPTY, POISONOUS = (
@@ -41,8 +40,6 @@ def classify(error: BaseException) -> str:
     """Returns the reason, one of ``REASONS``, for an exception that ended a rollout."""
     if isinstance(error, VerifierError):
         return VERIFIER
-    if isinstance(error, WeightUpdateError):
-        return WEIGHTS
     if isinstance(error, SequenceTooLong):
         return TOO_LONG
     if isinstance(error, (DomainError, RecordError)):

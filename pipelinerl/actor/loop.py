@@ -4,7 +4,8 @@ Consumes: the trainer's state (version, servers, end), the preprocessor's drops,
 Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``, and evaluations on
 ``evaluation`` and ``actor_test``.
 Waits for: a version and a server, room under the pacing rule, or completions. With several domains it also waits for
-the domain that is furthest behind its weight (see ``mixing``). The role's status names the current wait.
+the domain that is furthest behind its weight (see ``mixing``), and finished groups wait for the weight probes of their
+servers (see ``probation``). The role's status names the current wait.
 Ends: when training is done and the last evaluation is published, when asked to stop, or with a ``DomainError``.
 """
 
@@ -12,8 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-
-import msgspec
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluator import Evaluator, TestWork
@@ -36,6 +35,8 @@ class TrainerNews(Protocol):
 
     @property
     def weights(self) -> tuple[int | None, Mapping[str, int]]: ...
+    @property
+    def proved(self) -> Mapping[str, int]: ...
     @property
     def training_done(self) -> bool: ...
     def take_misses(self) -> Sequence[ProbeMissed]: ...
@@ -75,7 +76,7 @@ class ActorLoop:
                 self._refresh()
                 self._dispatch()
                 self._metrics.generating(time.monotonic(), self._table.runs(TrainingGroup))
-                for ended in self._table.poll(poll_timeout_s(time.monotonic() - self._last_event)):
+                for ended in self._table.poll(self._poll_timeout_s()):
                     self._last_event = time.monotonic()
                     self._take(ended)
                 if self._training.publish_in_turn():
@@ -104,10 +105,12 @@ class ActorLoop:
 
     def _refresh(self) -> None:
         """Adopts the trainer's newest version and servers."""
+        proved = self._trainer.proved  # before the misses: a server that missed is then not taken for an unprobed one
         self._withdraw_missed()
         version, serving = self._trainer.weights
         if version is None:
             return
+        self._training.follow(serving, proved)
         servers = self._usable(version, serving)
         if self._version is not None and servers == self._servers:
             return
@@ -120,14 +123,19 @@ class ActorLoop:
     def _withdraw_missed(self) -> None:
         """Withdraws servers that missed a weight probe, even if they are back already.
 
-        Their requests are repeated elsewhere, and running attempts that used them are tried again.
+        Their requests are repeated elsewhere. Attempts that used them, running or finished, are tried again.
         """
-        missed = {miss.server: miss.since for miss in self._trainer.take_misses()}
-        if not missed:
+        misses = self._trainer.take_misses()
+        if not misses:
             return
+        for miss in misses:
+            self._table.misses.add(miss.server, miss.since)
+        missed = {miss.server for miss in misses}
         serving = {name: served for name, served in self._servers.serving.items() if name not in missed}
         self._servers = self._usable(self._version or 0, serving)
-        self._table.set_servers(msgspec.structs.replace(self._servers, missed=missed))
+        self._table.set_servers(self._servers)
+        for failure in self._training.refuse(misses):
+            self._note(failure)
 
     def _usable(self, version: int, serving: Mapping[str, int]) -> Servers:
         """Combines two sources: the trainer knows each server's version, the leases know which live, and their URLs."""
@@ -164,7 +172,7 @@ class ActorLoop:
             self._training.take(ended)
 
     def _note(self, failure: Failure) -> None:
-        self._metrics.failure(failure.reason)
+        self._metrics.failure(failure.reason, failure.server)
         if failure.reason == failures.DOMAIN:
             log.error("event=rollout_failed reason=%s detail=%s", failure.reason, failure.detail)
             self._domain_errors.add(failure.detail)
@@ -176,12 +184,19 @@ class ActorLoop:
             self._reporter.wait_for("the first weights", "finetune_0")
         elif not self._servers.urls:
             self._reporter.wait_for("a server in service", "finetune_0")
+        elif self._training.awaits_proof:
+            self._reporter.wait_for("weight probes of the servers of finished groups", "finetune_0")
         elif self._training.holds_groups:
             self._reporter.wait_for("completions of the domain that is behind its weight", self._a_server)
         elif len(self._table):
             self._reporter.wait_for("completions", self._a_server)
         else:
             self._reporter.wait_for("room under max_lag_steps", "finetune_0")
+
+    def _poll_timeout_s(self) -> float:
+        if self._training.awaits_proof:  # the trainer's news about it wakes nobody
+            return MIN_POLL_S
+        return poll_timeout_s(time.monotonic() - self._last_event)
 
     @property
     def _a_server(self) -> str:

@@ -24,8 +24,8 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
     """Names of the servers in service that accept no new request."""
     capacities: dict[str, int] = {}
     """Job name → rollouts at a time that the server takes. A server that is not here takes the configured number."""
-    missed: dict[str, int] = {}
-    """Servers that have just missed their weight probe → first version that they may not have used."""
+    probes_missed: dict[str, int] = {}
+    """Job name → weight probes that it has missed. A server that is not here has missed none."""
 
 
 class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -64,6 +64,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One of ``failures.REASONS``."""
     detail: str
     latency_s: float = 0.0
+    server: str = ""
+    """Server that missed the weight probe for this attempt's tokens (reason `weights`)."""
 
 
 class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):

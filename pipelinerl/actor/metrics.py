@@ -40,6 +40,8 @@ class ActorMetrics:
         self._solved: deque[float] = deque(maxlen=window)
         self._failures: Counter[str] = Counter()
         self._dropped_groups: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._published_before_miss: Counter[str] = Counter()
         self._totals: Counter[MetricName] = Counter()
         self._max_versions = 0
         self._since = (now, 0, 0)
@@ -64,9 +66,15 @@ class ActorMetrics:
             self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
             self._max_versions = max(self._max_versions, seen.num_versions)
 
-    def failure(self, reason: str) -> None:
-        """Counts a failed attempt."""
+    def failure(self, reason: str, server: str = "") -> None:
+        """Counts a failed attempt. ``server``: missed the weight probe for it."""
         self._failures[reason] += 1
+        if server:
+            self._refused[server] += 1
+
+    def published_before_miss(self, server: str, rollouts: int) -> None:
+        """Counts published rollouts for which the server then missed its weight probe."""
+        self._published_before_miss[server] += rollouts
 
     def dropped(self, reason: str) -> None:
         """Counts a group that was dropped."""
@@ -96,6 +104,11 @@ class ActorMetrics:
         values |= {ActorMetric.FAILURES.of(reason=reason): count for reason, count in self._failures.items()}
         values |= {
             ActorMetric.GROUPS_DROPPED.of(reason=reason): count for reason, count in self._dropped_groups.items()
+        }
+        values |= {ActorMetric.REFUSED.of(server=server): count for server, count in self._refused.items()}
+        values |= {
+            ActorMetric.PUBLISHED_BEFORE_MISS.of(server=server): count
+            for server, count in self._published_before_miss.items()
         }
         return values | self._means()
 

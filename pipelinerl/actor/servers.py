@@ -24,9 +24,8 @@ class InferenceServer:
     in_service: bool = True
     is_draining: bool = False
     """It finishes its current requests and gets no new one."""
-    missed_since: int | None = None
-    """First version that it may not have used. None until it misses a weight probe. A server that returns to service
-    gets a new object."""
+    probes_missed: int = 0
+    """Weight probes that it had missed when it entered service. A server that returns to service gets a new object."""
     version: int = 0
     """Version that it serves, as far as this worker knows."""
     requests: set[asyncio.Task] = field(default_factory=set)
@@ -53,15 +52,13 @@ class ServerPool:
 
     def __init__(self) -> None:
         self._servers: dict[str, InferenceServer] = {}
-        self._left: dict[str, InferenceServer] = {}
-        """The newest server of each name that left. A missed probe may be reported after the server left."""
         self._changed = asyncio.Event()
 
     def update(
         self,
         urls: Mapping[str, str],
         serving: Mapping[str, int],
-        missed: Mapping[str, int] | None = None,
+        probes_missed: Mapping[str, int] | None = None,
         draining: Collection[str] = (),
         capacities: Mapping[str, int] | None = None,
     ) -> None:
@@ -70,23 +67,22 @@ class ServerPool:
         Args:
             urls: name → URL of the servers in service.
             serving: name → version that the server serves.
-            missed: name of a server that left because of its weight probe → first version that it may not have used.
+            probes_missed: name → weight probes that the server has missed. A server that missed another one has left.
             draining: names of servers in service that accept no new request.
             capacities: name → rollouts at a time that the server takes. Not used unless it is known of all.
         """
-        for name in [name for name, server in self._servers.items() if urls.get(name) != server.url]:
-            server = self._servers.pop(name)
+        missed = probes_missed or {}
+        for name, server in tuple(self._servers.items()):
+            if urls.get(name) == server.url and missed.get(name, 0) == server.probes_missed:
+                continue
+            del self._servers[name]
             server.in_service = False
-            self._left[name] = server
             for request in server.requests:
                 request.cancel()
-        for name, since in (missed or {}).items():
-            if name in self._left and name not in urls:
-                self._left[name].missed_since = since
         known = capacities if capacities and capacities.keys() >= urls.keys() else {}
         for name, url in urls.items():
             if name not in self._servers:
-                self._servers[name] = InferenceServer(name, url)
+                self._servers[name] = InferenceServer(name, url, probes_missed=missed.get(name, 0))
             self._servers[name].is_draining = name in draining
             self._servers[name].version = serving[name]
             self._servers[name].capacity = known.get(name, 1)

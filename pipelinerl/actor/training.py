@@ -2,7 +2,8 @@
 
 A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. If attempts are
 missing, they are tried again, or the group is dropped and the reason recorded. A complete group is published once no
-domain that is further behind has running groups (see ``mixing``).
+domain that is further behind has running groups (see ``mixing``) and its servers have proved the weights that they
+sampled from (see ``probation``).
 """
 
 import json
@@ -19,13 +20,14 @@ from pipelinerl.actor.messages import Failure, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.mixing import counted, furthest_behind
 from pipelinerl.actor.pictures import describe_value
+from pipelinerl.actor.probation import Proofs, newest_used
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.errors import RecordTooLarge
 from pipelinerl.observability import spans
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
-from pipelinerl.records import ActorRecord, GroupDropped, Rollout, RolloutGroup
+from pipelinerl.records import ActorRecord, GroupDropped, ProbeMissed, Rollout, RolloutGroup
 from pipelinerl.records.rollouts import PROBLEM_CHARS
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,15 @@ class TrainingGroup(Work):
     began: int = field(default_factory=time.time_ns)
     """Time of the dispatch, Unix time in ns."""
     rollouts: list[Rollout] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    """Failures since its attempts were last started."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Server → rollouts that are not used, because it missed the weight probe for them."""
     reissues: int = 0
+    finished: float = 0.0
+    """When its last rollout ended, monotonic seconds."""
+    used: dict[str, int] = field(default_factory=dict)
+    """``newest_used`` of its rollouts, when it is complete."""
 
 
 class TrainingGroups:
@@ -95,11 +105,18 @@ class TrainingGroups:
         self._table, self._metrics = table, metrics
         self._under_way: Counter[int] = Counter()
         self._held: list[deque[TrainingGroup]] = [deque() for _ in domains]
+        self._proofs = Proofs()
 
     @property
     def holds_groups(self) -> bool:
-        """Whether complete groups wait for a domain that is behind its weight."""
+        """Whether complete groups wait for a domain that is behind its weight, or for a weight probe."""
         return any(self._held)
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Whether complete groups wait for a weight probe."""
+        now = time.monotonic()
+        return any(self._waits(group, now) for groups in self._held for group in groups)
 
     @property
     def published(self) -> int:
@@ -111,12 +128,45 @@ class TrainingGroups:
         while self._table.has_room(self._rules.attempts) and self._may_start(version):
             self._start(version)
 
+    def follow(self, serving: Mapping[str, int], proved: Mapping[str, int]) -> None:
+        """Takes the trainer's newest word about what each server in service serves and has proved."""
+        self._proofs.follow(serving=serving, proved=proved, now=time.monotonic())
+
     def take(self, ended: WorkEnded) -> None:
         """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""
-        group, failed = ended.work, ended.failures
+        group = ended.work
         assert isinstance(group, TrainingGroup)
         group.rollouts.extend(ended.rollouts)
-        if len(failed) <= self._rules.max_failed_rollouts and group.rollouts:
+        group.failed.extend(ended.failures)
+        self._sort_in(group)
+
+    def refuse(self, misses: Sequence[ProbeMissed]) -> list[Failure]:
+        """Takes finished rollouts back whose servers have missed the probe for them. Returns them as failures.
+
+        The table knows the misses already. What is published stays: it is counted.
+        """
+        for miss in misses:
+            if published := self._proofs.count_published(miss.server, miss.since):
+                self._metrics.published_before_miss(miss.server, published)
+                log.error(
+                    "event=published_before_probe_missed server=%s since=%d rollouts=%d",
+                    *(miss.server, miss.since, published),
+                )
+        failed: list[Failure] = []
+        for group in (*self._table.all_of(TrainingGroup), *(group for held in self._held for group in held)):
+            group.rollouts, refused = self._table.misses.sort(group.rollouts)
+            group.failed += refused
+            failed += refused
+            if refused and group in self._held[group.start.domain]:
+                self._held[group.start.domain].remove(group)
+                self._sort_in(group)
+        return failed
+
+    def _sort_in(self, group: TrainingGroup) -> None:
+        failed, group.failed = group.failed, []
+        group.refused.update(failure.server for failure in failed if failure.server)
+        if self._rules.attempts - len(group.rollouts) <= self._rules.max_failed_rollouts and group.rollouts:
+            group.finished, group.used = time.monotonic(), newest_used(group.rollouts)
             self._held[group.start.domain].append(group)
             return
         worst = next((f for f in failed if f.reason not in failures.WORTH_REPEATING), failed[0])
@@ -129,14 +179,19 @@ class TrainingGroups:
         self._drop(group, worst)
 
     def publish_in_turn(self) -> bool:
-        """Publishes complete groups until a domain that is further behind has running ones. Returns whether it did."""
-        published = False
+        """Publishes complete groups until a domain that is further behind has running ones. Returns whether it did.
+
+        In a domain, a group whose servers have proved their weights overtakes those that wait for a probe.
+        """
+        published, now = False, time.monotonic()
         while any(self._held):
             under_way = [i for i, samples in self._under_way.items() if samples]
             index = furthest_behind([domain.weight for domain in self._domains], self._counted(), under_way)
-            if not self._held[index]:
+            group = next((group for group in self._held[index] if not self._waits(group, now)), None)
+            if group is None:
                 break
-            self._publish(self._held[index].popleft())
+            self._held[index].remove(group)
+            self._publish(group)
             published = True
         return published
 
@@ -152,6 +207,7 @@ class TrainingGroups:
             ActorMetric.SAMPLES_DISPATCHED: progress.dispatched,
             ActorMetric.SAMPLES_PUBLISHED: progress.published,
             ActorMetric.SAMPLES_DROPPED: progress.dropped,
+            ActorMetric.GROUPS_HELD: sum(map(len, self._held)),
             ActorMetric.EPOCH: max((source.epoch for source in progress.sources.values()), default=0),
         }
         if len(domains) > 1:
@@ -160,9 +216,11 @@ class TrainingGroups:
             values |= {
                 ActorMetric.MIX.of(domain=name): samples / max(1, sum(kept.values())) for name, samples in kept.items()
             }
-            values[ActorMetric.GROUPS_HELD] = sum(map(len, self._held))
         removed = sum(len(source.removed) for source in progress.sources.values())
         return values | ({ActorMetric.PROBLEMS_REMOVED: removed} if removed else {})
+
+    def _waits(self, group: TrainingGroup, now: float) -> bool:
+        return self._proofs.holds(group.used, finished=group.finished, now=now)
 
     def _may_start(self, version: int) -> bool:
         dropped = self._progress.dropped + self._drops.total()
@@ -215,6 +273,7 @@ class TrainingGroups:
         except RecordTooLarge as error:
             self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
             return
+        self._proofs.published(rollouts)
         spans.record("group", group.start.group_id, group.began, root=True, rollouts=len(rollouts))
         domain = self._domains[group.start.domain].name
         self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else dataset_of(group.start.problem))
@@ -242,6 +301,7 @@ class TrainingGroups:
             "attempts": self._rules.attempts,
             "settled_before": self._progress.before,
             "dispatch_index": group.dispatch_index,
+            "refused": dict(group.refused),
             "epoch_size": self._progress.sources[self._domains[group.start.domain].name].size_of(group.place.epoch),
         }
 

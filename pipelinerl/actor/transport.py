@@ -17,7 +17,7 @@ import numpy as np
 from pipelinerl.actor.servers import InferenceServer, ServerPool
 from pipelinerl.async_llm import backoff_s, is_retryable, post_generate
 from pipelinerl.config.rules import distortions
-from pipelinerl.errors import DomainError, TransportError, WeightUpdateError
+from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.llm import GenerateRequest, TrainableLLM
 from pipelinerl.observability import spans
 from pipelinerl.rollouts import CallTokens
@@ -131,22 +131,13 @@ class GroupRoute:
         self.server: InferenceServer | None = None
         self.aborted_requests = 0
         """Requests that ended without a completion, repeated or not."""
-        self._newest: dict[InferenceServer, int] = {}
-        """Servers that answered → newest version in their answers."""
+        self._answered: set[InferenceServer] = set()
 
     @property
-    def used(self) -> tuple[str, ...]:
-        """Names of the servers that answered."""
-        return tuple(sorted({server.name for server in self._newest}))
-
-    def check_weights(self) -> None:
-        """Raises ``WeightUpdateError`` if a server answered with a version and later missed the weight probe for it."""
-        for server, newest in self._newest.items():
-            if server.missed_since is not None and newest >= server.missed_since:
-                raise WeightUpdateError(
-                    f"{server.name} answered with version {newest} and then missed its weight probe: what it samples "
-                    f"from version {server.missed_since} on is not used"
-                )
+    def used(self) -> dict[str, int]:
+        """The servers that answered, by name → weight probes that each had missed when it first did."""
+        newest_first = sorted(self._answered, key=lambda server: (server.name, -server.probes_missed))
+        return {server.name: server.probes_missed for server in newest_first}
 
     async def settle(self) -> InferenceServer:
         """Returns the group's server. Chooses a new one if there is none or it accepts no more requests."""
@@ -174,8 +165,7 @@ class GroupRoute:
             server = await self.settle()
             try:
                 completions = await self._client.post(server, request, n)
-                versions = [int(tokens.version_spans[:, 2].max(initial=0)) for tokens in completions]
-                self._newest[server] = max(*versions, self._newest.get(server, 0))
+                self._answered.add(server)
                 return completions
             except TransportError as error:
                 self.aborted_requests += 1

@@ -5,14 +5,15 @@ time, so that only the piece that kills its worker is blamed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
+from pipelinerl.actor.probation import Misses
 from pipelinerl.actor.workers import Lost
 from pipelinerl.records import Rollout
 
@@ -42,6 +43,9 @@ class Work:
         self.start = msgspec.structs.replace(self.start, attempts=attempts)
 
 
+W = TypeVar("W", bound=Work)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkEnded:
     """The outcome of a piece of work."""
@@ -66,6 +70,7 @@ class WorkTable:
         self._next_ticket = 0
         self._suspect: Work | None = None
         self._waiting_suspects: deque[Work] = deque()
+        self.misses = Misses()
 
     @property
     def num_rollouts(self) -> int:
@@ -79,10 +84,15 @@ class WorkTable:
         """Whether work of this kind is at the workers."""
         return any(isinstance(work, kind) for work in self._works.values())
 
+    def all_of(self, kind: type[W]) -> Iterator[W]:
+        """Yields the work of this kind, at the workers and among the suspects that wait."""
+        return (work for work in (*self._works.values(), *self._waiting_suspects) if isinstance(work, kind))
+
     def set_servers(self, servers: Servers) -> None:
+        """Tells the workers which servers are in service, and which probes those have missed."""
         taking = servers.urls.keys() - set(servers.draining)
         self._room = sum(servers.capacities.get(name, self._rollouts_per_server) for name in taking)
-        self._workers.set_servers(servers)
+        self._workers.set_servers(msgspec.structs.replace(servers, probes_missed=self.misses.counts))
 
     def has_room(self, attempts: int) -> bool:
         """Whether the servers have room for this many more rollouts. If no rollout runs, any number fits."""
@@ -111,7 +121,10 @@ class WorkTable:
             self._suspect = None
 
     def poll(self, timeout_s: float) -> list[WorkEnded]:
-        """Returns the work that has ended. Waits up to ``timeout_s`` for messages of the workers."""
+        """Returns the work that has ended. Waits up to ``timeout_s`` for messages of the workers.
+
+        Rollouts whose server missed the weight probe for them are among the failures.
+        """
         if self._suspect is None and self._waiting_suspects:
             self.submit(self._waiting_suspects.popleft())
         ended: list[WorkEnded] = []
@@ -120,11 +133,12 @@ class WorkTable:
                 ended += self._lost(result)
             elif (work := self._take(result.ticket)) is not None:
                 work.suspect = False
+                rollouts, refused = self.misses.sort(result.rollouts)
                 ended.append(
                     WorkEnded(
                         work=work,
-                        rollouts=result.rollouts,
-                        failures=result.failures,
+                        rollouts=tuple(rollouts),
+                        failures=(*result.failures, *refused),
                         aborted_requests=result.aborted_requests,
                     )
                 )

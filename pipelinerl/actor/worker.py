@@ -117,7 +117,7 @@ async def _serve(
             match _to_worker.decode(payload):
                 case Servers() as servers:
                     executor.servers.update(
-                        servers.urls, servers.serving, servers.missed, servers.draining, servers.capacities
+                        servers.urls, servers.serving, servers.probes_missed, servers.draining, servers.capacities
                     )
                 case StartGroup() as start:
                     groups.start(msgspec.structs.replace(start, problem=unpack_pictures(start.problem)))

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class Ledger:
     violations: tuple[str, ...]
     """Dispatches that were settled twice or not at all. Samples that were published or trained twice, trained although
     dropped, packed although not published, or passed over."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Server → rollouts that are not used, because the server missed the weight probe for them. They are no entries:
+    their attempts were made again, or their groups were dropped."""
 
     def counts(self) -> dict[str, int]:
         """Count rollouts by outcome, and dropped ones by reason."""
@@ -106,7 +109,8 @@ def ledger_of(
         names = list(dropwhile(lambda name: name not in settled, names))
     violations += _passed_over(names, settled)
     entries = (*in_flight, *dropped_groups, *(published | settled).values())
-    return Ledger(entries=entries, violations=tuple(violations))
+    refused = sum((Counter(record.refused) for record in dispatches), Counter[str]())
+    return Ledger(entries=entries, violations=tuple(violations), refused=refused)
 
 
 def _dispatches(
@@ -144,7 +148,9 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
     entries = tuple(entry for ledger in ledgers for entry in ledger.entries)
     counts = Counter(entry.sample_id for entry in entries)
     shared = tuple(f"{name} belongs to several replicas" for name, count in counts.items() if count > 1)
-    return Ledger(entries=entries, violations=(*(v for ledger in ledgers for v in ledger.violations), *shared))
+    refused = sum((Counter(ledger.refused) for ledger in ledgers), Counter[str]())
+    violations = (*(v for ledger in ledgers for v in ledger.violations), *shared)
+    return Ledger(entries=entries, violations=violations, refused=refused)
 
 
 def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: Ledger) -> Ledger:
@@ -167,7 +173,7 @@ def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: L
     for entry in present.entries:
         violations += _trained_twice(known, entry)
         known[entry.sample_id] = entry
-    return Ledger(entries=tuple(known.values()), violations=tuple(violations))
+    return Ledger(entries=tuple(known.values()), violations=tuple(violations), refused=present.refused)
 
 
 def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list[str]:
@@ -248,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for outcome, count in sorted(ledger.counts().items()):
             print(f"{count:8d}  {outcome}")
+        for server, count in sorted(ledger.refused.items()):
+            print(f"{count:8d}  not used: {server} missed the weight probe for them")
     for violation in ledger.violations:
         print(f"VIOLATION  {violation}", file=sys.stderr)
     return 1 if ledger.violations else 0

@@ -73,8 +73,18 @@ class ActorMetric(Metric):
     GROUPS = "groups", "groups", "finished since the process began"
     GROUPS_RETRIED = "groups_retried", "groups", "with attempts that were tried again"
     GROUPS_DROPPED = "groups_dropped/{reason}", "groups", "that will never be trained, by reason"
-    GROUPS_HELD = "groups_held", "groups", "finished, and waiting for a domain that is behind its weight"
+    GROUPS_HELD = (
+        "groups_held",
+        "groups",
+        "finished, and waiting for a domain that is behind its weight or for a weight probe",
+    )
     FAILURES = "failures/{reason}", "rollouts", "failed attempts, by reason"
+    REFUSED = "refused/{server}", "rollouts", "not used, because this server missed the weight probe for them"
+    PUBLISHED_BEFORE_MISS = (
+        "published_before_miss/{server}",
+        "rollouts",
+        "published for training before this server missed the weight probe for them",
+    )
     DOMAIN_ERRORS = "domain_errors", "exceptions", "of the domain's own code"
     ABORTED_REQUESTS = "aborted_requests", "requests", "that a server did not complete"
     TOKENS_GENERATED = "tokens_generated", "tokens", "sampled since the process began"

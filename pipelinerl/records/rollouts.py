@@ -62,6 +62,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record
     """Turns that started another sequence, because their tokens did not extend the previous turn's."""
     servers: tuple[str, ...] = ()
     """Job names of the servers that had answered its group by the time it ended."""
+    probes_missed: tuple[int, ...] = ()
+    """Of each of ``servers``: weight probes that it had missed, as far as its actor knew, before it answered."""
     rewards: RewardMode = "rollout"
     """Reward mode (docs/algorithms.md §1), the same for all members of a group."""
     text_rewards: tuple[float, ...] = ()
@@ -92,6 +94,8 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     """Running number of the dispatch on this actor, across epochs."""
     epoch_size: int = 0
     """Problems that this actor takes in the epoch. 0 = not known."""
+    refused: dict[str, int] = {}
+    """Server → rollouts of this dispatch that are not used, because the server missed the weight probe for them."""
 
 
 class RolloutGroup(Dispatched, frozen=True, kw_only=True, tag="group"):

@@ -79,26 +79,24 @@ async def run() -> AsyncIterator[Run]:
         yield run_group
 
 
-async def test_rollouts_that_used_a_server_which_then_misses_its_probe_are_tried_again(
+async def test_rollout_names_its_server_and_the_probes_that_it_had_missed_before_it_answered(
     run: Run, server: FakeServer
 ) -> None:
-    since = 0
+    def miss(llm: TrainableLLM) -> None:
+        llm.state.transport._route._pool.update({"0": server.url}, {"0": 7}, {"0": 1})
 
-    async def missed_meanwhile(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
+    async def missed_after(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
         result = await ask(llm, session)
-        pool = llm.state.transport._route._pool
-        pool.update({}, {})
-        pool.update({}, {}, {"0": since})
-        pool.update({"0": server.url}, {"0": 7})  # it is sent the weights again: what it answers from now on counts
+        miss(llm)
         return result
 
-    finished = await run(missed_meanwhile, server, attempts=2)
-    assert [failure.reason for failure in finished.failures] == ["weights"] * 2
-    assert "0 answered with version 0 and then missed its weight probe" in finished.failures[0].detail
-    since = 1
-    assert len((await run(missed_meanwhile, server, attempts=2)).rollouts) == 2
-    (rollout,) = (await run(plain, server, attempts=1)).rollouts
-    assert rollout.servers == ("0",)
+    async def missed_before(cfg: Any, llm: TrainableLLM, problem: dict, session: Any) -> RolloutResult:
+        miss(llm)
+        return await ask(llm, session)
+
+    for function, missed in ((missed_after, 0), (missed_before, 1)):
+        for rollout in (await run(function, server, attempts=2)).rollouts:
+            assert (rollout.servers, rollout.probes_missed) == (("0",), (missed,))
 
 
 async def test_equal_requests_of_a_group_travel_as_one(run: Run, server: FakeServer) -> None:

@@ -1,6 +1,7 @@
 """Which server a group gets."""
 
 import asyncio
+import contextlib
 
 from pipelinerl.actor.servers import InferenceServer, ServerPool
 
@@ -38,6 +39,22 @@ async def test_capacities_that_are_not_known_of_all_do_not_count() -> None:
     for _ in range(40):
         (await pool.choose(0)).load += 1
     assert [server.load for server in (await chosen(pool))] == [20, 20]
+
+
+async def test_server_that_missed_its_probe_loses_its_requests_and_comes_back_as_another_one() -> None:
+    pool = ServerPool()
+    pool.update({"fast": "http://fast"}, {"fast": 3})
+    before = await pool.choose(0)
+    request = asyncio.create_task(asyncio.sleep(60))
+    before.requests.add(request)
+    pool.update({"fast": "http://fast"}, {"fast": 3}, {"fast": 1})
+    after = await pool.choose(0)
+    with contextlib.suppress(asyncio.CancelledError):
+        await request
+    assert request.cancelled()
+    assert (before.in_service, before.probes_missed, after.in_service, after.probes_missed) == (False, 0, True, 1)
+    pool.update({"fast": "http://fast"}, {"fast": 4}, {"fast": 1})
+    assert await pool.choose(0) is after
 
 
 async def chosen(pool: ServerPool) -> list[InferenceServer]:
