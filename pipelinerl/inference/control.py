@@ -40,6 +40,8 @@ CHECK_POLL_S, MAX_CHECK_POLL_S = 0.002, 0.05
 GRACE_S = 5.0
 """Added to the request's timeout, so that the workers' own deadline fires first and reports the reason."""
 
+_update_requests, _check_requests = msgspec.json.Decoder(WeightUpdateRequest), msgspec.json.Decoder(WeightCheckRequest)
+
 
 class ServedEngine(Protocol):
     """The part of vLLM that the transaction uses."""
@@ -222,7 +224,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
         if updates is None:
             return _json(409, {"error": "this server's weights are frozen"})
         try:
-            request = msgspec.json.decode(await raw.body(), type=WeightUpdateRequest)
+            request = _update_requests.decode(await raw.body())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _json(422, {"error": f"not a weight update request: {error}"})
         # Not cancelled with the connection: a hang-up is seen by polling, and a swap that began always ends.
@@ -236,7 +238,7 @@ def control_router(updates: UpdateControl | None) -> APIRouter:
         if updates is None:
             return _json(409, {"error": "this server's weights are frozen"})
         try:
-            request = msgspec.json.decode(await raw.body(), type=WeightCheckRequest)
+            request = _check_requests.decode(await raw.body())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _json(422, {"error": f"not a weight check request: {error}"})
         return _json(200, msgspec.to_builtins(await updates.check(request.version)))

@@ -9,6 +9,9 @@ from pipelinerl.weights.scores import SCORE_PATH
 from pipelinerl.world import Job
 from pipelinerl.world.tls import client_context
 
+_checks = msgspec.json.Decoder(WeightCheck)
+"""Made once, at the import: a process died with two threads in msgspec, each at its first look at a type."""
+
 
 class ProbeClient:
     """Asks one server. Blocks until it has answered.
@@ -25,7 +28,7 @@ class ProbeClient:
         """Has the server compare its live tensors with the bytes of the version."""
         body = msgspec.json.encode(WeightCheckRequest(version=version))
         response = self._client.post(CHECK_PATH, content=body, headers={"Content-Type": "application/json"})
-        return msgspec.json.decode(_content(response), type=WeightCheck)
+        return _checks.decode(_content(response))
 
     def score(self, request: dict) -> bytes:
         """Returns the answer to a request of `scores`."""

@@ -33,6 +33,9 @@ class _Labels(msgspec.Struct):
     choices: list[_Choice]
 
 
+_labels, _scores = msgspec.json.Decoder(_Labels), msgspec.json.Decoder(_Scores)  # made once, as in `probe_client`
+
+
 def score_request(token_ids: Sequence[int] | np.ndarray) -> dict[str, Any]:
     """Returns the request body for the log-probability of every given token."""
     return {
@@ -50,11 +53,7 @@ def sample_request(first: int, count: int, seed: int) -> dict[str, Any]:
 def read_version(body: bytes) -> str:
     """Returns the weight label of a scored answer. Empty if the answer names none or several."""
     try:
-        labels = {
-            label.version
-            for choice in msgspec.json.decode(body, type=_Labels).choices
-            for label in choice.weight_versions
-        }
+        labels = {label.version for choice in _labels.decode(body).choices for label in choice.weight_versions}
     except msgspec.DecodeError as error:
         raise TransportError(f"not an answer with weight versions: {error}") from error
     return labels.pop() if len(labels) == 1 else ""
@@ -67,7 +66,7 @@ def read_scores(body: bytes, token_ids: Sequence[int] | np.ndarray) -> np.ndarra
         TransportError: the answer is not about these tokens.
     """
     try:
-        rows = msgspec.json.decode(body, type=_Scores).prompt_logprobs
+        rows = _scores.decode(body).prompt_logprobs
     except msgspec.DecodeError as error:
         raise TransportError(f"not an answer with prompt log-probabilities: {error}") from error
     if len(rows) != len(token_ids):
