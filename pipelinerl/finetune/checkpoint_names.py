@@ -64,7 +64,8 @@ class CheckpointNames:
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, buffer) of each buffer that belongs to the checkpoint, e.g. the bias of the choice of experts."""
-        return ((name, buffer) for name, buffer in self._lm.named_buffers() if name in self._saved)
+        named = self._lm.named_buffers() if self._saved else ()  # a walk over all modules, in every update
+        return ((name, buffer) for name, buffer in named if name in self._saved)
 
     def split(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, view of ``whole``) of each block of a parameter or buffer."""

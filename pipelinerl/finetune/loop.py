@@ -10,6 +10,7 @@ A version is pushed while the next step trains. The trainer's checkpoint is auth
 loads the newest complete checkpoint, pushes its weights and replays the stream from its position.
 """
 
+import gc
 import logging
 import os
 import time
@@ -91,6 +92,8 @@ class Trainer:
         try:
             self.saves.export_again(self.counters)
             self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
+            gc.collect()
+            gc.freeze()  # a full collection of model, optimizer and their modules stops training and finds nothing
             while self.counters.step < self.cfg.finetune.max_train_steps:
                 if not self.advance():
                     self.saves.at_stop(self.counters)

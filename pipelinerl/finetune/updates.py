@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -218,10 +219,14 @@ class WeightUpdates:
         if plan is not None:
             self._send(version, scored, plan)
 
+    @cached_property
+    def _specs(self) -> list[ParamSpec]:
+        return exported_specs(self._engine, self._dtype)
+
     def _send(self, version: int, scored: bool, plan: TakePlan) -> None:
         """Send first, then score the probe: servers are asked for their scores only once they hold the version."""
         parameters = exported_parameters(self._engine, self._dtype)
-        specs = exported_specs(self._engine, self._dtype)
+        specs = self._specs
         scores: Future[np.ndarray] = Future()
         if self._sender is not None:
             began = time.time_ns()
