@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import torch
 
 from pipelinerl.config.backends import Carriage
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 TAKER_PATIENCE_S = 30.0
 """A taker that accepts no byte for so long is disconnected. It can reconnect and continue at its offset."""
 BEAT_S = 0.25
+_questions: msgspec.json.Decoder[Get | Have | Order] = msgspec.json.Decoder(Question)
 
 
 class PendingWork(Protocol):
@@ -142,7 +144,7 @@ class Giver:
             kind, length = connection.receive()
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a question")
-            question: Get | Have | Order = connection.read_message(length, Question)  # type: ignore[arg-type]
+            question: Get | Have | Order = connection.read_message(length, _questions)
             connection.set_patience(TAKER_PATIENCE_S)
             match question:
                 case Get():

@@ -3,11 +3,14 @@
 Each worker has one connection for the duration of the update. Hanging up abandons the update.
 """
 
+import msgspec
+
 from pipelinerl.weights.protocol import Address, Failed, Staged, Take, WeightUpdateRequest
 from pipelinerl.weights.wire import ALIVE, MESSAGE, Connection, WireError
 
 PATIENCE_S = 30.0
 """A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
+_replies: msgspec.json.Decoder[Staged | Failed] = msgspec.json.Decoder(Staged | Failed)
 
 
 class Handover:
@@ -35,7 +38,7 @@ class Handover:
                     break
                 if kind != ALIVE:
                     raise WireError(f"the worker sent a frame of kind {kind}")
-            reply: Staged | Failed = connection.read_message(length, Staged | Failed)  # type: ignore[arg-type]
+            reply: Staged | Failed = connection.read_message(length, _replies)
         finally:
             connection.close()
         if isinstance(reply, Failed):

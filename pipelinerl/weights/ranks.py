@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.digest import added
 from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.protocol import Address, Describe, Description, Failed, StoredFile, Write, Written
 from pipelinerl.weights.wire import ALIVE, MESSAGE, Connection, WireError
+
+_descriptions: msgspec.json.Decoder[Description | Failed] = msgspec.json.Decoder(Description | Failed)
+_files: msgspec.json.Decoder[Written | Failed] = msgspec.json.Decoder(Written | Failed)
 
 
 class Ranks:
@@ -65,7 +70,7 @@ class Ranks:
             return self._own.describe(question)
         connection = Connection.dial(rank, self._settings.secret, self._settings.timeout_s)
         try:
-            answer: Description | Failed = connection.ask(question, Description | Failed)  # type: ignore[arg-type]
+            answer: Description | Failed = connection.ask(question, _descriptions)
         finally:
             connection.close()
         if isinstance(answer, Failed):
@@ -77,7 +82,7 @@ def _written(connection: Connection) -> Written | Failed:
     while True:
         kind, length = connection.receive()
         if kind == MESSAGE:
-            answer: Written | Failed = connection.read_message(length, Written | Failed)  # type: ignore[arg-type]
+            answer: Written | Failed = connection.read_message(length, _files)
             return answer
         if kind != ALIVE:
             raise WireError(f"a trainer rank sent a frame of kind {kind}")

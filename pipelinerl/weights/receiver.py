@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
+import msgspec
 import torch
 
 from pipelinerl.errors import WeightUpdateError
@@ -40,6 +41,8 @@ from pipelinerl.weights.taker import Taker
 from pipelinerl.weights.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
+
+_sums = msgspec.json.Decoder(Summed)
 
 
 @dataclass(eq=False)
@@ -218,7 +221,7 @@ class Receiver:
             question = Sum(key=transfer.request.whole_key, runs=shard.stripes[part.start])
             try:
                 with closing(Connection.dial(part.sources[-1], self._secret, transfer.request.timeout_s)) as connection:
-                    sent = connection.ask(question, Summed).checksum
+                    sent = connection.ask(question, _sums).checksum
             except WireError as error:
                 log.warning("event=shard_not_compared version=%d error=%s", version, error)
                 return None

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from pipelinerl.errors import WeightUpdateError
@@ -28,6 +29,7 @@ PAUSE_S = 0.05
 """Pause between two rounds over sources that all failed."""
 BEATS = 4
 """Number of signs of life that a source sends within ``stall_s``."""
+_extents = msgspec.json.Decoder(Had)
 
 
 class SourceError(WeightUpdateError):
@@ -269,7 +271,7 @@ class Watch:
         try:
             if self._connection is None:
                 self._connection = Connection.dial(source, self._secret, self._request.stall_s / BEATS)
-            return self._connection.ask(Have(key=self._key, start=start, shard=self._shard), Had).end
+            return self._connection.ask(Have(key=self._key, start=start, shard=self._shard), _extents).end
         except WireError:
             self.close()
             return None

@@ -154,22 +154,29 @@ class Connection:
                 raise WireError("the connection was closed")
             got, moved = got + count, time.monotonic()
 
-    def read_message(self, length: int, kind: type[T]) -> T:
-        """Reads and decodes the body of a `MESSAGE` frame. Raises ``WireError`` if it is not of type ``kind``."""
+    def read_message(self, length: int, decoder: msgspec.json.Decoder[T]) -> T:
+        """Reads and decodes the body of a `MESSAGE` frame.
+
+        Args:
+            decoder: made at import. Threads that look at a type for the first time at once have crashed msgspec.
+
+        Raises:
+            WireError: the body is not what the decoder takes.
+        """
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"a message of {length} bytes is over {MAX_MESSAGE_BYTES}")
         try:
-            return msgspec.json.decode(self.read(length), type=kind)
+            return decoder.decode(self.read(length))
         except msgspec.DecodeError as error:
             raise WireError(f"not a message: {error}") from error
 
-    def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
+    def ask(self, question: msgspec.Struct, decoder: msgspec.json.Decoder[T]) -> T:
         """Sends a question and returns the answer, which must be the next frame."""
         self.send_message(question)
         kind, length = self.receive()
         if kind != MESSAGE:
             raise WireError(f"a frame of kind {kind} came instead of an answer")
-        return self.read_message(length, answer)
+        return self.read_message(length, decoder)
 
     def close(self) -> None:
         """Closes the connection and ends every wait on it. Any thread may call it."""
