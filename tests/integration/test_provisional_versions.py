@@ -160,12 +160,19 @@ async def test_rollouts_of_a_server_that_swallowed_an_update_are_not_published_a
     await run.ended()
 
 
-async def test_groups_that_wait_for_a_probe_are_made_again_by_a_restarted_actor(make_stage: Callable) -> None:
+async def with_held_groups(make_stage: Callable) -> Any:
+    """A stage of one server that has answered all groups, and whose probe waits for ``may_check``."""
     stage = await make_stage(1)
-    run, (server,) = stage.run, stage.servers
+    (server,) = stage.servers
     server.may_check.clear()
     await stage.push(0)
     await stage.until(lambda: server.attempts == GROUPS * ATTEMPTS and not server.fake.num_answering)
+    return stage
+
+
+async def test_groups_that_wait_for_a_probe_are_made_again_by_a_restarted_actor(make_stage: Callable) -> None:
+    stage = await with_held_groups(make_stage)
+    run, (server,) = stage.run, stage.servers
     run.stop.set()
     await run.ended()
     assert run.records == []
@@ -184,11 +191,8 @@ async def test_groups_that_wait_for_a_probe_are_made_again_by_a_restarted_actor(
 
 
 async def test_server_that_dies_before_its_probe_is_over_holds_up_nobody(make_stage: Callable) -> None:
-    stage = await make_stage(1)
+    stage = await with_held_groups(make_stage)
     run, (server,) = stage.run, stage.servers
-    server.may_check.clear()
-    await stage.push(0)
-    await stage.until(lambda: server.attempts == GROUPS * ATTEMPTS and not server.fake.num_answering)
     assert stage.groups == []
     run.trainer.write(WeightUpdateSuccess(version=0, servers=()))
     await stage.until(lambda: len(stage.groups) == GROUPS)
