@@ -23,13 +23,18 @@ required_problem_keys = ("answer", "max_number", "max_turns")
 async def play(
     llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> tuple[list[LLMCall], GameOutcome]:
-    """Plays one game to its end. Returns the calls and the outcome."""
+    """Plays one game to its end. Returns the calls and the outcome.
+
+    An answer that the token limit cut is "broken", even with a guess in it. Otherwise tokens after the guess cost
+    nothing, and an entropy bonus alone teaches the player to fill every answer with noise up to the limit.
+    """
     messages: list[dict[str, Any]] = [{"role": "user", "content": instructions(problem["max_number"])}]
     calls: list[LLMCall] = []
     for _ in range(problem["max_turns"]):
         calls.append(await llm_async_generate(llm, Prompt(messages=list(messages)), session))
         said = calls[-1].output.content or ""
-        guess = parse_guess(said)
+        was_cut = calls[-1].llm_info["finish_reason"] == "length"
+        guess = None if was_cut else parse_guess(said)
         if guess is None:
             return calls, "broken"
         if guess == problem["answer"]:

@@ -28,13 +28,21 @@ class WrittenAnswers:
 
 @pytest.fixture
 def play() -> Play:
-    """``await play(rollout, problem, answers, **cfg)`` → (result, answers with the prompts)."""
+    """``await play(rollout, problem, answers, **cfg)`` → (result, answers with the prompts).
+
+    ``max_tokens``: limit of every answer, in bytes with the end token.
+    """
 
     async def run(
-        rollout: Callable[..., Awaitable[RolloutResult]], problem: dict[str, Any], answers: list[str], **cfg: Any
+        rollout: Callable[..., Awaitable[RolloutResult]],
+        problem: dict[str, Any],
+        answers: list[str],
+        max_tokens: int | None = None,
+        **cfg: Any,
     ) -> tuple[RolloutResult, WrittenAnswers]:
         written = WrittenAnswers(answers)
-        llm = FakeLLM.saying(written, tokenizer=ByteTokenizer())
+        parameters = {} if max_tokens is None else {"max_tokens": max_tokens}
+        llm = FakeLLM.saying(written, tokenizer=ByteTokenizer(), parameters=parameters)
         config: DictConfig = OmegaConf.create(cfg)
         async with aiohttp.ClientSession() as session:
             return await rollout(config, llm, problem, session), written

@@ -40,6 +40,15 @@ async def test_turns_extend_each_other_token_by_token(play):
     assert np.array_equal(second[: len(first)], first)
 
 
+async def test_answer_cut_by_the_token_limit_is_a_broken_format_even_with_a_guess_in_it(play):
+    problem, hit = PROBLEM | {"max_turns": 1}, "<answer>5</answer>"
+    within, _ = await play(generate_guessing_rollout, problem, [hit], max_tokens=len(hit) + 1)  # with the end token
+    beyond, _ = await play(generate_guessing_rollout, problem, [f"{hit} and so on"], max_tokens=len(hit) + 1)
+    assert within.metrics.reward == pytest.approx(2.0)
+    assert beyond.metrics.reward == pytest.approx(-2.0)
+    assert not beyond.metrics.no_error
+
+
 def test_guess_of_many_digits_is_no_guess():
     assert parse_guess(f"<answer>{'1' * 5000}</answer>") is None
     assert parse_guess("<answer>०५</answer>") is None
