@@ -29,18 +29,18 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Names in /dev/shm that are ours to answer for.
+    return set(os.listdir("/dev/shm"))
 
-    Not those that a process which is not ours has mapped, and not the name of a semaphore that nobody has mapped any
-    more: Python leaves it when a test SIGKILLs a process, here or in another session on this machine. The launcher's
-    own tests hold it to remove even these.
+
+def _is_left(name: str) -> bool:
+    """Whether a name in /dev/shm that appeared during a test is its leak.
+
+    Not one that only a process which is not ours has mapped, and not the name of a semaphore that nobody has mapped
+    any more: Python leaves it when a test SIGKILLs a process, here or in another session on this machine. The
+    launcher's own tests hold it to remove even these.
     """
-    names = set(os.listdir("/dev/shm"))
-    if not names:
-        return names
     ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
-    mapped = {name for name in names if _is_mapped(name, ours)}
-    return mapped | {name for name in names if not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids())}
+    return _is_mapped(name, ours) or (not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids()))
 
 
 def _is_mapped(name: str, pids: Iterable[int]) -> bool:
@@ -58,12 +58,14 @@ def _listening() -> set[int]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaks. What a fixture of wider scope started before the test may exist after it."""
-    before = (_children(), _shared_memory(), _listening())
+    children, segments, ports = _children(), _shared_memory(), _listening()
     yield
     deadline = time.monotonic() + LEAK_DEADLINE_S
     while True:
         leaked = [
-            sorted(now - then) for now, then in zip((_children(), _shared_memory(), _listening()), before, strict=True)
+            sorted(_children() - children),
+            sorted(name for name in _shared_memory() - segments if _is_left(name)),
+            sorted(_listening() - ports),
         ]
         if not any(leaked):
             return
