@@ -88,6 +88,17 @@ class Evaluation:
         if missing and worth_repeating and item.tries < self.max_repeats:
             self.queue.append(TestItem(problem=item.problem, attempts=missing, tries=item.tries + 1))
 
+    def repeat(self, problem: TestProblem, attempts: Iterable[int]) -> None:
+        """Takes the rollouts of these attempts out, and queues the attempts again."""
+        again = tuple(sorted(attempts))
+        kept = [rollout for rollout in self.rollouts[_key(problem)] if rollout.attempt not in again]
+        self.rollouts[_key(problem)] = kept
+        self.queue.append(TestItem(problem=problem, attempts=again, tries=0))
+
+    def of(self, problem: TestProblem) -> list[Rollout]:
+        """Returns the results of a problem so far."""
+        return self.rollouts.get(_key(problem), [])
+
     @property
     def finished(self) -> bool:
         return not self.queue and not self.under_way

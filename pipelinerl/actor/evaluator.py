@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
-from pipelinerl.actor.messages import StartGroup
+from pipelinerl.actor.messages import Failure, StartGroup
+from pipelinerl.actor.probation import newest_used
 from pipelinerl.actor.training import problem_text
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.observability import spans
@@ -71,6 +72,8 @@ class Evaluator:
         self._topics, self._table, self._last = topics, table, last
         self._current: Evaluation | None = None
         self._began = 0
+        self._complete: tuple[float, dict[str, int]] | None = None
+        """When the running evaluation had all its results, and ``newest_used`` of them."""
 
     @property
     def is_running(self) -> bool:
@@ -80,6 +83,11 @@ class Evaluator:
     def progress(self) -> str | None:
         """Progress of the running evaluation, as `120/512`. None if none is running."""
         return self._current.progress if self._current else None
+
+    @property
+    def awaits_proof(self) -> bool:
+        """Whether a complete evaluation waits for a weight probe."""
+        return self._complete is not None
 
     def is_due(self, version: int | None, finishing: bool) -> bool:
         """Whether to start an evaluation of the live ``version``. ``finishing``: training is done."""
@@ -115,6 +123,7 @@ class Evaluator:
             return
         log.info("event=evaluation_restarted version=%d was=%d", version, current.version)
         self._table.cancel(TestWork)
+        self._complete = None
         current.restart(version)
         self._topics.announce(current.started())
 
@@ -146,21 +155,46 @@ class Evaluator:
         if ended.rollouts:
             self._topics.publish(self._group(work, ended, current.version))
 
+    def refuse(self) -> list[Failure]:
+        """Takes back the results of servers that missed the weight probe for them, and has their attempts made again.
+
+        The table knows the misses already. Returns the results as failures.
+        """
+        current, failed = self._current, list[Failure]()
+        self._complete = None
+        if current is None:
+            return failed
+        for problem in current.problems:
+            _, refused = self._table.misses.sort(current.of(problem))
+            if refused:
+                current.repeat(problem, (failure.attempt for failure in refused))
+                failed += refused
+        return failed
+
     def finish(self) -> EvaluationDone | None:
         """Publishes and returns the result of an evaluation that is complete or past its deadline, else None."""
         current = self._current
-        if current is None or not (current.finished or current.expired):
+        if current is None or not (current.expired or (current.finished and self._is_proved(current))):
             return None
         self._table.cancel(TestWork)
         done = current.done()
         self._topics.announce(done)
-        self._last, self._current = done, None
+        self._last, self._current, self._complete = done, None, None
         spans.record("evaluation", f"evaluation {done.version}", self._began, root=True, version=done.version)
         log.info(
             "event=evaluation_done version=%d success=%s reward=%s rollouts=%s",
             *(done.version, done.success, done.reward, current.progress),
         )
         return done
+
+    def _is_proved(self, current: Evaluation) -> bool:
+        """Whether no result of the complete evaluation waits for the weight probe of its server."""
+        now = time.monotonic()
+        if self._complete is None:
+            used = newest_used(rollout for rollouts in current.rollouts.values() for rollout in rollouts)
+            self._complete = now, used
+        finished, used = self._complete
+        return not self._table.proofs.holds(used, finished=finished, now=now)
 
     def _group(self, work: TestWork, ended: WorkEnded, version: int) -> RolloutGroup:
         problem = work.item.problem

@@ -110,7 +110,7 @@ class ActorLoop:
         version, serving = self._trainer.weights
         if version is None:
             return
-        self._training.follow(serving, proved)
+        self._table.proofs.follow(serving=serving, proved=proved, now=time.monotonic())
         servers = self._usable(version, serving)
         if self._version is not None and servers == self._servers:
             return
@@ -134,7 +134,7 @@ class ActorLoop:
         serving = {name: served for name, served in self._servers.serving.items() if name not in missed}
         self._servers = self._usable(self._version or 0, serving)
         self._table.set_servers(self._servers)
-        for failure in self._training.refuse(misses):
+        for failure in (*self._training.refuse(misses), *self._evaluator.refuse()):
             self._note(failure)
 
     def _usable(self, version: int, serving: Mapping[str, int]) -> Servers:
@@ -184,8 +184,8 @@ class ActorLoop:
             self._reporter.wait_for("the first weights", "finetune_0")
         elif not self._servers.urls:
             self._reporter.wait_for("a server in service", "finetune_0")
-        elif self._training.awaits_proof:
-            self._reporter.wait_for("weight probes of the servers of finished groups", "finetune_0")
+        elif self._training.awaits_proof or self._evaluator.awaits_proof:
+            self._reporter.wait_for("weight probes of the servers of finished rollouts", "finetune_0")
         elif self._training.holds_groups:
             self._reporter.wait_for("completions of the domain that is behind its weight", self._a_server)
         elif len(self._table):

@@ -20,7 +20,7 @@ from pipelinerl.actor.messages import Failure, StartGroup
 from pipelinerl.actor.metrics import ActorMetrics
 from pipelinerl.actor.mixing import counted, furthest_behind
 from pipelinerl.actor.pictures import describe_value
-from pipelinerl.actor.probation import Proofs, newest_used
+from pipelinerl.actor.probation import newest_used
 from pipelinerl.actor.problems import Place
 from pipelinerl.actor.progress import ActorProgress
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
@@ -105,7 +105,6 @@ class TrainingGroups:
         self._table, self._metrics = table, metrics
         self._under_way: Counter[int] = Counter()
         self._held: list[deque[TrainingGroup]] = [deque() for _ in domains]
-        self._proofs = Proofs()
 
     @property
     def holds_groups(self) -> bool:
@@ -128,10 +127,6 @@ class TrainingGroups:
         while self._table.has_room(self._rules.attempts) and self._may_start(version):
             self._start(version)
 
-    def follow(self, serving: Mapping[str, int], proved: Mapping[str, int]) -> None:
-        """Takes the trainer's newest word about what each server in service serves and has proved."""
-        self._proofs.follow(serving=serving, proved=proved, now=time.monotonic())
-
     def take(self, ended: WorkEnded) -> None:
         """Holds a complete group for its turn, retries its missing attempts, or drops it and records the reason."""
         group = ended.work
@@ -146,7 +141,7 @@ class TrainingGroups:
         The table knows the misses already. What is published stays: it is counted.
         """
         for miss in misses:
-            if published := self._proofs.count_published(miss.server, miss.since):
+            if published := self._table.proofs.count_published(miss.server, miss.since):
                 self._metrics.published_before_miss(miss.server, published)
                 log.error(
                     "event=published_before_probe_missed server=%s since=%d rollouts=%d",
@@ -220,7 +215,7 @@ class TrainingGroups:
         return values | ({ActorMetric.PROBLEMS_REMOVED: removed} if removed else {})
 
     def _waits(self, group: TrainingGroup, now: float) -> bool:
-        return self._proofs.holds(group.used, finished=group.finished, now=now)
+        return self._table.proofs.holds(group.used, finished=group.finished, now=now)
 
     def _may_start(self, version: int) -> bool:
         dropped = self._progress.dropped + self._drops.total()
@@ -273,7 +268,7 @@ class TrainingGroups:
         except RecordTooLarge as error:
             self._drop(group, Failure(attempt=0, reason=failures.TOO_LARGE, detail=str(error)))
             return
-        self._proofs.published(rollouts)
+        self._table.proofs.published(rollouts)
         spans.record("group", group.start.group_id, group.began, root=True, rollouts=len(rollouts))
         domain = self._domains[group.start.domain].name
         self._metrics.rollouts(rollouts, domain if len(self._domains) > 1 else dataset_of(group.start.problem))

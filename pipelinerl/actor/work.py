@@ -13,7 +13,7 @@ import msgspec
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
-from pipelinerl.actor.probation import Misses
+from pipelinerl.actor.probation import Misses, Proofs
 from pipelinerl.actor.workers import Lost
 from pipelinerl.records import Rollout
 
@@ -70,7 +70,7 @@ class WorkTable:
         self._next_ticket = 0
         self._suspect: Work | None = None
         self._waiting_suspects: deque[Work] = deque()
-        self.misses = Misses()
+        self.misses, self.proofs = Misses(), Proofs()
 
     @property
     def num_rollouts(self) -> int:

@@ -69,6 +69,15 @@ class Expected:
     """The trainer's. None = log-probabilities are not compared for this version."""
 
 
+class Inquiry(NamedTuple):
+    """A version that a server is asked about."""
+
+    version: int
+    expected: Expected
+    service: object | None
+    """`Witness.service` when it was asked. An answer about an earlier process decides nothing about the present one."""
+
+
 class LastScoring(NamedTuple):
     """When scores were last asked for, and how long the answers took."""
 
@@ -93,7 +102,8 @@ class Witness:
     """Newest version whose probe is over. All live bytes were compared, or log-probabilities too, or cannot be."""
     is_updated: bool = False
     """It has taken an update since its calibration."""
-    is_serving: bool = False
+    service: object | None = None
+    """Its present time in service, another object each time. None = it is out of service."""
     is_scored: bool = False
     """Its log-probabilities have passed since it last entered service."""
     misses: int = 0
@@ -187,10 +197,13 @@ class Attestor:
             del self._expected[old]
 
     def took(self, name: str, version: int) -> None:
-        """Starts checking a server that took the version."""
+        """Starts checking a server that took the version. One that is given up is not asked, whatever it takes."""
         witness = self._witnesses[name]
         with witness.lock:
-            witness.took, witness.is_updated, witness.is_serving = version, True, True
+            if witness.misses > 1:
+                return
+            witness.took, witness.is_updated = version, True
+            witness.service = witness.service or object()
             if witness.is_busy:
                 return
             if version not in self._expected:
@@ -205,7 +218,7 @@ class Attestor:
         if witness is None:
             return
         with witness.lock:
-            witness.took, witness.is_scored, witness.is_serving = None, False, False
+            witness.took, witness.is_scored, witness.service = None, False, None
             witness.proved = -1
 
     @property
@@ -254,11 +267,12 @@ class Attestor:
                     witness.is_busy = False
                     witness.proved = witness.proved if version is None else version
                     return
+                question = Inquiry(version, expected, witness.service)
             try:
-                fault = self._fault(witness, version, expected)
+                fault = self._fault(witness, question)
                 deadline = time.monotonic() + self._timeout_s
             except ERRORS as error:
-                if not witness.is_serving:
+                if witness.service is not question.service:
                     continue
                 if time.monotonic() < deadline:
                     self._closed.wait(RETRY_S)
@@ -266,40 +280,45 @@ class Attestor:
                         witness.took = version if witness.took is None else witness.took
                     continue
                 fault = f"did not answer its probe within weights.timeout_s={self._timeout_s:g}: {error}"
-            if fault and witness.is_serving:
+            if fault and witness.service is question.service:
                 self._miss(witness, version, fault)
 
-    def _fault(self, witness: Witness, version: int, expected: Expected) -> str:
+    def _fault(self, witness: Witness, question: Inquiry) -> str:
         """Returns the reason why the server does not use the version. Empty if it does or nothing can be decided."""
+        version, expected, _ = question
         check = witness.server.compare(version)
         if check.differing:
             more = f" and {len(check.differing) - 1} more" if len(check.differing) > 1 else ""
             return f"{check.differing[0]}{more} are not the bytes that it received"
         if check.is_checked and check.checksum and check.checksum != expected.checksum.result(self._timeout_s):
             return f"received other bytes: checksum {check.checksum} instead of {expected.checksum.result()}"
-        proved = check.is_checked and not check.unlearned
-        if proved:
-            self._prove(witness, version)  # beyond the bytes, log-probabilities are asked of few versions
+        passed = check.is_checked and not check.unlearned
+        if passed:
+            self._prove(witness, question)  # beyond the bytes, log-probabilities are asked of few versions
         if expected.scores is not None:
             verdict = self._judge(witness, version, expected.scores)
             if verdict is not None and verdict.fault:
                 return f"{verdict.fault}: {_figures(verdict)}"
-            proved = proved or verdict is not None
-        if proved or check.is_checked:  # else the next version's probe decides: its bytes are arriving
-            self._prove(witness, version)
-        if proved:
-            witness.passed = max(witness.passed, version)
-            if witness.is_scored:
-                witness.misses = 0
-        log.debug("event=attested server=%s version=%d proved=%s", witness.server.name, version, proved)
+            passed = passed or verdict is not None
+        if passed or check.is_checked:  # else the next version's probe decides: its bytes are arriving
+            self._prove(witness, question, passed=passed)
+        log.debug("event=attested server=%s version=%d passed=%s", witness.server.name, version, passed)
         return ""
 
-    def _prove(self, witness: Witness, version: int) -> None:
-        """Ends the probe of a version, unless the server has taken it once more."""
+    def _prove(self, witness: Witness, question: Inquiry, *, passed: bool = False) -> None:
+        """Ends the probe of a version, unless the server has left since or has taken it once more.
+
+        ``passed``: nothing of the version is left to be asked.
+        """
         with witness.lock:
-            if witness.proved >= version or witness.took == version:
+            if witness.service is not question.service:
                 return
-            witness.proved = version
+            if passed:
+                witness.passed = max(witness.passed, question.version)
+                witness.misses = 0 if witness.is_scored else witness.misses
+            if witness.proved >= question.version or witness.took == question.version:
+                return
+            witness.proved = question.version
         self._passed()
 
     def _judge(self, witness: Witness, version: int, scores: "Future[np.ndarray]") -> LogprobVerdict | None:
@@ -320,8 +339,9 @@ class Attestor:
         return verdict
 
     def _miss(self, witness: Witness, version: int, reason: str) -> None:
+        with witness.lock:
+            witness.misses += 1
         self.left(witness.server.name)
-        witness.misses += 1
         miss = Miss(
             server=witness.server.name,
             version=version,

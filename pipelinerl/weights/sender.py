@@ -11,10 +11,10 @@ is announced as soon as it serves the version, without waiting for the slowest.
 """
 
 import asyncio
+import copy
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -23,7 +23,7 @@ import torch
 
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.delivery import Delivery, Pushing
-from pipelinerl.weights.member import UpdateOutcome
+from pipelinerl.weights.member import Member, UpdateOutcome
 from pipelinerl.weights.news import Announcement, News, PushStats
 from pipelinerl.weights.offer import Offer
 from pipelinerl.weights.origin import Origin, SenderSettings
@@ -75,7 +75,7 @@ class WeightSender:
         self._taking = threading.Lock()
         """Held while a snapshot is taken or offered to servers."""
         self._news = News(announce)
-        self._misses: deque[Miss] = deque()
+        self._misses: list[Miss] = []
         self._attestor = None
         if settings.probe_tolerance is not None:
             self._attestor = Attestor(
@@ -210,7 +210,7 @@ class WeightSender:
                     await self._delivery.deliver(self._offer, self._roster)
             finally:
                 self._taking.release()
-        await asyncio.to_thread(self._tell)
+        await self._tell()
 
     async def _end(self) -> None:
         await self._delivery.close()
@@ -226,9 +226,17 @@ class WeightSender:
         self._misses.append(miss)
         self._loop.wake()
 
-    def _tell(self) -> None:
-        """Announces missed probes, then which server serves which version and which have proved theirs."""
-        members = list(self._roster)
-        while self._misses:
-            self._news.missed(self._misses.popleft(), members)
-        self._news.tell(members, {} if self._attestor is None else self._attestor.proved)
+    async def _tell(self) -> None:
+        """Announces missed probes, then which server serves which version and which have proved theirs.
+
+        All are read in one turn of the loop: a server that leaves service for its miss is never told before the miss.
+        """
+        misses, self._misses = self._misses, []
+        members = [copy.copy(member) for member in self._roster]
+        proved = {} if self._attestor is None else self._attestor.proved
+        await asyncio.to_thread(self._write_news, misses, members, proved)
+
+    def _write_news(self, misses: Sequence[Miss], members: Sequence[Member], proved: Mapping[str, int]) -> None:
+        for miss in misses:
+            self._news.missed(miss, members)
+        self._news.tell(members, proved)

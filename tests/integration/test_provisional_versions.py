@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from pipelinerl.inspect.ledger import ledger_of, read_ledger
 from pipelinerl.records import ProbeMissed, Rollout, RolloutGroup, TrainingDone, WeightUpdateSuccess
 from pipelinerl.testing import FakeServer
+from pipelinerl.weights.attestor import Miss
 from pipelinerl.weights.layout import spec_of
 from pipelinerl.weights.origin import SenderSettings
 from pipelinerl.weights.probe import ProbeText
 from pipelinerl.weights.sender import WeightSender
 from tests.actor_run import ATTEMPTS, Run, answer_largest, make_runs
 from tests.integration.conftest import SECRET, ModelServer
+from tests.waiting import wait_until
 
 GROUPS = 8
 """Groups per optimizer step."""
@@ -79,7 +81,7 @@ class Stage:
         run.start()
         self.sender = WeightSender(
             lambda: [server.job for server in servers],
-            SenderSettings(secret=SECRET, bucket_bytes=1 << 16, timeout_s=30, probe_tolerance=0.1),
+            SenderSettings(secret=SECRET, bucket_bytes=1 << 16, timeout_s=200, probe_tolerance=0.1),
             run.trainer.write,
         )
         self.sender.attest_with(ProbeText(token_ids=np.zeros((1, 8), dtype=np.int32)))
@@ -200,3 +202,63 @@ async def test_server_that_dies_before_its_probe_is_over_holds_up_nobody(make_st
     server.may_check.set()
     run.trainer.write(TrainingDone(step=10))
     await run.ended()
+
+
+class Sending:
+    """A sender around servers, without an actor."""
+
+    def __init__(self, *servers: ProbedServer):
+        self.servers, self.told = servers, list[Any]()
+        settings = SenderSettings(secret=SECRET, timeout_s=200, probe_tolerance=0.1)
+        self.sender = WeightSender(lambda: [server.job for server in servers], settings, self.told.append)
+        self.sender.attest_with(ProbeText(token_ids=np.zeros((1, 8), dtype=np.int32)))
+
+    def push(self, version: int) -> None:
+        wait_until(lambda: self.sender.wait_for_servers(len(self.servers), 20) == len(self.servers))
+        weights = {"w": torch.full((64,), float(version))}
+        self.sender.send(version, weights.items(), [spec_of(*item) for item in weights.items()])
+
+    def miss(self, server: ProbedServer, *, is_final: bool) -> None:
+        """The server misses the probe of version 0. Returns when it is out of service."""
+        done, miss = threading.Event(), Miss(server=server.job.name, version=0, since=0, is_final=is_final, reason="-")
+        assert self.sender._attestor is not None
+        self.sender._attestor.left(miss.server)
+        self.sender._loop.call(lambda: (self.sender._take_miss(miss), done.set()))
+        assert done.wait(60)
+
+    def told_of(self, kind: type) -> list[Any]:
+        return [message for message in self.told if isinstance(message, kind)]
+
+    def close(self) -> None:
+        self.sender.close()
+        for server in self.servers:
+            server.stop()
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
+    monkeypatch.setenv("PIPELINERL_SECRET", SECRET)
+    sending = Sending(ProbedServer("actor_llm_0"), ProbedServer("actor_llm_1"))
+    yield sending
+    sending.close()
+
+
+def test_server_that_misses_while_the_news_is_written_is_not_told_to_have_left_before_its_miss(
+    sending: Sending,
+) -> None:
+    """Else the actor would take it for a server that died, and publish what waits for its probe."""
+    news, missed = sending.sender._news, sending.servers[0]
+    tell, gone = news.tell, []
+
+    def tell_late(members: Any, proved: Any) -> bool:
+        if len(news.serving) == 2 and not gone:
+            gone.append(missed)
+            sending.miss(missed, is_final=True)
+        return tell(members, proved)
+
+    news.tell = tell_late  # type: ignore[method-assign]
+    sending.push(0)
+    wait_until(lambda: bool(sending.told_of(ProbeMissed)))
+    before = sending.told[: next(i for i, message in enumerate(sending.told) if isinstance(message, ProbeMissed))]
+    named = [missed.job.name in message.servers for message in before if isinstance(message, WeightUpdateSuccess)]
+    assert named == sorted(named)

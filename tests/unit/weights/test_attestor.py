@@ -163,6 +163,8 @@ def test_first_miss_is_pushed_again_and_the_second_is_final(harness: Harness, fa
     harness.push(2)
     assert [(m.version, m.since, m.is_final) for m in harness.misses] == [(2, 2, False), (2, 2, True)]
     assert all(re.search(reason, miss.reason) for miss in harness.misses)
+    harness.push(3)  # it was on its way
+    assert len(harness.misses) == 2
     assert not harness.attestor.admits("s0", "2")
     assert not harness.attestor.admits("s0", "default")
 
@@ -231,6 +233,27 @@ def test_server_that_missed_or_left_has_proved_nothing_until_its_next_probe(harn
     assert harness.attestor.proved == {"s0": 1}
     harness.attestor.left("s0")
     assert harness.attestor.proved == {"s0": -1}
+
+
+def test_answer_about_a_server_that_left_meanwhile_proves_nothing_of_its_next_life(harness: Harness) -> None:
+    """It died after its bytes were compared, and is sent the same version again, which the new process swallows."""
+    harness.calibrate()
+    harness.push(0)
+    scores: Future[np.ndarray] = Future()
+    expected = harness.attestor._expected[0]
+    harness.attestor.expect(1, Expected(expected.checksum, scores))
+    harness.server.label = "1"
+    harness.attestor.took("s0", 1)
+    wait_for(lambda: harness.attestor.proved == {"s0": 1})
+    harness.attestor.left("s0")
+    harness.server.label = "default"
+    assert not harness.attestor.admits("s0", "default")
+    scores.set_result(TRAINER)
+    wait_for(lambda: harness.attestor.admits("s0", "default"))
+    assert harness.attestor.proved == {"s0": -1}
+    harness.server.differing = ["embed"]
+    harness.push(1)
+    assert [(miss.version, miss.since) for miss in harness.misses] == [(1, 0)]
 
 
 def test_version_that_nobody_can_compare_is_proved_at_once(harness: Harness) -> None:
