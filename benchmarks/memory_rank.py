@@ -5,7 +5,6 @@
 Writes to `out` on every rank: anonymous memory before, at its peak, and after, in bytes.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.build import load_engine, make_engine
 from pipelinerl.finetune.engines import join_ranks, read_ranks
+from pipelinerl.host.heap import return_freed_heap
 from pipelinerl.observability.role import leave
 
 SAMPLE_S = 0.001
@@ -52,7 +52,7 @@ class Peak(threading.Thread):
 
 def settle() -> int:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_heap()
     return anonymous_bytes()
 
 

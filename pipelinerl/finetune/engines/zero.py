@@ -29,6 +29,7 @@ from pipelinerl.finetune.engines.base import (
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, decoder_layers, is_empty, materialise
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
+from pipelinerl.host.heap import return_freed_heap
 
 UNCLIPPED = 1e12
 """Threshold that clips nothing. DeepSpeed computes the gradient norm only when it clips."""
@@ -123,6 +124,7 @@ class ZeroEngine(Engine):
         By default DeepSpeed (0.19.8) creates them in the first step, and with several parameter groups it links only
         those of the first group to the parameters. The fused kernel needs the step counter on the device.
         """
+        return_freed_heap()  # DeepSpeed has copied every shard twice
         zero = self.engine.optimizer
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         for flat in flats:
