@@ -82,8 +82,9 @@ def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
         return False
     typed = any(re.match(r"\+*model_path=", override) for override in overrides)
     if typed and not any(re.match(r"\+*tiny_model", override) for override in overrides):
+        hub = ", add `tiny_model=null` if it is a Hugging Face name" if config.model_path.count("/") == 1 else ""
         raise ConfigError(
-            f"`model_path` is {config.model_path!r}: it does not exist; correct it, or build it with `python -m "
+            f"`model_path` is {config.model_path!r}: it does not exist; correct it{hub}, or build it with `python -m "
             f"pipelinerl.tiny_model --recipe {config.tiny_model.recipe} --seed "
             f"{config.tiny_model.seed} --out {config.model_path}`"
         )

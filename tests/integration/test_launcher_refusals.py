@@ -236,10 +236,18 @@ def test_refusal_of_a_model_that_the_trainer_computes_otherwise(place: Path, con
     assert message in refusal
 
 
-def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("modle", "correct it, or build it with"),
+        ("some/name", "correct it, add `tiny_model=null` if it is a Hugging Face name, or build it with"),
+    ],
+)
+def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path, model: str, advice: str) -> None:
     """A path typed by hand is never built silently: it would train a toy."""
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", "output_dir=run"]
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", "output_dir=run", "model_path=modle"],
+        [*command, f"model_path={model}"],
         cwd=place,
         capture_output=True,
         text=True,
@@ -247,7 +255,7 @@ def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 2
-    assert "`model_path` is 'modle': it does not exist; correct it, or build it with" in done.stderr
+    assert f"`model_path` is {model!r}: it does not exist; {advice}" in done.stderr
 
 
 def test_refusal_of_a_used_port_names_it(place: Path) -> None:
