@@ -176,9 +176,8 @@ class UpdateControl:
 
     async def check(self, version: int) -> WeightCheck:
         """Compares the live tensors with the bytes of ``version`` on all workers."""
-        await self._engine.call_workers("begin_weight_check", version)
         poll_s = CHECK_POLL_S
-        while None in (results := await self._engine.call_workers("weight_check_result")):
+        while None in (results := await self._engine.call_workers("weight_check", version)):
             await asyncio.sleep(poll_s)
             poll_s = min(1.5 * poll_s, MAX_CHECK_POLL_S)
         return combined(msgspec.convert(results, list[WeightCheck]))

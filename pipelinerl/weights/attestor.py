@@ -15,6 +15,7 @@ own. Ends: at ``close``.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -43,7 +44,7 @@ UNPROVED_DUTY = 4
 """The same while a server has not proved its log-probabilities."""
 RETRY_S = 1.0
 MAX_THREADS = 32
-KEPT_VERSIONS = 4
+KEPT_VERSIONS = 32
 ERRORS = (httpx.HTTPError, TransportError, FutureTimeoutError, msgspec.DecodeError)
 
 
@@ -94,8 +95,8 @@ class Witness:
     baseline: Baseline | None = None
     has_other_file: bool = False
     """Its weights from disk differ from the trainer's, so the first update calibrates it."""
-    took: int | None = None
-    """Version that the server holds and that is not checked yet."""
+    took: deque[int] = field(default_factory=deque)
+    """Versions that the server took and that are not checked yet, oldest first."""
     passed: int = -1
     """Newest version that passed."""
     proved: int = -1
@@ -202,12 +203,10 @@ class Attestor:
         with witness.lock:
             if witness.misses > 1:
                 return
-            witness.took, witness.is_updated = version, True
+            witness.took.append(version)
+            witness.is_updated = True
             witness.service = witness.service or object()
             if witness.is_busy:
-                return
-            if version not in self._expected:
-                witness.proved = version
                 return
             witness.is_busy = True
         self._pool.submit(self._attest_all, witness)
@@ -218,7 +217,8 @@ class Attestor:
         if witness is None:
             return
         with witness.lock:
-            witness.took, witness.is_scored, witness.service = None, False, None
+            witness.took.clear()
+            witness.is_scored, witness.service = False, None
             witness.proved = -1
 
     @property
@@ -257,16 +257,18 @@ class Attestor:
         self._attest_all(witness)  # it may have taken a version meanwhile
 
     def _attest_all(self, witness: Witness) -> None:
-        """Checks the newest version that the server took, until there is no newer one."""
+        """Checks the versions that the server took, in order. The last one counts as proved if nobody knows it."""
         deadline = time.monotonic() + self._timeout_s
         while not self._closed.is_set():
             with witness.lock:
-                version, witness.took = witness.took, None
-                expected = None if version is None else self._expected.get(version)
-                if version is None or expected is None:
+                if not witness.took:
                     witness.is_busy = False
-                    witness.proved = witness.proved if version is None else version
                     return
+                version = witness.took.popleft()
+                expected = self._expected.get(version)
+                if expected is None:
+                    witness.proved = witness.proved if witness.took else version
+                    continue
                 question = Inquiry(version, expected, witness.service)
             try:
                 fault = self._fault(witness, question)
@@ -277,7 +279,8 @@ class Attestor:
                 if time.monotonic() < deadline:
                     self._closed.wait(RETRY_S)
                     with witness.lock:
-                        witness.took = version if witness.took is None else witness.took
+                        if witness.service is question.service:
+                            witness.took.appendleft(version)
                     continue
                 fault = f"did not answer its probe within weights.timeout_s={self._timeout_s:g}: {error}"
             if fault and witness.service is question.service:
@@ -316,7 +319,7 @@ class Attestor:
             if passed:
                 witness.passed = max(witness.passed, question.version)
                 witness.misses = 0 if witness.is_scored else witness.misses
-            if witness.proved >= question.version or witness.took == question.version:
+            if witness.proved >= question.version or question.version in witness.took:
                 return
             witness.proved = question.version
         self._passed()

@@ -7,9 +7,7 @@ swap. Nothing touches the model before `finish_weight_update`, so a sender may d
 
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn, learned
 from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.live_check import LiveCheck
 from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
 from pipelinerl.weights.receiver import Receiver
 from pipelinerl.weights.shard import Shard, ShardViews
@@ -179,32 +178,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-class LiveCheck:
-    """Runs one comparison at a time in a thread, so that the engine's loop is not blocked."""
-
-    def __init__(self) -> None:
-        self.result: WeightCheck | None = None
-        """None while a comparison runs."""
-        self._thread: threading.Thread | None = None
-
-    def begin(self, compare: Callable[[], WeightCheck]) -> None:
-        self.result, args = None, (compare, self._thread)
-        self._thread = threading.Thread(target=self._run, args=args, name="weight-check", daemon=True)
-        self._thread.start()
-
-    def _run(self, compare: Callable[[], WeightCheck], previous: threading.Thread | None) -> None:
-        if previous is not None:
-            previous.join()
-        started = time.monotonic()
-        try:
-            result = compare()
-        except Exception as error:  # the thread's boundary: nothing was proved
-            log.exception("event=weight_check_failed")
-            result = WeightCheck(is_checked=True, differing=(f"the comparison failed: {error}",))
-        if self._thread is threading.current_thread():
-            self.result = msgspec.structs.replace(result, check_ms=1e3 * (time.monotonic() - started))
-
-
 class WeightUpdateExtension:
     """Methods that vLLM mixes into its worker (``--worker-extension-cls``). Called through ``collective_rpc``."""
 
@@ -217,19 +190,17 @@ class WeightUpdateExtension:
         address = self.weight_transfer_engine.receiver.address
         return address.host, address.port
 
-    def begin_weight_check(self, version: int) -> None:
-        """Starts comparing the live model with the bytes of ``version`` in the background."""
+    def weight_check(self, version: int) -> dict[str, Any] | None:
+        """Returns a `WeightCheck` of ``version`` as a dict, or None while the comparison runs."""
         engine = self.weight_transfer_engine
-        engine.check.begin(lambda: engine.compare(version))
-
-    def weight_check_result(self) -> dict[str, Any] | None:
-        """Returns a `WeightCheck` as a dict, or None while the comparison runs."""
-        result = self.weight_transfer_engine.check.result
+        result = engine.check.result(version, lambda: engine.compare(version))
         return None if result is None else msgspec.to_builtins(result)
 
     def swap_weights(self, version: int) -> None:
         """Makes the staged version the live one. Generation must be paused."""
-        self.weight_transfer_engine.receiver.staged(version)
+        engine = self.weight_transfer_engine
+        engine.receiver.staged(version)
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.finish_weight_update()
+            engine.finish_weight_update()
         self.model_runner.reset_lora_state()
+        engine.check.is_live(version, lambda: engine.compare(version))

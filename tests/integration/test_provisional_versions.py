@@ -40,7 +40,6 @@ class ProbedServer(ModelServer):
         self.may_swap = threading.Event()
         """While it is not set, it goes on with its old weights."""
         self.may_swap.set()
-        self._checked = 0
 
     @property
     def attempts(self) -> int:
@@ -61,13 +60,10 @@ class ProbedServer(ModelServer):
         await super().set_version(version)
         self.fake.version = int(version)
 
-    def begin_weight_check(self, version: int) -> None:
-        self._checked = version
-
-    def weight_check_result(self) -> dict[str, Any] | None:
+    def weight_check(self, version: int) -> dict[str, Any] | None:
         if not self.may_check.is_set():
             return None
-        layout, buffer = self.receiver.staged(self._checked)
+        layout, buffer = self.receiver.staged(version)
         sent = dict(layout.views(buffer))
         differing = [name for name, tensor in sent.items() if not torch.equal(tensor, self.live[name])]
         return {"is_checked": True, "differing": differing}

@@ -34,7 +34,8 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = json.dumps(server.check() if self.path == "/check_weights" else server.score(body)).encode()
+                is_check = self.path == "/check_weights"
+                answer = json.dumps(server.check(body["version"]) if is_check else server.score(body)).encode()
                 self.send_response(200 if server.answers else 503)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
@@ -45,7 +46,7 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
-    def check(self) -> dict[str, Any]:
+    def check(self, version: int) -> dict[str, Any]:
         keys = ("is_checked", "checksum", "differing", "unlearned")
         return {key: getattr(self, key) for key in keys}
 
@@ -256,10 +257,31 @@ def test_answer_about_a_server_that_left_meanwhile_proves_nothing_of_its_next_li
     assert [(miss.version, miss.since) for miss in harness.misses] == [(1, 0)]
 
 
+def test_swallowed_update_is_found_although_later_ones_came_before_the_question(harness: Harness) -> None:
+    harness.calibrate()
+    harness.push(0)
+    check, may_answer = harness.server.check, threading.Event()
+
+    def check_late(version: int) -> dict[str, Any]:
+        assert may_answer.wait(20)
+        return check(version) | ({"differing": ["embed"]} if version == 2 else {})
+
+    harness.server.check = check_late  # type: ignore[method-assign]
+    expected = harness.attestor._expected[0]
+    for version in (1, 2, 3):
+        harness.attestor.expect(version, Expected(expected.checksum, None))
+        harness.attestor.took("s0", version)
+    may_answer.set()
+    wait_for(lambda: not harness.witness.is_busy)
+    assert [(miss.version, miss.since) for miss in harness.misses] == [(2, 2)]
+    assert harness.proofs[-1] == 1
+    assert harness.attestor.proved == {"s0": -1}
+
+
 def test_version_that_nobody_can_compare_is_proved_at_once(harness: Harness) -> None:
     harness.calibrate()
     harness.attestor.took("s0", 9)  # the trainer has no bytes of it any more
-    assert harness.attestor.proved == {"s0": 9}
+    wait_for(lambda: harness.attestor.proved == {"s0": 9})
 
 
 def test_updates_that_are_faster_than_the_text_are_compared_sequence_by_sequence(harness: Harness) -> None:
