@@ -24,7 +24,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.weights.attestation import calibrate, check_version
 from pipelinerl.weights.digest import LoadPlan, checksum, differing, learn
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 
 LAYERS, HIDDEN, VOCAB, WORKERS = 24, 64, 512, 2
 ROWS, LENGTH = 4, 256
@@ -159,7 +159,7 @@ class StandIn:
         self.trainer.load_state_dict(self.sent())
 
     def receive(self) -> None:
-        self.layout.fill(self.staged, self.sent().items())
+        StripeBuffer(self.layout, self.staged).fill(self.sent().items())
 
     def load(self) -> None:
         for worker in self.workers:
@@ -193,7 +193,7 @@ class StandIn:
     def digest_fault(self) -> bool:
         """Whether the trainer would find a fault from the digest alone."""
         expected = torch.zeros_like(self.staged)
-        self.layout.fill(expected, self.sent().items())
+        StripeBuffer(self.layout, expected).fill(self.sent().items())
         if checksum(self.staged) != checksum(expected):
             return True
         staged = dict(self.layout.views(self.staged))

@@ -3,12 +3,9 @@
     python -m benchmarks.push_memory --json benchmarks/push_memory.json
 
 Real ranks (FSDP2 over Gloo, float32 master weights, bfloat16 on the wire) send a model of 100M parameters to receiver
-processes without a model. *Extra* is the peak of the resident memory during the first update, which allocates
-everything, over the resident memory before it. It includes the gather of a sharded parameter.
-
-Every case runs twice. With glibc's ``default`` allocator each thread keeps up to 64 MB of freed blocks, whatever was
-allocated, and Gloo's threads allocate a copy of every gathered tensor. With ``returned`` freed blocks of 1 MB or more
-go back to the system at once, so the peak is what an update holds.
+processes without a model. *Extra* is the peak of the resident memory during some updates, of which the first allocates
+everything, over the resident memory before them. It includes the gather of a sharded parameter. The allocator is
+glibc's with its defaults, as in a run.
 """
 
 import argparse
@@ -19,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +35,8 @@ from tests.trainer_kit import sending_rank
 MIB = 1 << 20
 SIZE = (768, 11, 4096)
 """Hidden size, layers, vocabulary: 100M parameters."""
-TIMEOUT_S = 400
-ALLOCATORS: dict[str, dict[str, str]] = {"default": {}, "returned": {"MALLOC_MMAP_THRESHOLD_": str(MIB)}}
-"""Variables of glibc that the ranks get."""
+TIMEOUT_S = 900
+UPDATES = 5
 
 
 def peak_mb() -> float:
@@ -55,7 +50,7 @@ def reset_peak() -> None:
 
 
 def run_rank(job: dict[str, Any]) -> None:
-    """The process of one rank: one update, then a line of JSON."""
+    """The process of one rank: some updates, then a line of JSON."""
     torch.set_num_threads(1)
     rank, world_size, _ = read_ranks("cpu")
     given = ["output_dir=unused", f"model_path={job['model']}", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
@@ -68,19 +63,22 @@ def run_rank(job: dict[str, Any]) -> None:
     gc.collect()
     reset_peak()
     before = psutil.Process().memory_info().rss / MIB
-    updates.after_step(1)
-    assert updates.finish(1)
-    if sender is not None:
-        assert sender.wait_live(1, TIMEOUT_S, count=own.num_servers), sender.outcomes
-    engine.gather_objects(None)
+    extra_mb = []
+    for version in range(1, UPDATES + 1):
+        updates.after_step(version)
+        assert updates.finish(version)
+        if sender is not None:
+            assert sender.wait_live(version, TIMEOUT_S, count=own.num_servers), sender.outcomes
+        engine.gather_objects(None)
+        extra_mb.append(round(peak_mb() - before, 1))
     layout = Layout(tuple(exported_specs(engine, torch.bfloat16)))
     start, end = model_stripes(layout, world_size)[rank]
-    row = {"rank": rank, "stripe_mb": (end - start) / MIB, "before_mb": before, "extra_mb": peak_mb() - before}
-    print(json.dumps({name: round(value, 1) for name, value in row.items()}), flush=True)
+    sizes = {"stripe_mb": round((end - start) / MIB, 1), "before_mb": round(before, 1), "extra_mb": extra_mb}
+    print(json.dumps({"rank": rank} | sizes), flush=True)
     own.close()
 
 
-def measure(folder: Path, ranks: int, servers: int, allocator: str) -> dict[str, Any]:
+def measure(folder: Path, ranks: int, servers: int) -> dict[str, Any]:
     with receivers(servers) as running, socket.create_server(("127.0.0.1", 0)) as probe:
         job = {"model": str(folder), "urls": [(one.job.name, one.job.url) for one in running]}
         port = probe.getsockname()[1]
@@ -98,7 +96,7 @@ def measure(folder: Path, ranks: int, servers: int, allocator: str) -> dict[str,
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.push_memory", "--rank", json.dumps(job)],
-                    env=os.environ | ALLOCATORS[allocator] | {name: str(value) for name, value in env.items()},
+                    env=os.environ | {name: str(value) for name, value in env.items()},
                     stdout=subprocess.PIPE,
                     text=True,
                 )
@@ -109,12 +107,14 @@ def measure(folder: Path, ranks: int, servers: int, allocator: str) -> dict[str,
             for process in processes:
                 process.kill()
     rows = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-    over = [(row["extra_mb"] - row["stripe_mb"]) / job_bucket_mb() for row in rows]
-    case = {"ranks": ranks, "servers": servers, "allocator": allocator}
-    return case | {"rows": rows, "buckets_over_stripe_max": round(max(over), 2)}
+    over = {
+        name: round(max(row["extra_mb"][at] - row["stripe_mb"] for row in rows) / bucket_mb(), 2)
+        for name, at in (("buckets_over_stripe_first", 0), ("buckets_over_stripe_last", -1))
+    }
+    return {"ranks": ranks, "servers": servers, "rows": rows} | over
 
 
-def job_bucket_mb() -> float:
+def bucket_mb() -> float:
     return float(
         parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"])).weights.bucket_mb
     )
@@ -133,11 +133,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="push-memory-") as folder, forkserver():
         parameters = sum(p.numel() for p in build_model(Path(folder), *SIZE).parameters())
-        for ranks, allocator in product(args.ranks, ALLOCATORS):
-            rows.append(measure(Path(folder), ranks, args.servers, allocator))
+        for ranks in args.ranks:
+            rows.append(measure(Path(folder), ranks, args.servers))
             print(rows[-1], flush=True)
     if args.json:
-        document = {"parameters": parameters, "bucket_mb": job_bucket_mb(), "rows": rows}
+        document = {"parameters": parameters, "updates": UPDATES, "bucket_mb": bucket_mb(), "rows": rows}
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from pipelinerl.weights.digest import learn
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.shard import Shard, ShardViews, gather_runs
 from pipelinerl.weights.twin import bare_model
 
@@ -52,7 +52,7 @@ def loaded(config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str
 def measure(config: Any, weights: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
     layout = Layout(tuple(spec_of(*item) for item in weights.items()))
     whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(whole, weights.items())
+    StripeBuffer(layout, whole).fill(weights.items())
     model = bare_model(config)
     plan = learn(model, model.load_weights, layout.specs)
     shard = Shard.of(layout, plan, [0])

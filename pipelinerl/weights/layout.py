@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -50,34 +51,64 @@ class Layout:
             flat = buffer[offset : offset + spec_bytes(spec)]
             yield spec.name, flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
-    def fill(self, stripe: torch.Tensor, params: Iterable[tuple[str, torch.Tensor]], *, first: int = 0) -> None:
-        """Copies one stripe of the flat buffer out of all parameters, given in the layout's order.
+
+class StripeBuffer:
+    """A part of the flat buffer, allocated once and filled with the parameters of one version after another.
+
+    Args:
+        buffer: flat uint8, bytes ``first`` … of the flat buffer. ``first`` is a multiple of ``ALIGNMENT``.
+    """
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, first: int = 0):
+        self.layout, self.buffer, self.first = layout, buffer, first
+        self._places = [
+            _place(spec, offset, buffer, first) for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+
+    @torch.no_grad()
+    def fill(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies the stripe out of all parameters, given in the layout's order.
 
         Args:
-            stripe: flat uint8, bytes ``first`` … of the flat buffer. ``first`` is a multiple of ``ALIGNMENT``.
             params: read one by one, and only the part that lies in the stripe is copied.
         Raises:
             WeightUpdateError: a parameter is missing, extra, or differs in name, shape or dtype.
         """
-        places = iter(zip(self.specs, self.offsets, strict=True))
+        places = iter(self._places)
         for name, tensor in params:
-            spec, offset = next(places, (None, 0))
-            if spec is None or name != spec.name:
-                raise WeightUpdateError(f"parameter {name!r} came where the layout has {spec and spec.name!r}")
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
+            place = next(places, None)
+            if place is None or name != place.spec.name:
+                raise WeightUpdateError(f"parameter {name!r} came where the layout has {place and place.spec.name!r}")
+            if tensor.shape != place.spec.shape or tensor.dtype != place.dtype:
                 raise WeightUpdateError(
                     f"parameter {name!r} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"the layout says {torch_dtype(spec.dtype)} {spec.shape}"
+                    f"the layout says {place.dtype} {place.spec.shape}"
                 )
-            low, high = max(offset, first), min(offset + spec_bytes(spec), first + stripe.numel())
-            if low < high:
-                target = stripe[low - first : high - first].view(tensor.dtype)
-                start = (low - offset) // tensor.itemsize
-                flat = tensor.detach().reshape(-1)
-                target.copy_(flat[start : start + target.numel()], non_blocking=True)
-        missing, _ = next(places, (None, 0))
-        if missing is not None:
-            raise WeightUpdateError(f"parameter {missing.name!r} did not come")
+            if place.target.numel():
+                part = tensor if place.part is None else tensor.reshape(-1)[place.part]
+                place.target.copy_(part, non_blocking=True)
+        if missing := next(places, None):
+            raise WeightUpdateError(f"parameter {missing.spec.name!r} did not come")
+
+
+class ParamPlace(NamedTuple):
+    """A parameter's place in a stripe."""
+
+    spec: ParamSpec
+    dtype: torch.dtype
+    target: torch.Tensor
+    """The stripe's memory. Empty if the parameter lies in other stripes."""
+    part: slice | None
+    """Elements of the flattened parameter that the stripe has. None = all, and ``target`` has the parameter's shape."""
+
+
+def _place(spec: ParamSpec, offset: int, buffer: torch.Tensor, first: int) -> ParamPlace:
+    dtype, end = torch_dtype(spec.dtype), offset + spec_bytes(spec)
+    low, high = (min(max(edge, first), first + buffer.numel()) for edge in (offset, end))
+    target = buffer[low - first : high - first].view(dtype)
+    if (low, high) == (offset, end):
+        return ParamPlace(spec, dtype, target.view(spec.shape), None)
+    return ParamPlace(spec, dtype, target, slice((low - offset) // dtype.itemsize, (high - offset) // dtype.itemsize))
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParamSpec:

@@ -191,7 +191,7 @@ class Origin:
         if delta is not None:
             self._snapshots.put_delta(snapshot, delta)
         return Description(
-            checksum=checksum(snapshot.buffer, snapshot.first),
+            checksum=checksum(snapshot.buffer, snapshot.stripe.first),
             delta_bytes=None if delta is None else delta.numel(),
             encode_s=encode_s,
         )

@@ -170,10 +170,11 @@ class WeightSender:
         plan = plan or self.plan()
         with self._taking:
             snapshot = self.origin.take(version, params, specs, plan)
-            stripes = tuple(model_stripes(snapshot.layout, self.origin.ranks))
+            layout = snapshot.stripe.layout
+            stripes = tuple(model_stripes(layout, self.origin.ranks))
             before = (offer for offer in (self._offer, self._older) if offer is not None and offer.version == plan.kept)
             self._older = next(before, None)
-            offer = Offer(version, snapshot.layout, stripes, snapshot.base_version)
+            offer = Offer(version, layout, stripes, snapshot.base_version)
             if plan.is_delta or self._attestor is not None or self._settings.store is not None:
                 offer.descriptions = self._ranks.describe(version, len(stripes))
                 if self._attestor is not None:

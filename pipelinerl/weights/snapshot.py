@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipelinerl.weights.chain import stripes
-from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.layout import Layout, StripeBuffer
 from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.protocol import payload_key
 from pipelinerl.weights.shelf import Shelf
@@ -31,15 +31,16 @@ class Snapshot:
     """One rank's stripe of one version."""
 
     version: int
-    layout: Layout
-    first: int
-    """Place of the stripe's first byte in the model."""
-    buffer: torch.Tensor
+    stripe: StripeBuffer
     base: torch.Tensor | None = None
     """Delta mode: this stripe of the previous version, until the delta is encoded."""
     base_version: int | None = None
     in_use: list[Future[Any]] = field(default_factory=list)
     """Work that reads the buffer."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self.stripe.buffer
 
 
 class Snapshots:
@@ -66,34 +67,35 @@ class Snapshots:
         Interrupts servers that pull another version than ``plan.kept``. A base of a delta is kept in any case.
         """
         newest = self._newest
-        is_base = plan.is_delta and newest is not None and newest.layout == layout
+        is_base = plan.is_delta and newest is not None and newest.stripe.layout == layout
         keeps = newest.version if is_base and newest is not None else plan.kept
         held = [snapshot for snapshot in (newest, self._older) if snapshot is not None]
         self._older = next((snapshot for snapshot in held if snapshot.version == keeps), None)
-        first, end = dict(enumerate(model_stripes(layout, self._ranks))).get(self._rank, (0, 0))
-        buffer = self._reuse([snapshot for snapshot in held if snapshot is not self._older], held, end - first)
-        layout.fill(buffer, params, first=first)
+        stripe = self._free([snapshot for snapshot in held if snapshot is not self._older], held, layout)
+        stripe.fill(params)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._newest = snapshot = Snapshot(version, layout, first, buffer)
+        self._newest = snapshot = Snapshot(version, stripe)
         if is_base:
             assert newest is not None
             snapshot.base, snapshot.base_version = newest.buffer, newest.version
-        self._shelf.put(payload_key(self._sender, version, None), buffer, first=first)
+        self._shelf.put(payload_key(self._sender, version, None), stripe.buffer, first=stripe.first)
         return snapshot
 
     def put_delta(self, snapshot: Snapshot, delta: torch.Tensor) -> None:
         """Puts the encoded difference from the previous version on the shelf, at the stripe's place."""
         key = payload_key(self._sender, snapshot.version, snapshot.base_version)
-        self._shelf.put(key, delta, first=snapshot.first)
+        self._shelf.put(key, delta, first=snapshot.stripe.first)
 
-    def _reuse(self, spares: list[Snapshot], held: list[Snapshot], num_bytes: int) -> torch.Tensor:
-        """Withdraws ``spares``. Returns the memory of one of them, or new memory if none has this size."""
+    def _free(self, spares: list[Snapshot], held: list[Snapshot], layout: Layout) -> StripeBuffer:
+        """Withdraws ``spares``. Returns the stripe of one of them, or new memory if none has this layout."""
         wait([future for snapshot in held for future in snapshot.in_use])
         for spare in spares:
             for base_version in (None, spare.base_version):
                 self._shelf.withdraw(payload_key(self._sender, spare.version, base_version))
-        fitting = next((spare.buffer for spare in spares if spare.buffer.numel() == num_bytes), None)
+        fitting = next((spare.stripe for spare in spares if spare.stripe.layout == layout), None)
         if fitting is not None:
             return fitting
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        first, end = dict(enumerate(model_stripes(layout, self._ranks))).get(self._rank, (0, 0))
+        buffer = torch.zeros(end - first, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return StripeBuffer(layout, buffer, first)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipelinerl.weights.digest import added, checksum
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.snapshot import STRIPE_UNIT
@@ -133,7 +133,7 @@ def test_checksum_of_the_whole_comes_from_all_ranks(start_model_server: Any, mak
     sent = weights(3)
     trainer.send(3, sent)
     whole = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    Layout(tuple(spec_of(*item) for item in sent.items())).fill(whole, sent.items())
+    StripeBuffer(Layout(tuple(spec_of(*item) for item in sent.items())), whole).fill(sent.items())
     described = trainer.sender._ranks.describe(3, RANKS).result(20)
     assert added(description.checksum for description in described) == checksum(whole)
 

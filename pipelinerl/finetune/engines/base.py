@@ -72,7 +72,7 @@ class Engine(ABC):
     def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Full parameters of the policy by name, gathered a few at a time. Collective: every rank must exhaust it.
 
-        Every rank gets the tensors. Tied parameters appear once.
+        Every rank gets the tensors, each until the next one, which may use its memory. Tied parameters appear once.
 
         Args:
             dtype: what they will be cast to. An engine may cast its shards, so that ranks exchange and hold less.

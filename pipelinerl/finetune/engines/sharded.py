@@ -5,6 +5,7 @@ group, embedding and head are another. Gradients are reduce-scattered in the las
 with `finetune.shard_gradients`, which never holds the whole gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -64,6 +65,20 @@ class ShardedEngine(SteppingEngine):
         cast(FSDPModule, self.policy).set_requires_gradient_sync(last or self.shards_gradients)
         (loss * self.world_size).backward()
 
+    def named_full_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As in ``Engine``. On the CPU all parameters use the same memory, one after another.
+
+        Gloo's all-gather allocates each tensor once more, in its own threads, whose allocators keep what was freed.
+        """
+        if self.device.type != "cpu":
+            yield from super().named_full_parameters(dtype)
+            return
+        kinds = {name: dtype or parameter.dtype for name, parameter in self.parameters.items()}
+        sizes = {name: parameter.numel() * kinds[name].itemsize for name, parameter in self.parameters.items()}
+        memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
+        for name, parameter in self.parameters.items():
+            yield name, _gather(parameter.detach(), memory[: sizes[name]].view(kinds[name]))
+
     def local_piece(self, tensor: DTensor) -> Piece | None:
         """This rank's rows of ``tensor``."""
         if not tensor.to_local().numel():
@@ -85,6 +100,17 @@ def check_states(optimizer: torch.optim.Optimizer, name: str) -> None:
                     f"`finetune.optimizer.name` is {name}: its state {key!r} is not sharded as its parameter is, which "
                     "finetune.engine=fsdp2 needs; use finetune.engine=ddp, or another optimizer"
                 )
+
+
+def _gather(parameter: DTensor, flat: Tensor) -> Tensor:
+    """Fill ``flat`` with all ranks' rows of ``parameter``, cast to its dtype. Collective. Returns the full tensor."""
+    rows = flat.view(len(parameter), -1)
+    shares = rows.split(-(-len(rows) // dist.get_world_size()))
+    for rank, share in enumerate(shares):  # the last ranks have none if there are few rows
+        if rank == dist.get_rank():
+            share.copy_(parameter.to_local().view(share.shape))
+        dist.broadcast(share, rank)
+    return flat.view(parameter.shape)
 
 
 def _make_shards(policy: Policy, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipelinerl.weights.delta import encode_delta
 from pipelinerl.weights.digest import LoadPlan, View, differing, learn
-from pipelinerl.weights.layout import ALIGNMENT, Layout, spec_of
+from pipelinerl.weights.layout import ALIGNMENT, Layout, StripeBuffer, spec_of
 from pipelinerl.weights.protocol import Runs
 from pipelinerl.weights.shard import Shard, ShardViews, end_of, gather_runs, runs_of
 from tests.tensor_parallel import gathered
@@ -57,7 +57,7 @@ def layout_of(given: Weights) -> Layout:
 def flat(given: Weights) -> torch.Tensor:
     layout = layout_of(given)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(buffer, given.items())
+    StripeBuffer(layout, buffer).fill(given.items())
     return buffer
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pipelinerl.weights.chain import Route, chain, join
 from pipelinerl.weights.digest import LoadPlan, differing, learn, learned
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.plan import TakePlan
 from pipelinerl.weights.protocol import Failed, Staged, WeightUpdateRequest
@@ -63,7 +63,7 @@ def test_every_worker_loads_from_its_shard_what_it_loads_from_the_whole(
     given = shape.weights()
     layout = layout_of(given)
     whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(whole, given.items())
+    StripeBuffer(layout, whole).fill(given.items())
     for rank in sorted({0, 1, size // 2, size - 1}):
         shard = shard_of(shape, layout, ranks, rank, size)
         buffer = gathered(shard, whole, bucket)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelinerl.weights.delta import apply_delta, encode_delta
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 
 
 def sha256(buffer: torch.Tensor) -> str:
@@ -69,14 +69,14 @@ def test_hundred_adam_steps_in_bf16_keep_both_ends_bit_identical() -> None:
     names = ["a", "b", "c"]
     layout = Layout(tuple(spec_of(n, p.bfloat16()) for n, p in zip(names, master, strict=True)))
     trainer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(trainer, [(n, p.detach().bfloat16()) for n, p in zip(names, master, strict=True)])
+    StripeBuffer(layout, trainer).fill([(n, p.detach().bfloat16()) for n, p in zip(names, master, strict=True)])
     server, spare = trainer.clone(), torch.zeros_like(trainer)
     sent = 0
     for _ in range(100):
         for param in master:
             param.grad = torch.randn_like(param)
         optimizer.step()
-        layout.fill(spare, [(n, p.detach().bfloat16()) for n, p in zip(names, master, strict=True)])
+        StripeBuffer(layout, spare).fill([(n, p.detach().bfloat16()) for n, p in zip(names, master, strict=True)])
         payload = encode_delta(trainer, spare)
         assert payload is not None
         apply_delta(server, payload)

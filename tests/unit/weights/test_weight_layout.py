@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.layout import Layout, spec_of
+from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
 from pipelinerl.weights.protocol import ParamSpec
 
 SPECS = (
@@ -39,7 +39,7 @@ def test_layout_offsets_are_aligned_and_sized_by_hand() -> None:
 def test_fill_and_views_through_buckets_of_any_size_return_every_bit(bucket_bytes: int) -> None:
     layout = Layout(SPECS)
     sent = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(sent, tensors())
+    StripeBuffer(layout, sent).fill(tensors())
     received = torch.full_like(sent, 255)
     for source, target in zip(sent.split(bucket_bytes), received.split(bucket_bytes), strict=True):
         target.copy_(source)
@@ -52,7 +52,7 @@ def test_fill_takes_noncontiguous_tensors() -> None:
     source = torch.arange(12.0).view(3, 4).t()
     layout = Layout((spec_of("w", source),))
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    layout.fill(buffer, [("w", source)])
+    StripeBuffer(layout, buffer).fill([("w", source)])
     assert torch.equal(dict(layout.views(buffer))["w"], source)
 
 
@@ -69,7 +69,7 @@ def test_fill_takes_noncontiguous_tensors() -> None:
 def test_fill_refuses_what_differs_from_the_list(given: list[tuple[str, torch.Tensor]], message: str) -> None:
     layout = Layout(SPECS)
     with pytest.raises(WeightUpdateError, match=message):
-        layout.fill(torch.zeros(layout.num_bytes, dtype=torch.uint8), given)
+        StripeBuffer(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8)).fill(given)
 
 
 def test_layout_with_a_name_twice_is_refused() -> None:
@@ -81,8 +81,8 @@ def test_layout_with_a_name_twice_is_refused() -> None:
 def test_stripes_together_are_the_whole(edges: tuple[int, ...]) -> None:
     layout = Layout(SPECS)
     whole, made = torch.zeros(layout.num_bytes, dtype=torch.uint8), []
-    layout.fill(whole, tensors())
+    StripeBuffer(layout, whole).fill(tensors())
     for start, end in pairwise(edges):
         made.append(torch.zeros(end - start, dtype=torch.uint8))
-        layout.fill(made[-1], tensors(), first=start)
+        StripeBuffer(layout, made[-1], start).fill(tensors())
     assert torch.equal(torch.cat(made), whole)
