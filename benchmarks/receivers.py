@@ -166,8 +166,9 @@ def forkserver() -> Iterator[None]:
 
 
 @contextmanager
-def receivers(count: int, *, rate: float = 0.0) -> Iterator[list[ReceiverProcess]]:
-    running = start(range(count), rate=rate)
+def receivers(count: int, *, rate: float = 0.0, first: int = 0) -> Iterator[list[ReceiverProcess]]:
+    """``first``: number of the first one, which its name tells."""
+    running = start(range(first, first + count), rate=rate)
     try:
         yield running
     finally:

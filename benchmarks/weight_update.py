@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +161,18 @@ def decode_step_ms(job: Job, tokens: int = 100) -> float:
     return round(1e3 * (time.monotonic() - started) / tokens, 1)
 
 
-def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
+def staged(job: Job, model: torch.nn.Module, secret: str, updates: int, beside: Sequence[Job] = ()) -> dict[str, Any]:
+    """What updates cost ``job``, when other servers get them too."""
+    jobs = [job, *beside]
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
     settings = SenderSettings(timeout_s=TIMEOUT_S, secret=secret)
-    sender = WeightSender(lambda: [job], settings, lambda message: None)
+    sender = WeightSender(lambda: jobs, settings, lambda message: None)
     outcomes = []
     try:
-        sender.wait_for_servers(1, TIMEOUT_S)
+        assert sender.wait_for_servers(len(jobs), TIMEOUT_S) == len(jobs)
         for version in range(updates + 1):
             sender.send(version, model.named_parameters(), specs)
-            assert sender.wait_live(version, TIMEOUT_S), sender.outcomes
+            assert sender.wait_live(version, TIMEOUT_S, count=len(jobs)), sender.outcomes
             outcomes.append(sender.outcomes[job.name])
             time.sleep(0.2)
     finally:
@@ -180,6 +182,7 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[
     return {
         "pause_ms": summary([answer.pause_ms for answer in answers]),
         "swap_ms": summary([answer.swap_ms for answer in answers]),
+        "beyond_swap_ms": summary([answer.pause_ms - answer.swap_ms for answer in answers]),
         "update_ms": summary([1e3 * outcome.seconds for outcome in outcomes]),
         "num_bytes": outcomes[0].num_bytes,
     }
