@@ -256,7 +256,7 @@ def test_store_does_not_grow_with_the_versions(start_model_server: Any, make_tra
         trainer.send(version, small)
         counts.append(len(os.listdir(url)))
     assert holds(server, small)
-    assert max(counts[10:]) <= max(counts[:10])
+    assert max(counts[10:]) <= max(counts[:10]) + 2  # one more version may be in passing
     assert len(list(Path(url).glob("*.whole"))) <= 2 * 2 * 2  # two ranks, two versions that stay, two in passing
 
 
