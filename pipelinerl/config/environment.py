@@ -28,6 +28,11 @@ def derived_password(secret: str) -> str:
     return hmac.new(secret.encode(), b"redis", hashlib.sha256).hexdigest()
 
 
+def secret_mark(secret: str) -> str:
+    """A mark by which launchers see that they have the same secret. Nothing else follows from it."""
+    return hmac.new(secret.encode(), b"launchers", hashlib.sha256).hexdigest()[:16]
+
+
 def redis_password(env: Mapping[str, str]) -> str | None:
     """Returns the password in the environment, else the one derived from the secret. None if there is neither."""
     secret = env.get(SECRET_VARIABLE)

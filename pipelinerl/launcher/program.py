@@ -28,12 +28,14 @@ from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
 from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
-from pipelinerl.launcher.nodes import Follower, Leader, Rendezvous, plan_rendezvous
+from pipelinerl.launcher.fellows import is_expendable, plan_fellows
+from pipelinerl.launcher.fellowship import Fellowship
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_dir import Claim
-from pipelinerl.launcher.running import RunPlan, say, show_world, supervise, voice
+from pipelinerl.launcher.running import RunPlan, adopt_secrets, say, show_world, supervise, voice
 from pipelinerl.launcher.supervisor import Ending
+from pipelinerl.membership.address import address_of, open_store
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
@@ -141,14 +143,14 @@ def launch_on_ray(
 
 
 async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
-    """Run node 0 of several: meet the other launchers and start together."""
-    connection = Leader(rendezvous_of(plan), tuple(node.hostname for node in plan.world.nodes))
+    """Run node 0 of several. Its roles start at once, and the other launchers follow."""
+    connection = fellowship_of(plan, claim.path)
     marker = run_dir.mark_folder(claim.path)
     try:
-        await connection.meet(say, {"marker": marker.name, "resumed": claim.resumed})
+        connection.take_part(marker=marker.name, resumed=claim.resumed)
         return await supervise(plan, claim.path, claim.resumed, started, connection, claim.lock)
     finally:
-        await connection.close()
+        connection.close()
         marker.unlink(missing_ok=True)
 
 
@@ -156,41 +158,39 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
     """Run any other node. If the run folder is shared, the leader owns it. Otherwise this node claims its own."""
 
     async def run() -> Ending:
-        connection = Follower(rendezvous_of(plan))
+        connection = fellowship_of(plan, path)
         try:
-            start = await connection.meet(say)
-            if (path / str(start["marker"])).exists():
+            start = await connection.meet()
+            if (path / start.marker).exists():
                 run_dir.write_roles(path, plan.commands)
                 setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
-                return await supervise(plan, path, bool(start["resumed"]), started, connection)
+                return await supervise(plan, path, start.resumed, started, connection)
             claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
             with claim.lock:
                 setup_launcher_logging(path / run_dir.LOG_FILE)
-                begin_epoch_if_asked(claim, plan.config)
+                if not is_expendable(plan.world, plan.node_rank):  # it may come later, and no role of it has a stream
+                    begin_epoch_if_asked(claim, plan.config, leads=False)
                 run_dir.write_run_dir(path, plan.container, plan.world, plan.commands)
-                return await supervise(plan, path, bool(start["resumed"]), started, connection, claim.lock)
+                return await supervise(plan, path, start.resumed, started, connection, claim.lock)
         finally:
-            await connection.close()
+            connection.close()
 
     plan = prepare(plan, path, overrides)
     return tell_ending(asyncio.run(run()), path)
 
 
-def begin_epoch_if_asked(claim: Claim, config: Config) -> None:
+def begin_epoch_if_asked(claim: Claim, config: Config, *, leads: bool = True) -> None:
     if claim.resumed and config.resume == "checkpoint":
-        stream_epoch.begin_epoch(claim.path, config, say)
+        stream_epoch.begin_epoch(claim.path, config, say, owns_external=leads)
 
 
-def rendezvous_of(plan: RunPlan) -> Rendezvous:
-    limits = plan.config.launcher
-    return plan_rendezvous(
-        plan.world,
-        plan.node_rank,
-        plan.container,
-        os.environ,
-        startup_s=limits.startup_timeout_s,
-        node_s=limits.node_timeout_s,
-    )
+def fellowship_of(plan: RunPlan, path: Path) -> Fellowship:
+    """Return this launcher's part among the launchers of all nodes, and adopt the run's secrets, which it needs."""
+    address = address_of(plan.config, path, plan.world)
+    rank, limits = plan.node_rank, plan.config.launcher
+    fellows = plan_fellows(plan.world, rank, plan.container, os.environ, limits, str(address))
+    adopt_secrets(plan)
+    return Fellowship(fellows, open_store(address), say)
 
 
 def tell_finished(claim: Claim) -> int:

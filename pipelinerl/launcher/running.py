@@ -33,9 +33,9 @@ from pipelinerl.launcher.commands import (
     inherited_environment,
 )
 from pipelinerl.launcher.engine import RoleEngine
+from pipelinerl.launcher.fellowship import Fellowship
 from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.local import LocalEngine
-from pipelinerl.launcher.nodes import NodeConnection
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.supervisor import Ending, Supervisor
@@ -96,7 +96,7 @@ async def supervise(
     path: Path,
     resumed: bool,
     started: float,
-    connection: NodeConnection | None = None,
+    connection: Fellowship | None = None,
     lock: IO[str] | None = None,
     engine_on: EngineOn | None = None,
 ) -> Ending:
@@ -170,7 +170,7 @@ def awaited_jobs(plan: RunPlan) -> list[str]:
 
 
 def work_beside(
-    plan: RunPlan, host: Host, supervisor: Supervisor, guard: Reaper, connection: NodeConnection | None
+    plan: RunPlan, host: Host, supervisor: Supervisor, guard: Reaper, connection: Fellowship | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """What goes on while the supervisor runs."""
     yield guard.keep()
@@ -185,11 +185,16 @@ def work_beside(
 
 def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
     """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
+    environment = inherited_environment(os.environ) | compiler_cache(os.environ)
+    return environment | adopt_secrets(plan) | {"TMPDIR": guard.temporary}
+
+
+def adopt_secrets(plan: RunPlan) -> dict[str, str]:
+    """Put the run's secrets and its authority into this process's environment. Returns the secrets."""
     run_secrets = secrets_of(plan, os.environ)
-    environment = inherited_environment(os.environ) | compiler_cache(os.environ) | run_secrets
     os.environ.update(run_secrets)
     adopt(plan.config.world, os.environ)
-    return environment | {"TMPDIR": guard.temporary}
+    return run_secrets
 
 
 def local_engine(plan: RunPlan) -> EngineOn:

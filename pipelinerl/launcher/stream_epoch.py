@@ -35,13 +35,17 @@ log = logging.getLogger(__name__)
 DAMAGE_FILE = "damage.txt"
 
 
-def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
-    """Set the present streams aside and begin a new epoch. If it is killed half-way, call it again."""
+def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None], *, owns_external: bool = True) -> None:
+    """Set the present streams aside and begin a new epoch. If it is killed half-way, call it again.
+
+    Args:
+        owns_external: delete the streams of an external redis. Only one node of a run may do so.
+    """
     number = read_epoch(run_dir).number
     lost = lost_folder(run_dir, number)
     make_folder(lost)
     write_account(run_dir, lost)
-    if config.streams.backend == "redis" and config.streams.external:
+    if config.streams.backend == "redis" and config.streams.external and owns_external:
         _delete_external(run_dir)
     for path in (run_dir / "streams", *run_dir.glob("redis_*/data"), *run_dir.glob("actor_*/progress.msgpack")):
         _set_aside(path, lost / path.relative_to(run_dir))

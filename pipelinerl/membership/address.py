@@ -21,7 +21,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError
 from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
-from pipelinerl.world.map import WORLD_FILE
+from pipelinerl.world.map import WORLD_FILE, WorldMap
 from pipelinerl.world.tls import redis_options
 
 log = logging.getLogger(__name__)
@@ -68,13 +68,17 @@ def parse_address(text: str) -> Path | RedisAddress:
     return RedisAddress(parts.hostname, port, run_id, tls=parts.scheme == "rediss")
 
 
-def address_of(cfg: Config, run_dir: Path) -> Path | RedisAddress:
-    """Return the address of the leases of the run in this folder. They are in the same place as its streams."""
+def address_of(cfg: Config, run_dir: Path, world: WorldMap | None = None) -> Path | RedisAddress:
+    """Return the address of the leases of the run in this folder. They are in the same place as its streams.
+
+    Args:
+        world: the map, if it is not in the run folder yet.
+    """
     if cfg.streams.backend != "redis":
         return run_dir
     from pipelinerl.streams.redis import redis_place
 
-    return RedisAddress(*redis_place(cfg, run_dir), tls=cfg.world.tls)
+    return RedisAddress(*redis_place(cfg, run_dir, world=world), tls=cfg.world.tls)
 
 
 def open_store(address: Path | RedisAddress, env: Mapping[str, str] = os.environ) -> LeaseStore:

@@ -22,9 +22,30 @@ FORGET_AFTER = 10
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]+(_[a-z]+)*_[0-9]+$", max_length=64)]
 State = Literal["starting", "ready", "draining"]
+EndKind = Literal["done", "stopped", "failed"]
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class LauncherNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher of a node tells the launchers of the others in its lease."""
+
+    digest: str
+    """Digest of configuration and world, which must be the same on all nodes."""
+    secret_mark: str
+    """`config.environment.secret_mark` of the run's secret."""
+    follows: str = ""
+    """Incarnation of the leader's lease that this launcher follows. Empty for the leader itself."""
+    resumed: bool = False
+    """Leader: whether the run goes on from an earlier launch."""
+    marker: str = ""
+    """Leader: name of a file in the run folder, by which a node finds out whether it shares the folder."""
+    actors_done: tuple[str, ...] = ()
+    """Jobs of this node whose end is awaited and that have ended."""
+    ending: EndKind | None = None
+    """How this launcher ends. None = its node takes part in the run."""
+    reason: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):  # structure: one flat record, which every member reads
     """One role's lease, as it is stored."""
 
     name: Name
@@ -48,6 +69,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     fetched: tuple[str, str] = ("", "")
     """Servers with `weights.backend=store`: `WeightInfo.serving` and `WeightInfo.reading`, for the trainer."""
     protocol: int = PROTOCOL
+    launcher: LauncherNote | None = None
+    """Launchers of a world with several nodes."""
 
     @property
     def kind(self) -> str:

@@ -8,17 +8,18 @@ A write that depends on the stored value is one Lua script, which the server exe
 """
 
 import contextlib
+import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import redis as redis_client
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 from redis.retry import Retry
 
 from pipelinerl.membership.lease import Lease
-from pipelinerl.membership.stores import StoreAwayError, decode_lease
+from pipelinerl.membership.stores import StoreAwayError, StoreRefusedError, decode_lease
 
 TIMEOUT_S = 5.0
 
@@ -114,5 +115,9 @@ class RedisStore:
     def _server(self) -> Iterator[None]:
         try:
             yield
+        except AuthenticationError as error:
+            raise StoreRefusedError(f"{self._name} refuses the password: {error}") from error
         except RedisError as error:
+            if isinstance(error.__context__, ssl.SSLCertVerificationError):  # the authority follows from the secret
+                raise StoreRefusedError(f"{self._name} has another certificate: {error}") from error
             raise StoreAwayError(f"{self._name}: {error}") from error

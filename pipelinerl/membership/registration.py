@@ -2,7 +2,7 @@
 
 Consumes: the role's sign of life. Produces: at least four renewals per length of the lease. Waits for: nothing. While
 the store is away it tries again, because no lease runs out for observers that cannot read the store either. Ends: at
-``close``, which deletes the lease.
+``close``, which deletes the lease unless others shall read it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 2.0
 RENEWALS_PER_LEASE = 4
 
 
-class Registration:
+class Registration:  # structure: one lease, the thread that renews it, and the signals between that thread and the role
     """Renews the lease of this process.
 
     Args:
@@ -46,6 +46,7 @@ class Registration:
         self._is_written = is_claimed
         self._last_life: float | None = None
         self._changed = threading.Event()
+        self._written = threading.Event()
         self._closed = threading.Event()
         self._is_away = False
         self._asked = threading.Event()
@@ -69,15 +70,25 @@ class Registration:
             changed = msgspec.structs.replace(self._lease, **changes)
             if changed != self._lease:
                 self._lease = changed
+                self._written.clear()
                 self._changed.set()
 
-    def close(self) -> None:
-        """Stop the thread and delete the lease if the store answers, so that others need not wait until it runs out."""
+    def wait_until_written(self, timeout_s: float) -> bool:
+        """Wait until the last change is in the store. Returns False if it was not after ``timeout_s``."""
+        return self._written.wait(timeout_s)
+
+    def close(self, *, removes: bool = True) -> None:
+        """Stop the thread and delete the lease if the store answers, so that others need not wait until it runs out.
+
+        ``removes=False`` leaves the lease, for others to read how this process ended.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         self._changed.set()
         self._thread.join()
+        if not removes:
+            return
         with contextlib.suppress(StoreAwayError):
             self._store.remove(self._lease)
 
@@ -115,6 +126,9 @@ class Registration:
             self._is_away, self._last_life = True, None
             return True
         self._is_away = False
+        with self._lock:
+            if self._lease is lease:
+                self._written.set()
         return True
 
 

@@ -23,6 +23,10 @@ class StoreAwayError(PipelineRLError):
     """The leases cannot be read or written now. The same call may work later."""
 
 
+class StoreRefusedError(StoreAwayError):
+    """The store refuses this process, because it does not know the run's secret."""
+
+
 class LeaseStore(Protocol):
     """The leases of one run. Every method raises ``StoreAwayError`` if the store does not answer."""
 

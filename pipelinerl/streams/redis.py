@@ -334,12 +334,12 @@ def _payload(fields: dict[bytes, bytes], offset: int, spec: SingleStreamSpec, ma
 
 
 def redis_place(
-    cfg: Config, run_dir: Path, *, host: str | None = None, port: int | None = None
+    cfg: Config, run_dir: Path, *, host: str | None = None, port: int | None = None, world: WorldMap | None = None
 ) -> tuple[str, int, str]:
     """Returns host, port and run id of a run's redis.
 
     They come from the address file of a fetched run if there is one, else from the configuration and the world map.
-    ``host`` and ``port`` override both.
+    ``host`` and ``port`` override both. ``world``: the map, if it is not in the run folder yet.
     """
     file = run_dir / RUN_ADDRESS
     if file.is_file():
@@ -348,13 +348,13 @@ def redis_place(
         return host or address.hostname, port or address.port or 0, address.path.removeprefix("/")
     host, port = host or cfg.streams.host, port or cfg.streams.port
     if host is None or port is None:
-        found = _address_in_world(run_dir)
+        found = _address_in(world or WorldMap.load(run_dir))
         host, port = host or found[0], port or found[1]
     return host, port, run_key(run_dir, cfg.world.run_id)
 
 
-def _address_in_world(run_dir: Path) -> tuple[str, int]:
-    jobs = WorldMap.load(run_dir).get("redis")
+def _address_in(world: WorldMap) -> tuple[str, int]:
+    jobs = world.get("redis")
     if not jobs or jobs[0].port is None:
         raise ConfigError("streams.backend is redis, but the world has no redis job: set streams.host and streams.port")
     return jobs[0].hostname, jobs[0].port

@@ -120,11 +120,6 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return sum(job.num_ranks for job in self.get("finetune"))
 
     @property
-    def launcher_port(self) -> int:
-        """Port on node 0 where the launchers of several nodes meet."""
-        return self.weight_port + self.weight_ports
-
-    @property
     def is_open(self) -> bool:
         """Whether roles listen beyond their node: the world has several nodes, or `world.hosts` names its only one."""
         hosts = {node.hostname for node in self.nodes}  # several Ray nodes of one machine share its address
@@ -229,7 +224,7 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
     listening = [p for p in placements if p.kind in LISTENING_KINDS]
     meeting = [_meeting(p.name) for p in listening if p.server]
     weight_ports = WEIGHT_PORTS_PER_SERVER * sum(p.kind == "actor_llm" for p in placements)
-    count = 1 + len(listening) + len(meeting) + weight_ports + 1
+    count = 1 + len(listening) + len(meeting) + weight_ports
     base = _port_base(cfg, cluster, count)
     ports = {name: base + 1 + i for i, name in enumerate([*(p.name for p in listening), *meeting])}
     if cfg.streams.port is not None and "redis_0" in ports:
@@ -242,8 +237,6 @@ def map_world(cfg: Config, cluster: Cluster, *, check: bool = True) -> WorldMap:
         if trainer_node == cluster.rank:
             local.append(("the trainer's rendezvous", base))
             local.extend(("weight transfer", weight_port + i) for i in range(weight_ports))
-        if cluster.rank == 0:
-            local.append(("the launchers", weight_port + weight_ports))
         _check_local_ports(cfg, cluster, local)
     world = WorldMap(
         accelerator=cluster.accelerator,

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.redis import RedisStore
-from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
+from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError, StoreRefusedError
 
 MINE = Lease(name="actor_llm_3", incarnation="mine", ttl_s=5.0)
 THEIRS = Lease(name="actor_llm_3", incarnation="theirs", ttl_s=5.0)
@@ -85,3 +85,11 @@ def test_store_that_is_away_says_so(tmp_path: Path) -> None:
     for call in away:
         with pytest.raises(StoreAwayError):
             call()
+
+
+def test_redis_that_refuses_the_password_says_so(redis_options: dict[str, Any] | None) -> None:
+    if redis_options is None:
+        pytest.skip("needs redis-server")
+    stranger = RedisStore({"host": "127.0.0.1"} | redis_options | {"password": "guessed"}, "r")
+    with pytest.raises(StoreRefusedError, match="refuses the password"):
+        stranger.leases()

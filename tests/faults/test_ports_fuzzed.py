@@ -28,7 +28,6 @@ from fastapi import FastAPI
 from pipelinerl.agents import record_agent
 from pipelinerl.finetune.meeting import SealedStore
 from pipelinerl.inference.guard import Guard
-from pipelinerl.launcher.nodes import Leader, Rendezvous
 from pipelinerl.redis_server.server import await_redis, redis_client, redis_config, start_redis, stop_redis
 from pipelinerl.testing import FakeLLM
 from pipelinerl.verifier.app import create_app
@@ -39,8 +38,8 @@ from pipelinerl.weights.wire import Connection
 from pipelinerl.world.ports import find_port_block
 
 SECRET = "the-secret-of-this-run"
-INPUTS, MANY = 60, 1430
-"""Per service: in every run of the tests, and so that all seven get 10,000."""
+INPUTS, MANY = 60, 1670
+"""Per service: in every run of the tests, and so that all six get 10,000."""
 ANSWER_S, DEADLINE_S = 0.1, 30.0
 BODY = b'{"token_ids": [1, 2], "kind": "math", "messages": [{"role": "user", "content": "x"}]}'
 HTTP = [
@@ -61,13 +60,6 @@ WIRE = [b"PRLW1" + bytes(32) + bytes(32), b"PRLW1" + bytes(31), b"PRLW1" + bytes
 REDIS = [
     *(b"AUTH wrong\r\nSET k v\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n", b"CONFIG SET requirepass ''\r\n"),
     *(b"FLUSHALL\r\nSHUTDOWN\r\n", b"EVAL \"return redis.call('set','k','v')\" 0\r\n", b"REPLICAOF 127.0.0.1 1\r\n"),
-]
-NODES = [
-    b'{"rank": 1, "proof": "x", "answer": "y"}\n',
-    b'{"rank": "1"}\n',
-    b'{"kind": "end"}\n' * 3,
-    b"[]\n",
-    b"null\n",
 ]
 STORE = [b"\x00\xce\xf7\x85\x3c\x01\x00\x00\x00", b"\x01" + bytes(8) + b"k" + bytes(8), bytes(range(20))]
 
@@ -224,37 +216,6 @@ def redis_server(folder: Path) -> Iterator[Service]:
 
 
 @contextlib.contextmanager
-def launchers_leader(_: Path) -> Iterator[Service]:
-    port = find_port_block("127.0.0.1", 1)
-    meeting: list[asyncio.Task[None]] = []
-    rendezvous = Rendezvous(
-        host="127.0.0.1", port=port, num_nodes=2, rank=0, secret=SECRET, fingerprint="f", meet_timeout_s=3600,
-        node_timeout_s=10,
-    )  # fmt: skip
-
-    async def main(stop: asyncio.Event) -> None:
-        leader = Leader(rendezvous, ("127.0.0.1", "127.0.0.2"))
-        meeting.append(asyncio.create_task(leader.meet(lambda _: None, {})))
-        await stop.wait()
-        meeting[0].cancel()
-        await asyncio.gather(*meeting, return_exceptions=True)
-        await leader.close()
-
-    def lives() -> bool:
-        with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as stream:
-            return b"challenge" in stream.makefile("rb").readline()
-
-    with looping(main):
-        wait_until(lambda: not _is_port_free(port))
-        yield Service(port, NODES, lambda: int(meeting[0].done()), lives)
-
-
-def _is_port_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-@contextlib.contextmanager
 def ranks_store(_: Path) -> Iterator[Service]:
     port = find_port_block("127.0.0.1", 1)
     listener = socket.create_server(("127.0.0.1", port)).detach()
@@ -270,7 +231,7 @@ def ranks_store(_: Path) -> Iterator[Service]:
     yield Service(port, STORE, lambda: int(store.get("address") != b"rank 0"), lives)
 
 
-SERVICES = [inference_server, verifier, agents_endpoint, weights_giver, redis_server, launchers_leader, ranks_store]
+SERVICES = [inference_server, verifier, agents_endpoint, weights_giver, redis_server, ranks_store]
 
 
 def inputs(seeds: list[bytes], count: int) -> Iterator[bytes]:

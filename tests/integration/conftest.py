@@ -123,7 +123,7 @@ def write_run(
         "nodes": [{"rank": 0, "hostname": "127.0.0.1", "devices": 2}],
         "jobs": [msgspec.to_builtins(job), {"name": "finetune_0", "kind": "finetune"}],
     }
-    ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
+    ports = ("master_port", "weight_port", "weight_ports")
     world = msgspec.convert(fields | dict.fromkeys(ports, 0), WorldMap)
     world.save(run_dir)
     return job

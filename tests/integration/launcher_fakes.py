@@ -1,7 +1,8 @@
 """The launcher's real command line with light roles, for tests: `python launcher_fakes.py launch <arguments>`.
 
-Every role is this script as well (`python launcher_fakes.py role --run-dir R --job J`). What a role does is told by the
-environment variable FAKE_<KIND>, a comma-separated list of behaviours; unset = the role does its part of a short run.
+Every role but redis is this script as well (`python launcher_fakes.py role --run-dir R --job J`). What a role does is
+told by the environment variable FAKE_<KIND>, a comma-separated list of behaviours; unset = the role does its part of a
+short run.
 """
 
 import json
@@ -26,6 +27,8 @@ def launch(arguments: list[str]) -> int:
 
     def command_of(job: Job, world: WorldMap, run_dir: Path, env: Mapping[str, str]) -> RoleCommand:
         command = role_command(job, world, run_dir, env)
+        if job.kind == "redis":
+            return command
         role = (__file__, "role", "--run-dir", str(run_dir), "--job", job.name)
         return replace(command, argv=(sys.executable, *role))
 
@@ -124,6 +127,10 @@ def train(context: Any) -> None:
             context.status.progress(step=step)
             while "endless" in behaviours("finetune") and not context.stop.wait(0.05):
                 context.status.progress()
+            while "held" in behaviours("finetune") and not (context.run_dir / "may_end").exists():
+                context.status.progress()
+                if context.stop.wait(0.05):
+                    return
             if "slow_save" in behaviours("finetune"):
                 save_slowly(context)
                 return

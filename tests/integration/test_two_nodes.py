@@ -19,7 +19,8 @@ import pytest
 from tests.listening import heard_by_a_stranger, listening
 from tests.namespaces import Nodes, are_possible, two_nodes
 
-NODE_TIMEOUT_S = 10
+NODE_TIMEOUT_S, HEARTBEAT_S = 10, 30
+"""Node 1, which cannot reach redis, waits for the sum, because redis may only be frozen."""
 STOP_MARGIN_S = 30
 """Roles get `launcher.stop_timeout_s` (8 s) to end; the rest is a loaded machine."""
 RUN_TIMEOUT_S = 900
@@ -53,6 +54,7 @@ class Launchers:
             "use_deepspeed=true",
             "deepspeed_config=deepspeed_stage2_bf16",
             f"launcher.node_timeout_s={NODE_TIMEOUT_S}",
+            f"launcher.heartbeat_timeout_s={HEARTBEAT_S}",
             f"finetune.max_train_steps={MAX_STEPS}",
             "finetune.save_checkpoint_steps=4",
             "weights.timeout_s=60",
@@ -112,7 +114,7 @@ def check_what_a_stranger_reaches(nodes: Nodes, run_dir: Path, launchers: Launch
     """Every port is on loopback or on its node's address alone, and says nothing without the secret but its health."""
     found = listening(run_dir, [process.pid for process in launchers.processes])
     print({f"{address}:{port}": role for (address, port), role in found.items()})
-    assert {address for address, _ in found} >= set(nodes.addresses), "the launchers and the roles of both nodes listen"
+    assert {address for address, _ in found} >= set(nodes.addresses), "the roles of both nodes listen"
     assert {address for address, _ in found} <= {"127.0.0.1", *nodes.addresses}, found
     for here, there in ((0, 1), (1, 0)):
         ports = [port for address, port in found if address == nodes.addresses[here]]
@@ -139,12 +141,12 @@ def test_two_nodes_train_survive_a_cut_and_resume(nodes: Nodes, tmp_path: Path, 
 
         nodes.cable("down")
         cut = time.monotonic()
-        codes = launchers.wait(NODE_TIMEOUT_S + STOP_MARGIN_S)
+        codes = launchers.wait(NODE_TIMEOUT_S + HEARTBEAT_S + STOP_MARGIN_S)
         print(f"both launchers ended {time.monotonic() - cut:.1f} s after the cut")
         assert all(codes)
         for rank in (0, 1):
             assert f"node {1 - rank}" in launchers.said(rank)
-            assert "node_timeout_s" in launchers.said(rank) or "closed" in launchers.said(rank)
+            assert "node_timeout_s" in launchers.said(rank)
     finally:
         launchers.stop()
     lost_at = trained_steps(run_dir)

@@ -145,7 +145,9 @@ class LauncherSection(Section):
         30, "a role that has not renewed its lease for this long is not used any more", may_change=True
     )
     node_timeout_s: PositiveFloat = key(
-        60, "several nodes: a node that is silent for this long counts as lost", may_change=True
+        60,
+        "several nodes: a launcher that has not renewed its lease for this long is lost with its node",
+        may_change=True,
     )
 
 

@@ -19,7 +19,7 @@ def config(*overrides: str) -> Config:
 
 
 def world(accelerator: str = "cpu", nodes: int = 1, share_devices: bool = False, devices: int = 2) -> WorldMap:
-    ports = ("master_port", "weight_port", "weight_ports", "launcher_port")
+    ports = ("master_port", "weight_port", "weight_ports")
     fields = {
         "accelerator": accelerator,
         "nodes": [

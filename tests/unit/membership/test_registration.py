@@ -65,6 +65,25 @@ def test_changes_are_seen_at_once(store, register) -> None:
     until(lambda: store.leases().get("actor_llm_0") is not None and store.leases()["actor_llm_0"].version == "7")
 
 
+def test_last_change_is_awaited_and_stays_for_others_to_read(store, register) -> None:
+    registration = register(life=lambda: 0.0)
+    registration.update(version="last")
+    assert registration.wait_until_written(DEADLINE_S)
+    assert store.leases()["actor_llm_0"].version == "last"
+    registration.close(removes=False)
+    assert store.leases()["actor_llm_0"].version == "last"
+
+
+def test_change_that_a_store_does_not_take_is_not_written(store, register, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise StoreAwayError("away")
+
+    monkeypatch.setattr(store, "take", away)
+    registration = register()
+    registration.update(version="last")
+    assert not registration.wait_until_written(2 * TTL_S)
+
+
 def test_process_whose_place_is_taken_is_told(store, register) -> None:
     told: list[bool] = []
     register("old", on_taken=lambda: told.append(True))

@@ -26,7 +26,7 @@ def two_nodes(rank: int = 0) -> Cluster:
 
 def all_ports(world: WorldMap) -> list[int]:
     listening = [job.port for job in world.jobs if job.port is not None]
-    return [*listening, world.master_port, *range(world.weight_port, world.launcher_port + 1)]
+    return [*listening, world.master_port, *range(world.weight_port, world.weight_port + world.weight_ports)]
 
 
 def test_cpu_world_has_every_role_on_loopback():
@@ -215,12 +215,13 @@ def test_configured_gpus_that_are_not_there_are_refused_before_start(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("rank", "port_of", "owner"), [(0, "launcher_port", "the launchers"), (1, "master_port", "rend")]
+    ("rank", "port_of", "owner"),
+    [(0, lambda world: world.job("actor_llm_0").port, "actor_llm_0"), (1, lambda world: world.master_port, "rend")],
 )
 def test_each_launcher_checks_the_ports_of_its_own_node(rank, port_of, owner):
     count = len(all_ports(map_world(make_config(), two_nodes(), check=False)))
     config = make_config(f"world.port_base={find_port_block('0.0.0.0', count)}")
-    taken = getattr(map_world(config, two_nodes(), check=False), port_of)
+    taken = port_of(map_world(config, two_nodes(), check=False))
     with socket.socket() as blocker:
         blocker.bind(("0.0.0.0", taken))
         blocker.listen()

@@ -1,0 +1,331 @@
+"""What the leases of a run's launchers mean for one of them. Pure.
+
+A world of several nodes has one launcher on each. Every launcher holds the lease `launcher_<rank>`, which runs out
+after `launcher.node_timeout_s`. Rank 0 leads. The others follow one incarnation of its lease. A node whose roles may
+all be lost ends nothing when it is lost or fails: the same command brings it back. Any other one ends the run on all.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pipelinerl.config.environment import MIN_SECRET_CHARS, SECRET_VARIABLE, secret_mark
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.supervisor import Ending
+from pipelinerl.membership.joining import JOINING
+from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
+from pipelinerl.world import Job, WorldMap
+
+KIND = "launcher"
+LONGEST_LEASE_S = 86_400.0
+REASON_CHARS = 4000
+LEAVES_ALONE = "SIGTERM"
+"""A node whose roles may all be lost leaves the run alone by this signal. Ctrl-C ends the run everywhere."""
+
+FellowState = Literal["awaited", "here", "refused", "failed", "lost", "stopped", "done"]
+FIRST_CAUSES: tuple[FellowState, ...] = ("refused", "failed", "lost", "stopped", "done")
+"""If several followers end at once, the first of these is the run's ending."""
+
+
+class Fellow(NamedTuple):
+    """A follower as its leader sees it."""
+
+    state: FellowState = "awaited"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fellows:
+    """The launchers of a run, as one of them knows them before it has met the others."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    jobs: tuple[tuple[str, ...], ...]
+    """Names of the jobs of each node."""
+    expendable: frozenset[int]
+    """Ranks of nodes whose roles may all be lost."""
+    digest: str
+    """Of configuration and world."""
+    mark: str
+    """`secret_mark` of the run's secret."""
+    place: str
+    """Where the leases are, for messages."""
+    startup_s: float
+    """How long launchers wait for each other."""
+    silence_s: float
+    """Length of the leases: a launcher that has not renewed its lease for so long is lost."""
+    away_s: float
+    """How long a follower goes on that cannot read the leases."""
+
+    def name_of(self, rank: int) -> str:
+        return f"node {rank} ({self.hosts[rank]})"
+
+    @property
+    def followers(self) -> range:
+        return range(1, len(self.hosts))
+
+
+def lease_name(rank: int) -> str:
+    return f"{KIND}_{rank}"
+
+
+LEADER = lease_name(0)
+
+
+def plan_fellows(
+    world: WorldMap,
+    rank: int,
+    container: Mapping[str, Any],
+    env: Mapping[str, str],
+    limits: LauncherSection,
+    place: str,
+) -> Fellows:
+    """Plan the launchers of this world.
+
+    Args:
+        rank: node rank of this launcher.
+        container: the configuration. All launchers must have the same one, except for `output_dir`.
+        env: environment with the shared secret.
+        place: where the leases are, for messages.
+
+    Raises:
+        ConfigError: the secret is missing or too short.
+    """
+    secret = env.get(SECRET_VARIABLE, "")
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"the world has {len(world.nodes)} nodes but {SECRET_VARIABLE} is not set: give all launchers the same "
+            f"random string of at least {MIN_SECRET_CHARS} characters, e.g. from `openssl rand -hex 32`"
+        )
+    settings = {key: value for key, value in container.items() if key != "output_dir"}
+    document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
+    # A frozen redis is found within heartbeat_timeout_s and started again. Until then nobody can read the leases.
+    outage_s = limits.heartbeat_timeout_s if world.get("redis") else 0.0
+    return Fellows(
+        rank=rank,
+        hosts=tuple(node.hostname for node in world.nodes),
+        jobs=tuple(tuple(job.name for job in world.on_node(node.rank)) for node in world.nodes),
+        expendable=frozenset(node.rank for node in world.nodes if node.rank and is_expendable(world, node.rank)),
+        digest=hashlib.sha256(document.encode()).hexdigest(),
+        mark=secret_mark(secret),
+        place=place,
+        startup_s=limits.startup_timeout_s,
+        silence_s=min(limits.node_timeout_s, LONGEST_LEASE_S),
+        away_s=limits.node_timeout_s + outage_s,
+    )
+
+
+def is_expendable(world: WorldMap, rank: int) -> bool:
+    """Whether the run can go on without this node, because all its roles may be lost and come back.
+
+    Verifiers may only be lost where another node has one, because their clients find them by the world map.
+    """
+
+    def may_be_lost(job: Job) -> bool:
+        elsewhere = any(other.node_rank != rank for other in world.get("verifier"))
+        return job.kind in JOINING and (job.kind != "verifier" or elsewhere)
+
+    return all(may_be_lost(job) for job in world.on_node(rank))
+
+
+def refusal_of(fellows: Fellows, rank: int, note: LauncherNote) -> str | None:
+    """Return why this launcher and the one with this note cannot be in one run. None: they can.
+
+    Args:
+        rank: the follower of the two, which the message names.
+    """
+    who = fellows.name_of(rank)
+    if note.secret_mark != fellows.mark:
+        return f"{who} was started with another {SECRET_VARIABLE}: is {SECRET_VARIABLE} the same on all nodes?"
+    if note.digest != fellows.digest:
+        return f"{who} was started with another configuration or world: start the same command on all nodes"
+    return None
+
+
+class Meeting(NamedTuple):
+    """What a follower that waits for the start has seen."""
+
+    observed: Observed = Observed()
+    first: Mapping[str, Lease] = {}
+    """Of each launcher, the first lease of its present incarnation."""
+
+
+def look_again(before: Meeting, leases: Mapping[str, Lease], now: float) -> Meeting:
+    """Return what the follower has seen after another look. ``now``: `time.monotonic`."""
+    first = {
+        name: old if (old := before.first.get(name)) and old.incarnation == lease.incarnation else lease
+        for name, lease in leases.items()
+        if lease.kind == KIND
+    }
+    return Meeting(observe(before.observed, leases, now), first)
+
+
+def living_leader(seen: Meeting) -> tuple[Lease, LauncherNote] | None:
+    """Return the leader's lease if it was renewed since it was first seen. That of one that crashed never is."""
+    lease = _renewed(seen, LEADER) if LEADER in seen.observed.alive() else None
+    return None if lease is None or lease.launcher is None else (lease, lease.launcher)
+
+
+def is_rank_free(fellows: Fellows, seen: Meeting, leader: str) -> bool:
+    """Whether no launcher with this follower's rank lives or has been alive until just now.
+
+    Raises:
+        ConfigError: one lives.
+    """
+    name = lease_name(fellows.rank)
+    held = seen.observed.alive().get(name)
+    if held is None or held.launcher is None or held.launcher.follows != leader or held.launcher.ending is not None:
+        return True
+    if _renewed(seen, name):
+        raise ConfigError(f"another launcher with RANK={fellows.rank} is running: give each node its own RANK")
+    return False
+
+
+def _renewed(seen: Meeting, name: str) -> Lease | None:
+    if name not in seen.first:
+        return None
+    lease = seen.observed.sightings[name].lease
+    return lease if lease.sequence > seen.first[name].sequence else None
+
+
+def with_vanished(observed: Observed, leases: Mapping[str, Lease]) -> dict[str, Lease]:
+    """Return the leases with those of launchers that vanished, as if they were not renewed any more.
+
+    A store that lost its contents gets all leases again from their holders.
+    """
+    known = {name: sighting.lease for name, sighting in observed.sightings.items() if sighting.lease.kind == KIND}
+    return {**known, **leases}
+
+
+def see_followers(fellows: Fellows, leader: str, observed: Observed, before: Mapping[int, Fellow]) -> dict[int, Fellow]:
+    """Return how the followers of this leader are.
+
+    Args:
+        leader: incarnation of the leader's lease.
+        before: the result for the last look.
+    """
+    return {rank: _see(fellows, leader, observed, rank, before.get(rank, Fellow())) for rank in fellows.followers}
+
+
+def _see(fellows: Fellows, leader: str, observed: Observed, rank: int, before: Fellow) -> Fellow:
+    name = lease_name(rank)
+    lease = observed.sightings[name].lease if name in observed.sightings else None
+    note = lease.launcher if lease is not None else None
+    if note is None or note.follows != leader or note.secret_mark != fellows.mark:  # of an earlier launch, or nobody's
+        return before
+    refusal = refusal_of(fellows, rank, note)
+    if refusal is not None:
+        return Fellow("refused", refusal) if before.state in ("awaited", "refused") else before
+    if note.ending is not None:
+        return Fellow(note.ending, note.reason)
+    if name not in observed.alive():
+        return Fellow("lost", silence(fellows))
+    return Fellow("here")
+
+
+def silence(fellows: Fellows) -> str:
+    return f"has been silent for {fellows.silence_s:g} s (launcher.node_timeout_s)"
+
+
+def goes_on_without(fellows: Fellows, rank: int, fellow: Fellow) -> bool:
+    """Whether the run goes on without this follower, which has ended or is lost."""
+    left = fellow.state == "stopped" and fellow.reason == LEAVES_ALONE
+    return rank in fellows.expendable and (left or fellow.state in ("failed", "lost"))
+
+
+def end_by_followers(fellows: Fellows, seen: Mapping[int, Fellow], waited_s: float) -> Ending | None:
+    """Return how the leader ends because of its followers. None: it goes on.
+
+    Args:
+        waited_s: seconds since the leader began to wait for them.
+    """
+    for state in FIRST_CAUSES:
+        for rank, fellow in seen.items():
+            if fellow.state == state and not goes_on_without(fellows, rank, fellow):
+                return _end_by(fellows.name_of(rank), fellow)
+    missing = [fellows.hosts[rank] for rank, fellow in seen.items() if fellow.state == "awaited"]
+    if missing and waited_s > fellows.startup_s:
+        return Ending(
+            kind="failed",
+            reason=f"no launcher from {', '.join(missing)} within launcher.startup_timeout_s={fellows.startup_s:g} s: "
+            f"start the same command there with RANK set; {how_to_meet(fellows)}",
+        )
+    return None
+
+
+def how_to_meet(fellows: Fellows) -> str:
+    return (
+        f"launchers find each other by leases in {fellows.place}, so all nodes share the run folder or have "
+        "streams=redis and the same output_dir"
+    )
+
+
+def _end_by(peer: str, fellow: Fellow) -> Ending:
+    match fellow.state:
+        case "done":
+            return Ending(kind="done")
+        case "stopped":
+            return Ending(kind="stopped", reason=fellow.reason)
+        case "refused":
+            return Ending(kind="failed", reason=fellow.reason)
+        case "lost":
+            return Ending(kind="failed", reason=f"{peer} {fellow.reason}", is_cut_off=True)
+        case _:
+            return Ending(kind="failed", reason=f"{peer}: {fellow.reason}")
+
+
+def end_by_leader(fellows: Fellows, leader: str, observed: Observed, away_s: float) -> Ending | None:
+    """Return how a follower ends because of its leader. None: it goes on.
+
+    Args:
+        leader: incarnation that it follows.
+        away_s: for how long the leases could not be read.
+    """
+    peer = fellows.name_of(0)
+    if away_s >= fellows.away_s:
+        text = f"the leases in {fellows.place} could not be read for {fellows.away_s:g} s, so {peer} is lost"
+        return Ending(kind="failed", reason=f"{text} (launcher.node_timeout_s)", is_cut_off=True)
+    if LEADER not in observed.sightings:
+        return None
+    lease = observed.sightings[LEADER].lease
+    if lease.incarnation != leader:
+        text = f"{peer} was started again: start the same command here again, too"
+        return Ending(kind="failed", reason=text, is_cut_off=True)
+    note = lease.launcher
+    if note is not None and note.ending is not None:
+        return _end_by(peer, Fellow(note.ending, note.reason))
+    if LEADER not in observed.alive():
+        return Ending(kind="failed", reason=f"{peer} {silence(fellows)}", is_cut_off=True)
+    return None
+
+
+def tidings(fellows: Fellows, before: Mapping[int, Fellow], now: Mapping[int, Fellow]) -> list[str]:
+    """Return what the leader tells the user about its followers since the last look."""
+    lines = []
+    for rank, fellow in now.items():
+        was, peer = before.get(rank, Fellow()), fellows.name_of(rank)
+        if fellow.state == was.state:
+            continue
+        if fellow.state == "here":
+            lines.append(f"{peer} is {'here' if was.state == 'awaited' else 'back'}")
+        elif goes_on_without(fellows, rank, fellow):
+            jobs = ", ".join(fellows.jobs[rank]) or "its roles"
+            why = fellow.reason if fellow.state == "lost" else f"has {fellow.state}: {fellow.reason}"
+            again = f"the same command there brings {'them' if len(fellows.jobs[rank]) > 1 else 'it'} back"
+            lines.append(f"warning: {peer} {why}; the run goes on without {jobs}, and {again}")
+    return lines
+
+
+def actors_done(leader: str, leases: Iterable[Lease]) -> list[str]:
+    """Return the awaited jobs that have ended on the followers of this leader."""
+    notes = [lease.launcher for lease in leases if lease.launcher is not None]
+    return [name for note in notes if note.follows == leader for name in note.actors_done]
+
+
+def ending_fields(ending: Ending) -> dict[str, str]:
+    """Return an ending as fields of a `LauncherNote`."""
+    text = ending.reason if ending.failure is None else str(ending.failure)
+    return {"ending": ending.kind, "reason": text[:REASON_CHARS]}
