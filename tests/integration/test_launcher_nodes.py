@@ -126,8 +126,15 @@ def test_nodes_run_together_to_the_end(nodes: Nodes, streams: str) -> None:
         assert {name: note.ending for name, note in notes.items()} == {"launcher_0": "done", "launcher_1": "done"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_nodes_loss_is_seen_by_the_other_in_time(nodes: Nodes, victim: int, number: signal.Signals) -> None:
     nodes.start_all(finetune="endless")
     nodes.wait_for(0, "evaluation of version 0")
@@ -153,8 +160,15 @@ def test_nodes_resume_after_a_crash_whoever_comes_first(nodes: Nodes) -> None:
     assert nodes.wait() == [0, 0], nodes.outputs()
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-@pytest.mark.parametrize("streams", STORES)
+@pytest.mark.parametrize(
+    ("asked", "streams"),
+    [
+        (0, "files"),
+        (1, "redis"),
+        pytest.param(0, "redis", marks=pytest.mark.slow),
+        pytest.param(1, "files", marks=pytest.mark.slow),
+    ],
+)
 def test_nodes_stop_request_ends_all(nodes: Nodes, asked: int, streams: str) -> None:
     nodes.start_all(f"streams={streams}", finetune="endless")
     nodes.wait_for(0, "evaluation of version 0")
