@@ -164,8 +164,8 @@ def test_nodes_resume_after_a_crash_whoever_comes_first(nodes: Nodes) -> None:
     ("asked", "streams"),
     [
         (0, "files"),
-        (1, "redis"),
-        pytest.param(0, "redis", marks=pytest.mark.slow),
+        pytest.param(1, "redis", marks=needs_redis),
+        pytest.param(0, "redis", marks=[needs_redis, pytest.mark.slow]),
         pytest.param(1, "files", marks=pytest.mark.slow),
     ],
 )
