@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.errors import EXIT_REFUSED
@@ -18,6 +17,7 @@ from pipelinerl.launcher.engine import RoleEngine
 from pipelinerl.launcher.exits import decide_after_exit, restart_delay_s
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.launcher.stopping import STORES
+from pipelinerl.membership.lease import EndKind
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RoleFailure:
 class Ending:
     """The end of the run on this node."""
 
-    kind: Literal["done", "stopped", "failed"]
+    kind: EndKind
     reason: str = ""
     failure: RoleFailure | None = None
     restarts: Mapping[str, int] = field(default_factory=dict)
