@@ -38,4 +38,5 @@ Or the ranks write files, which servers fetch (`store`).
 | server  | `engines`  | registers `worker` with vLLM                                                    |
 | server  | `worker`   | vLLM's side: stages in the background, swaps on request                         |
 | server  | `twin`     | puts staged tensors into the live model                                         |
+| server  | `small_layers` | CPU: which layers vLLM does not pack                                        |
 """

@@ -1,7 +1,8 @@
 """Entry point ``vllm.general_plugins``, which runs first in every process of a vLLM server.
 
-It registers our staged weight-transfer engine with vLLM. It also ties the processes of OUR servers to their parent.
-Without that, an API process killed with SIGKILL would leave its engine running with its memory and cores.
+It registers our staged weight-transfer engine with vLLM. In OUR servers it also chooses the product of small layers on
+CPU, and ties the processes to their parent. Without that, an API process killed with SIGKILL would leave its engine
+running with its memory and cores.
 """
 
 import multiprocessing
@@ -19,8 +20,11 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from pipelinerl.host.process import die_with_parent
+    from pipelinerl.weights.small_layers import multiply_small_layers_plainly
 
-    if os.environ.get(CHILD_VARIABLE) and multiprocessing.parent_process() is not None:
-        die_with_parent(signal.SIGKILL)
+    if os.environ.get(CHILD_VARIABLE):
+        multiply_small_layers_plainly()
+        if multiprocessing.parent_process() is not None:
+            die_with_parent(signal.SIGKILL)
     if ENGINE not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(ENGINE, "pipelinerl.weights.worker", "StagedWeightTransferEngine")
