@@ -178,17 +178,20 @@ class TrainingGroups:
 
         In a domain, a group whose servers have proved their weights overtakes those that wait for a probe.
         """
-        published, now = False, time.monotonic()
-        while any(self._held):
+        now = time.monotonic()
+        ready = [deque(group for group in held if not self._waits(group, now)) for held in self._held]
+        published: set[TrainingGroup] = set()
+        while sum(map(len, self._held)) > len(published):
             under_way = [i for i, samples in self._under_way.items() if samples]
             index = furthest_behind([domain.weight for domain in self._domains], self._counted(), under_way)
-            group = next((group for group in self._held[index] if not self._waits(group, now)), None)
-            if group is None:
+            if not ready[index]:
                 break
-            self._held[index].remove(group)
+            group = ready[index].popleft()
+            published.add(group)
             self._publish(group)
-            published = True
-        return published
+        if published:
+            self._held = [deque(group for group in held if group not in published) for held in self._held]
+        return bool(published)
 
     def give_up(self) -> None:
         """Cancels all groups, because training is done and they would not be trained."""

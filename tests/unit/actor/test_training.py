@@ -1,5 +1,6 @@
 """Finished groups with samples of unproved weights wait, and those of servers that missed are made again."""
 
+import time
 from collections import Counter
 from itertools import count
 
@@ -24,6 +25,22 @@ def test_group_waits_for_the_probe_of_its_server_and_proved_ones_overtake_it() -
     stage.trainer.proved = {"s": 1, "t": 1}
     stage.until(lambda: servers_of(stage.records).count("s") >= waiting)
     assert [r.dispatch_index for r in stage.records if servers_of([r]) == ["s"]][:3] == [0, 2, 4]
+
+
+def test_every_held_group_is_looked_at_once_in_a_turn_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 groups wait for a probe, which half of them then get. Before, each publication looked at all that wait."""
+    turn, asked = iter("st" * 1000), count()
+    stage = Stage(lambda start: sampled_by(start, next(turn), 1), batch=600 * ATTEMPTS)
+    stage.trainer.version, stage.trainer.servers, stage.trainer.proved = 1, ("s", "t"), {"s": 0, "t": 0}
+    stage.until(lambda: stage.training.numbers()[ActorMetric.GROUPS_HELD] == 1200)
+    proofs = stage.training._table.proofs
+    proofs.follow(serving={"s": 1, "t": 1}, proved={"s": 0, "t": 1}, now=time.monotonic())
+    holds = proofs.holds
+    monkeypatch.setattr(proofs, "holds", lambda *args, **kwargs: (next(asked), holds(*args, **kwargs))[1])
+    assert stage.training.publish_in_turn()
+    assert next(asked) == 1200
+    assert servers_of(stage.records) == ["t"] * 600
+    assert stage.training.numbers()[ActorMetric.GROUPS_HELD] == 600
 
 
 def test_no_group_waits_where_no_server_is_probed() -> None:
