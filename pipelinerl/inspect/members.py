@@ -20,6 +20,8 @@ from pipelinerl.membership.address import address_of, open_store, parse_address
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import LeaseStore
 
+SERVERS = ("actor_llm", "preprocessor_llm")
+"""Kinds that end when they are asked to leave."""
 LOOK_AGAIN_S = 2.5
 """Seconds between two looks at the leases. Longer than a role waits between two renewals."""
 
@@ -52,6 +54,8 @@ def ask_to_leave(store: LeaseStore, name: str) -> None:
     leases = store.leases()
     if name not in leases:
         raise ConfigError(f"{name!r} has no lease in this run; those that have one are {sorted(leases)}")
+    if leases[name].kind not in SERVERS:
+        raise ConfigError(f"{name!r} is no server of a model: only {' and '.join(SERVERS)} leave a run that goes on")
     store.ask_to_leave(name)
 
 

@@ -22,8 +22,8 @@ from pipelinerl.world import Job, WorldMap
 KIND = "launcher"
 LONGEST_LEASE_S = 86_400.0
 REASON_CHARS = 4000
-LEAVES_ALONE = "SIGTERM"
-"""A node whose roles may all be lost leaves the run alone by this signal. Ctrl-C ends the run everywhere."""
+LEAVES_ALONE = ("SIGTERM", "SIGHUP")
+"""A node whose roles may all be lost leaves the run alone by these signals. Ctrl-C ends the run everywhere."""
 
 FellowState = Literal["awaited", "here", "refused", "failed", "lost", "stopped", "done"]
 FIRST_CAUSES: tuple[FellowState, ...] = ("refused", "failed", "lost", "stopped", "done")
@@ -82,6 +82,8 @@ def plan_fellows(
     env: Mapping[str, str],
     limits: LauncherSection,
     place: str,
+    *,
+    on_redis: bool = False,
 ) -> Fellows:
     """Plan the launchers of this world.
 
@@ -90,6 +92,7 @@ def plan_fellows(
         container: the configuration. All launchers must have the same one, except for `output_dir`.
         env: environment with the shared secret.
         place: where the leases are, for messages.
+        on_redis: whether they are on redis, the run's own or another one.
 
     Raises:
         ConfigError: the secret is missing or too short.
@@ -102,8 +105,9 @@ def plan_fellows(
         )
     settings = {key: value for key, value in container.items() if key != "output_dir"}
     document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
-    # A frozen redis is found within heartbeat_timeout_s and started again. Until then nobody can read the leases.
-    outage_s = limits.heartbeat_timeout_s if world.get("redis") else 0.0
+    # A frozen redis is found within heartbeat_timeout_s and started again, and roles wait as long for one that the run
+    # did not start. Until then nobody can read the leases.
+    outage_s = limits.heartbeat_timeout_s if on_redis else 0.0
     return Fellows(
         rank=rank,
         hosts=tuple(node.hostname for node in world.nodes),
@@ -184,6 +188,20 @@ def is_rank_free(fellows: Fellows, seen: Meeting, leader: str) -> bool:
     return False
 
 
+def is_leader_free(seen: Meeting) -> bool:
+    """Whether no other launcher leads the run: none is there, or the last one has said how it ended.
+
+    Raises:
+        ConfigError: one lives, because it has renewed its lease.
+    """
+    held = seen.observed.sightings.get(LEADER)
+    if held is None or held.lease.launcher is None or held.lease.launcher.ending is not None:
+        return True
+    if _renewed(seen, LEADER):
+        raise ConfigError("another launcher with RANK=0 is running this run: give each node its own RANK")
+    return False
+
+
 def _renewed(seen: Meeting, name: str) -> Lease | None:
     if name not in seen.first:
         return None
@@ -232,7 +250,7 @@ def silence(fellows: Fellows) -> str:
 
 def goes_on_without(fellows: Fellows, rank: int, fellow: Fellow) -> bool:
     """Whether the run goes on without this follower, which has ended or is lost."""
-    left = fellow.state == "stopped" and fellow.reason == LEAVES_ALONE
+    left = fellow.state == "stopped" and fellow.reason in LEAVES_ALONE
     return rank in fellows.expendable and (left or fellow.state in ("failed", "lost"))
 
 

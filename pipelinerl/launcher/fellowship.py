@@ -25,6 +25,7 @@ from pipelinerl.launcher.fellows import (
     end_by_leader,
     ending_fields,
     how_to_meet,
+    is_leader_free,
     is_rank_free,
     lease_name,
     living_leader,
@@ -46,6 +47,8 @@ LONGEST_LOOK_S = 10.0
 """One look at a store that is away counts for no more than this, so that a frozen launcher does not give up."""
 HEARD_S = 5.0
 """How long a launcher that ends waits until the others have seen it."""
+RIVAL_S = 6.0
+"""How long a leader looks whether the lease of another one is renewed. Launchers renew theirs every two seconds."""
 
 
 class Fellowship(Others):
@@ -67,8 +70,23 @@ class Fellowship(Others):
         self._all_ended = asyncio.Event()
         self._registration: Registration | None = None
 
+    async def find_no_rival(self) -> None:
+        """Wait until it is certain that no other launcher leads this run. A store that is away holds none.
+
+        Raises:
+            ConfigError: another launcher leads it.
+        """
+        seen, deadline = Meeting(), time.monotonic() + RIVAL_S
+        while time.monotonic() < deadline:
+            seen, trouble = await self._look(seen)
+            if trouble or is_leader_free(seen):
+                return
+            await asyncio.sleep(LOOK_S)
+
     async def meet(self) -> LauncherNote:
         """Wait until the leader lives and this rank is free, take this rank, and return the leader's note.
+
+        If the leader has completed the run, the rank is not taken.
 
         Raises:
             ConfigError: the launchers do not fit together, or another one has this rank.
@@ -79,8 +97,10 @@ class Fellowship(Others):
         peer, deadline = fellows.name_of(0), time.monotonic() + fellows.startup_s
         self._say(f"waiting for the launcher of {peer}, whose lease comes to {fellows.place}")
         while time.monotonic() < deadline:
-            seen, trouble = await self._look_for_leader(seen)
+            seen, trouble = await self._look(seen)
             leader = living_leader(seen)
+            if leader is not None and leader[1].ending == "done":
+                return leader[1]
             if leader is not None and await self._may_follow(*leader, seen):
                 self._observed, self._leader = seen.observed, leader[0].incarnation
                 self.take_part(follows=self._leader)
@@ -94,7 +114,7 @@ class Fellowship(Others):
             f"{peer} did not start the run within {limit}: see its terminal; {how_to_meet(fellows)}{trouble}"
         )
 
-    async def _look_for_leader(self, seen: Meeting) -> tuple[Meeting, str]:
+    async def _look(self, seen: Meeting) -> tuple[Meeting, str]:
         """Look at the leases. The text says why this was not possible."""
         try:
             leases = await asyncio.to_thread(self._store.leases)
@@ -185,6 +205,11 @@ class Fellowship(Others):
         if self._fellows.rank == 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), max(deadline - time.monotonic(), 0.0))
+
+    async def tell_failure(self, error: Exception) -> None:
+        """Tell the others that this node ends because of an error of the launcher itself."""
+        if self._registration is not None and (note := self._registration.lease.launcher) and note.ending is None:
+            await self.tell_end(Ending(kind="failed", reason=str(error)))
 
     def _update(self, change: Callable[[LauncherNote], Mapping[str, Any]]) -> None:
         """Change fields of the note in this launcher's lease."""

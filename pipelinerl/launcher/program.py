@@ -22,7 +22,7 @@ from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
 from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
 from pipelinerl.config.sections import Config
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inspect.alone import alone_lines, read_alone
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
@@ -36,6 +36,7 @@ from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.running import RunPlan, adopt_secrets, say, show_world, supervise, voice
 from pipelinerl.launcher.supervisor import Ending
 from pipelinerl.membership.address import address_of, open_store
+from pipelinerl.membership.lease import LauncherNote
 from pipelinerl.observability.logging import setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
@@ -43,6 +44,8 @@ from pipelinerl.world.cluster import read_node_environment
 log = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED = 0, 1
+HAVE_STREAMS = ("actor", "preprocessor", "finetune")
+"""Kinds that keep in their run folder how far they are in the streams."""
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
@@ -71,7 +74,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
             return tell_ending(launch_on_ray(claim, config, container, overrides, command_of, started), path)
         plan = make_plan(config, container, path, command_of)
         plan = prepare(plan, path, overrides)
-        begin_epoch_if_asked(claim, config)
+        has_old_streams = take_streams(claim, plan)
         recorded.copy_streams(config, path, say)
         run_dir.write_run_dir(path, container, plan.world, plan.commands)
         if config.launcher.engine == "external":
@@ -79,7 +82,7 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         if len(plan.world.nodes) == 1:
             ending = asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock))
         else:
-            ending = asyncio.run(lead(plan, claim, started))
+            ending = asyncio.run(lead(plan, claim, started, has_old_streams))
         if config.debug.mode and ending.kind == "stopped":
             RunReports(config, path, say).alone(finished=False)
     return tell_ending(ending, path, config.debug.mode)
@@ -127,7 +130,7 @@ def launch_on_ray(
         cluster = ray_cluster.cluster_of(ray_cluster.alive_nodes(), config.world, identity=str(path))
         plan = make_plan(config, container, path, command_of, map_world(config, cluster, check=False))
         plan = prepare(plan, path, overrides)
-        begin_epoch_if_asked(claim, config)
+        take_streams(claim, plan)
         engine = RayEngine(plan.world, path, config.launcher, command_of, say)
         world = engine.place_all()
         names = [unit.name for unit in ray_cluster.units_of(world)]
@@ -142,13 +145,17 @@ def launch_on_ray(
         return asyncio.run(supervise(plan, path, claim.resumed, started, lock=claim.lock, engine_on=engine_on))
 
 
-async def lead(plan: RunPlan, claim: Claim, started: float) -> Ending:
+async def lead(plan: RunPlan, claim: Claim, started: float, has_old_streams: bool) -> Ending:
     """Run node 0 of several. Its roles start at once, and the other launchers follow."""
     connection = fellowship_of(plan, claim.path)
+    await connection.find_no_rival()
     marker = run_dir.mark_folder(claim.path)
     try:
-        connection.take_part(marker=marker.name, resumed=claim.resumed)
+        connection.take_part(marker=marker.name, resumed=claim.resumed, old_streams=has_old_streams)
         return await supervise(plan, claim.path, claim.resumed, started, connection, claim.lock)
+    except (PipelineRLError, OSError) as error:
+        await connection.tell_failure(error)
+        raise
     finally:
         connection.close()
         marker.unlink(missing_ok=True)
@@ -161,34 +168,100 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
         connection = fellowship_of(plan, path)
         try:
             start = await connection.meet()
-            if (path / start.marker).exists():
-                run_dir.write_roles(path, plan.commands)
-                setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
-                return await supervise(plan, path, start.resumed, started, connection)
-            claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
-            with claim.lock:
-                setup_launcher_logging(path / run_dir.LOG_FILE)
-                if not is_expendable(plan.world, plan.node_rank):  # it may come later, and no role of it has a stream
-                    begin_epoch_if_asked(claim, plan.config, leads=False)
-                run_dir.write_run_dir(path, plan.container, plan.world, plan.commands)
-                return await supervise(plan, path, start.resumed, started, connection, claim.lock)
+            if start.ending == "done":
+                say(f"{path}: the run is finished")
+                return Ending(kind="done")
+            return await run_part(plan, path, start, started, connection)
+        except (PipelineRLError, OSError) as error:
+            await connection.tell_failure(error)
+            raise
         finally:
             connection.close()
 
+    if run_dir.holds_finished(path, plan.container, force_restart=plan.config.force_restart):
+        say(f"{path}: the run is finished")
+        return EXIT_DONE
     plan = prepare(plan, path, overrides)
     return tell_ending(asyncio.run(run()), path)
 
 
-def begin_epoch_if_asked(claim: Claim, config: Config, *, leads: bool = True) -> None:
+async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: float, connection: Fellowship) -> Ending:
+    """Run the roles of a node that follows. ``start``: the leader's note."""
+    if plan.config.streams.backend == "files" or (path / start.marker).exists():  # leases in the folder: it is shared
+        run_dir.write_roles(path, plan.commands)
+        setup_launcher_logging(path / f"launcher.{plan.node_rank}.log")
+        return await supervise(plan, path, start.resumed, started, connection)
+    claim = run_dir.claim(path, plan.container, force_restart=plan.config.force_restart)
+    with claim.lock:
+        setup_launcher_logging(path / run_dir.LOG_FILE)
+        if start.old_streams and not claim.resumed and has_streams(plan):
+            raise ConfigError(old_streams_of(path, plan.config))
+        if not is_expendable(plan.world, plan.node_rank):  # it may come later, and no role of it has a stream
+            follow_epoch(claim, plan.config, is_leader_resumed=start.resumed)
+        run_dir.write_run_dir(path, plan.container, plan.world, plan.commands)
+        return await supervise(plan, path, start.resumed, started, connection, claim.lock)
+
+
+def take_streams(claim: Claim, plan: RunPlan) -> bool:
+    """Set the run's streams aside if asked to. Returns whether an external redis has records of an earlier launch.
+
+    Raises:
+        ConfigError: this run is new, and an external redis has streams of an earlier one in its folder.
+    """
+    config = plan.config
+    knows_password = config.launcher.engine != "external" or REDIS_PASSWORD_VARIABLE in os.environ
+    is_external = config.streams.external and knows_password
+    if is_external:
+        if config.launcher.engine != "external":
+            adopt_secrets(plan)
+        if config.force_restart:
+            stream_epoch.delete_external(claim.path, config)
     if claim.resumed and config.resume == "checkpoint":
-        stream_epoch.begin_epoch(claim.path, config, say, owns_external=leads)
+        stream_epoch.begin_epoch(claim.path, config, say)
+    if not (is_external and stream_epoch.has_records(claim.path, config)):
+        return False
+    if not claim.resumed and has_streams(plan):
+        raise ConfigError(old_streams_of(claim.path, config))
+    return True
+
+
+def has_streams(plan: RunPlan) -> bool:
+    return any(job.kind in HAVE_STREAMS for job in plan.world.on_node(plan.node_rank))
+
+
+def old_streams_of(path: Path, config: Config) -> str:
+    return (
+        f"`output_dir` is {str(path)!r}: on this node it is new, but redis at {config.streams.host}:"
+        f"{config.streams.port} has the streams of an earlier run in it; bring that run's folder back to resume it, "
+        "choose another folder, or use force_restart=true to delete the streams"
+    )
+
+
+def follow_epoch(claim: Claim, config: Config, *, is_leader_resumed: bool) -> None:
+    """Begin a new epoch in the folder of a node that follows, if the leader has begun one.
+
+    The folder may be new, because the node replaces a lost one.
+
+    Raises:
+        ConfigError: this folder has a run and the leader's has none, so the streams were not set aside.
+    """
+    if config.resume != "checkpoint":
+        return
+    if claim.resumed and not is_leader_resumed:
+        raise ConfigError(
+            "`resume` is checkpoint, but the run folder of node 0 is new, so nobody has deleted the old streams: "
+            "start node 0 with its old folder"
+        )
+    if is_leader_resumed:
+        stream_epoch.begin_epoch(claim.path, config, say, owns_external=False)
 
 
 def fellowship_of(plan: RunPlan, path: Path) -> Fellowship:
     """Return this launcher's part among the launchers of all nodes, and adopt the run's secrets, which it needs."""
     address = address_of(plan.config, path, plan.world)
     rank, limits = plan.node_rank, plan.config.launcher
-    fellows = plan_fellows(plan.world, rank, plan.container, os.environ, limits, str(address))
+    on_redis = plan.config.streams.backend == "redis"
+    fellows = plan_fellows(plan.world, rank, plan.container, os.environ, limits, str(address), on_redis=on_redis)
     adopt_secrets(plan)
     return Fellowship(fellows, open_store(address), say)
 

@@ -46,6 +46,8 @@ from pipelinerl.world import WorldMap
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"
+OF_LAUNCHERS = ("launcher.[0-9]*.log", ".launch-*")
+"""Logs of the launchers of other nodes, and markers that killed launchers have left."""
 ROLE_FAILED = "event=role_failed reason="
 """What the last log line of a failed role says before the error (`observability.role`)."""
 OWNED = (
@@ -170,6 +172,17 @@ def is_finished(path: Path, max_train_steps: int) -> bool:
     return summary is not None and summary["optimizer_steps"] >= max_train_steps
 
 
+def holds_finished(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> bool:
+    """Whether the folder holds this experiment, trained to its last step. For nodes that do not claim the folder."""
+    if force_restart or not (path / RUN_CONFIG).is_file():
+        return False
+    try:
+        check_same_experiment(path, container)
+    except ConfigError:
+        return False  # node 0 says why
+    return is_finished(path, container["finetune"]["max_train_steps"])
+
+
 def built_model(path: Path, container: Mapping[str, Any]) -> tuple[str, ...]:
     """Name of the tiny model's folder if the recipe builds it directly inside the run folder, otherwise nothing."""
     model = Path(container["model_path"]).resolve()
@@ -183,7 +196,7 @@ def check_recognised(path: Path, owned: Collection[str]) -> None:
     if not path.is_dir() or (path / RUN_CONFIG).is_file():
         return
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in (*owned, LOCK_FILE))
-    foreign = [name for name in foreign if not is_job_folder(path / name)]
+    foreign = [name for name in foreign if not (is_job_folder(path / name) or is_of_launchers(path / name))]
     if foreign:
         listed = ", ".join(foreign[:3])
         raise ConfigError(f"`output_dir` is {str(path)!r}: it holds {listed} and no run; choose a new or empty folder")
@@ -193,10 +206,14 @@ def is_job_folder(path: Path) -> bool:
     return fnmatch.fnmatch(path.name, "*_[0-9]*") and (path / "start.sh").is_file()
 
 
+def is_of_launchers(path: Path) -> bool:
+    return any(fnmatch.fnmatch(path.name, pattern) for pattern in OF_LAUNCHERS)
+
+
 def clear(path: Path, owned: Collection[str]) -> None:
     """Delete the files of a run and keep all other files in the folder."""
-    jobs = [entry for entry in path.iterdir() if is_job_folder(entry)]
-    for entry in [*jobs, *(path / name for name in owned)]:
+    others = [entry for entry in path.iterdir() if is_job_folder(entry) or is_of_launchers(entry)]
+    for entry in [*others, *(path / name for name in owned)]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:

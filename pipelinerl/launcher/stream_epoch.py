@@ -19,7 +19,7 @@ from pipelinerl.inspect import ledger, verify
 from pipelinerl.inspect.outside import look_into
 from pipelinerl.records.messages import EvaluationDone, EvaluationMessage
 from pipelinerl.records.topics import EVALUATION
-from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader
+from pipelinerl.streams import SingleStreamSpec, backend_from_config, get_streams_backend, open_reader
 from pipelinerl.streams.epoch import (
     EPOCH_FILE,
     EVALUATIONS_FILE,
@@ -46,13 +46,28 @@ def begin_epoch(run_dir: Path, config: Config, say: Callable[[str], None], *, ow
     make_folder(lost)
     write_account(run_dir, lost)
     if config.streams.backend == "redis" and config.streams.external and owns_external:
-        _delete_external(run_dir)
+        delete_external(run_dir, config)
     for path in (run_dir / "streams", *run_dir.glob("redis_*/data"), *run_dir.glob("actor_*/progress.msgpack")):
         _set_aside(path, lost / path.relative_to(run_dir))
     if (run_dir / EPOCH_FILE).exists():
         shutil.copyfile(run_dir / EPOCH_FILE, lost / EPOCH_FILE)
     write_epoch(run_dir, StreamEpoch(number=number + 1))
     say(f"new streams behind the newest good checkpoint; the old ones are in {lost}: delete it when you do not need it")
+
+
+def has_records(run_dir: Path, config: Config) -> bool:
+    """Whether there are streams of this folder with records. For an external redis before anybody writes to it."""
+    backend_from_config(config, run_dir)
+    backend = get_streams_backend()
+    return any(backend.stats(spec).next_offset for spec in backend.specs(run_dir))
+
+
+def delete_external(run_dir: Path, config: Config) -> None:
+    """Delete the streams of this folder on an external redis."""
+    backend_from_config(config, run_dir)
+    backend = get_streams_backend()
+    for spec in backend.specs(run_dir):
+        backend.delete(spec)
 
 
 def write_account(run_dir: Path, lost: Path) -> None:
@@ -76,13 +91,6 @@ def _write_evaluations(run_dir: Path, path: Path) -> None:
     with open_reader(spec, EvaluationMessage, name=None, over_damage=True) as reader:
         found = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
     path.write_bytes(b"".join(msgspec.json.encode(message) + b"\n" for message in found))
-
-
-def _delete_external(run_dir: Path) -> None:
-    with look_into(run_dir):
-        backend = get_streams_backend()
-        for spec in backend.specs(run_dir):
-            backend.delete(spec)
 
 
 def _set_aside(path: Path, target: Path) -> None:

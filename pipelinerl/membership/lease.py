@@ -36,6 +36,8 @@ class LauncherNote(msgspec.Struct, frozen=True, kw_only=True):
     """Incarnation of the leader's lease that this launcher follows. Empty for the leader itself."""
     resumed: bool = False
     """Leader: whether the run goes on from an earlier launch."""
+    old_streams: bool = False
+    """Leader: whether an external redis has records of an earlier launch, so that actors and trainers need theirs."""
     marker: str = ""
     """Leader: name of a file in the run folder, by which a node finds out whether it shares the folder."""
     actors_done: tuple[str, ...] = ()

@@ -124,6 +124,9 @@ def test_nodes_run_together_to_the_end(nodes: Nodes, streams: str) -> None:
     if streams == "files":
         notes = {name: lease.launcher for name, lease in FolderStore(nodes.run).leases().items() if lease.launcher}
         assert {name: note.ending for name, note in notes.items()} == {"launcher_0": "done", "launcher_1": "done"}
+        nodes.start_all(f"streams={streams}")
+        assert nodes.wait() == [0, 0], nodes.outputs()
+        assert "the run is finished" in nodes.output(1)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,30 @@ def test_nodes_without_a_secret_are_refused(nodes: Nodes) -> None:
     nodes.start(0, secret="short")
     assert nodes.wait() == [2]
     assert "PIPELINERL_SECRET is not set" in nodes.output(0)
+
+
+def test_nodes_with_streams_in_files_share_the_folder_whatever_else_they_see_in_it(nodes: Nodes) -> None:
+    """The follower read the leader's lease in the folder, but did not see the marker yet, and was refused its lock."""
+    nodes.start(0, finetune="held")
+    nodes.wait_until(lambda: (nodes.run / "members" / "launcher_0.json").exists(), "the leader's lease")
+    for marker in nodes.run.glob(".launch-*"):
+        marker.unlink()
+    nodes.start(1, finetune="held")
+    nodes.wait_for(0, "is here")
+    nodes.let_end()
+    assert nodes.wait() == [0, 0], nodes.outputs()
+
+
+@needs_redis
+def test_nodes_error_of_a_launcher_is_told_to_the_leader_at_once(nodes: Nodes) -> None:
+    """The follower takes the folder for its own. The leader only heard that it was silent."""
+    nodes.start(0, "streams=redis", finetune="held")
+    nodes.wait_until(lambda: list(nodes.run.glob(".launch-*")) != [], "the marker")
+    for marker in nodes.run.glob(".launch-*"):
+        marker.unlink()
+    nodes.start(1, "streams=redis", finetune="held")
+    assert nodes.wait() == [1, 2], nodes.outputs()
+    assert "another launcher is running in it" in nodes.output(0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

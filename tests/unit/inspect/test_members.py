@@ -42,3 +42,13 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def _fields(lease: Lease) -> dict:
     return {name: getattr(lease, name) for name in lease.__struct_fields__}
+
+
+@pytest.mark.parametrize("name", ["finetune_0", "verifier_1", "launcher_1"])
+def test_only_servers_of_a_model_are_asked_to_leave(tmp_path: Path, name: str) -> None:
+    """The others do not read the request, and the command said that they end."""
+    store = FolderStore(tmp_path)
+    store.take(Lease(name=name, incarnation="i", ttl_s=5.0))
+    with pytest.raises(ConfigError, match=f"'{name}' is no server of a model: only actor_llm and preprocessor_llm"):
+        ask_to_leave(store, name)
+    assert not store.is_asked_to_leave(name)

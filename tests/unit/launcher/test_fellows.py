@@ -18,6 +18,7 @@ from pipelinerl.launcher.fellows import (
     end_by_leader,
     ending_fields,
     is_expendable,
+    is_leader_free,
     is_rank_free,
     lease_name,
     living_leader,
@@ -114,8 +115,8 @@ def test_plan_depends_on_everything_that_all_nodes_have_in_common() -> None:
 
 def test_plan_gives_a_frozen_redis_the_time_to_be_found_and_restarted() -> None:
     assert plan({}).away_s == LIMITS.node_timeout_s
-    with_redis = world_of(*WORLD.jobs, job("redis_0", 0))
-    assert plan({}, world=with_redis).away_s == LIMITS.node_timeout_s + LIMITS.heartbeat_timeout_s
+    on_redis = plan_fellows(WORLD, 1, {}, {"PIPELINERL_SECRET": SECRET}, LIMITS, "redis://h:1/x", on_redis=True)
+    assert on_redis.away_s == LIMITS.node_timeout_s + LIMITS.heartbeat_timeout_s, "also of one that it did not start"
 
 
 def test_plan_without_a_secret_is_refused() -> None:
@@ -189,6 +190,16 @@ def test_rank_of_a_living_launcher_is_refused() -> None:
         is_rank_free(make_fellows(1), seen, "boss")
 
 
+def test_leaders_place_is_free_unless_another_one_renews_its_lease() -> None:
+    assert is_leader_free(look_again(Meeting(), held(lease(1)), 0.0))
+    assert is_leader_free(look_again(Meeting(), held(lease(0, ending="failed")), 0.0))
+    seen = look_again(Meeting(), held(lease(0, 7)), 0.0)
+    assert not is_leader_free(seen)
+    assert not is_leader_free(look_again(seen, held(lease(0, 7)), 1.0)), "perhaps of a killed one: look again"
+    with pytest.raises(ConfigError, match="another launcher with RANK=0 is running this run"):
+        is_leader_free(look_again(seen, held(lease(0, 8)), 1.0))
+
+
 def test_launchers_that_do_not_fit_are_told_why() -> None:
     fellows = make_fellows()
     assert refusal_of(fellows, 1, note()) is None
@@ -228,7 +239,7 @@ def test_vanished_leases_of_roles_are_gone() -> None:
 
 def test_run_goes_on_without_an_expendable_node_and_takes_it_back() -> None:
     fellows, gone = make_fellows(), {1: LOST, 2: HERE}
-    for fellow in (LOST, Fellow("failed", "why"), Fellow("stopped", "SIGTERM")):
+    for fellow in (LOST, Fellow("failed", "why"), Fellow("stopped", "SIGTERM"), Fellow("stopped", "SIGHUP")):
         assert end_by_followers(fellows, {1: fellow, 2: HERE}, 0.0) is None
     assert tidings(fellows, {1: HERE, 2: HERE}, gone) == [
         "warning: node 1 (host1) has been silent for 10 s (launcher.node_timeout_s); the run goes on without job_1, "

@@ -41,6 +41,35 @@ def test_claim_same_experiment_resumes(container: dict, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "streams" / "actor").is_dir()
 
 
+def test_what_launchers_of_other_nodes_have_left_is_the_runs(container: dict, tmp_path: Path) -> None:
+    """It stayed when a run was deleted, and then the folder was refused as that of somebody else."""
+    path = tmp_path / "run"
+    hold_run(path, container)
+    left = [path / "launcher.12.log", path / ".launch-0a1b2c"]
+    for file in left:
+        file.touch()
+    run_dir.claim(path, container, force_restart=True).lock.close()
+    assert not any(file.exists() for file in left)
+    left[0].touch()
+    run_dir.claim(path, container, force_restart=False).lock.close()
+
+
+def test_folder_of_a_finished_run_is_known_to_nodes_that_do_not_claim_it(container: dict, tmp_path: Path) -> None:
+    path, steps = tmp_path / "run", container["finetune"]["max_train_steps"]
+
+    def is_finished(force_restart: bool = False, **changes: object) -> bool:
+        return run_dir.holds_finished(path, container | changes, force_restart=force_restart)
+
+    assert not is_finished()
+    hold_run(path, container)
+    assert not is_finished()
+    (path / "summary.json").write_text(f'{{"optimizer_steps": {steps}}}')
+    assert is_finished()
+    assert not is_finished(force_restart=True)
+    assert not is_finished(seed=7), "node 0 refuses this"
+    assert not is_finished(finetune=container["finetune"] | {"max_train_steps": steps + 1})
+
+
 def test_claim_execution_settings_may_change(container: dict, tmp_path: Path) -> None:
     hold_run(tmp_path / "run", container)
     container["finetune"]["max_train_steps"] = 7
