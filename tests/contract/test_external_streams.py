@@ -78,7 +78,8 @@ def plan_of(config: Config, *kinds: str) -> RunPlan:
     node = Node(rank=0, hostname="127.0.0.1", devices=1)
     jobs = tuple(Job(name=f"{kind}_0", kind=kind) for kind in kinds)
     world = WorldMap(accelerator="cpu", nodes=(node,), jobs=jobs, master_port=1, weight_port=2, weight_ports=1)
-    return RunPlan(config=config, container={"model_path": "m", "tiny_model": None}, world=world, node_rank=0, commands=())
+    container = {"model_path": "m", "tiny_model": None}
+    return RunPlan(config=config, container=container, world=world, node_rank=0, commands=())
 
 
 def test_new_run_does_not_go_on_with_the_streams_that_an_earlier_one_left_on_redis(run: Path, external: Config) -> None:
