@@ -2,8 +2,8 @@
 
 ``model.empty_lm`` builds the model without memory for its weights, the engine allocates this rank's share, and
 ``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. A
-parameter may be divided among several tensors of the files, as the experts of a layer are. If the files lack some part
-of a parameter, or LoRA is enabled, every rank loads the whole model instead.
+parameter may be divided among several tensors of the files, as the experts of a layer are. If the files hold some
+parameter in another form, or LoRA is enabled, every rank loads the whole model instead.
 """
 
 import json
@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.checkpoint_names import Block, CheckpointNames
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import LM_PREFIX
@@ -48,8 +49,11 @@ class WeightFiles:
         single = _locate(source, SINGLE)
         if single is None:
             return None
-        with safe_open(single, "pt") as file:
-            return cls(dict.fromkeys(file.keys(), single))
+        try:
+            with safe_open(single, "pt") as file:
+                return cls(dict.fromkeys(file.keys(), single))
+        except SafetensorError as error:
+            raise ConfigError(f"model_path: {single} cannot be read: {error}; get the file again") from error
 
     def lacking(self, model: PreTrainedModel) -> list[str]:
         """Names of ``model``'s parameters and saved buffers that the files lack with this name and shape."""
@@ -84,9 +88,12 @@ class WeightFiles:
 
     def _slice(self, name: str):
         path = self._files[name]
-        if self._open is None or self._open[0] != path:
-            self._open = (path, safe_open(path, "pt"))
-        return self._open[1].get_slice(name)
+        try:
+            if self._open is None or self._open[0] != path:
+                self._open = (path, safe_open(path, "pt"))
+            return self._open[1].get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(f"model_path: {path} cannot be read at {name}: {error}; get the file again") from error
 
 
 def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | None]:

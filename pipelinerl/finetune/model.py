@@ -199,14 +199,24 @@ def auto_class(config: Any) -> type[AutoModelForCausalLM] | type[AutoModelForIma
 
 
 def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
-    """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``."""
+    """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``.
+
+    Raises:
+        ConfigError: the files lack a parameter. transformers would fill it with random values, others on every rank.
+    """
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
-    lm = auto_class(config).from_pretrained(
+    lm, found = auto_class(config).from_pretrained(
         str(source),
         dtype=torch.float32,
         attn_implementation=attention_of(config, attention),
         trust_remote_code=cfg.trust_remote_code,
+        output_loading_info=True,
     )
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"model_path: the files of {source} lack {len(missing)} of the model's tensors, among them {missing[:3]}; "
+            "get the model again, or save it with all its tensors"
+        )
     return _prepared(lm, cfg)
 
 

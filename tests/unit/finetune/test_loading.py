@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.architecture import small_copy
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
@@ -76,28 +77,50 @@ def test_model_in_several_files_is_found_by_its_index(tmp_path: Path) -> None:
     assert files.lacking(lm) == []
 
 
-@pytest.mark.parametrize("damage", ["other name", "other shape", "no safetensors", "adapters"])
+@pytest.mark.parametrize("damage", ["other shape", "no safetensors", "adapters"])
 def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) -> None:
     model = save_qwen2(tmp_path / "model", 32)
     cfg = make_config(model, *(["finetune.lora.enabled=true"] if damage == "adapters" else []))
     path = model / "model.safetensors"
     weights = {name: tensor.clone() for name, tensor in make_qwen2(32).named_parameters()}
-    if damage == "other name":
-        weights["other"] = weights.pop("model.norm.weight")
-        save_file(weights, path)
-    elif damage == "other shape":
+    if damage == "other shape":
         weights["model.norm.weight"] = weights["model.norm.weight"][None]
-        files = save_file(weights, path)
+        save_file(weights, path)
         files = WeightFiles.find(str(model))
         assert files is not None
         assert files.lacking(make_qwen2(32)) == ["model.norm.weight"]
         return
-    elif damage == "no safetensors":
+    if damage == "no safetensors":
         path.unlink()
         torch.save(weights, model / "pytorch_model.bin")
     lm, found = load_model(cfg, "sdpa")
     assert found is None
     assert not is_empty(lm)
+
+
+@pytest.mark.parametrize("lora", ["true", "false"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_files_that_lack_a_tensor_are_refused_by_its_name(tmp_path: Path, lora: str, tied: bool) -> None:
+    """transformers would train random values in its place, and other ones on every rank."""
+    model = save_qwen2(tmp_path / "model", 32, tied=tied)
+    gone = "model.norm.weight" if tied else "lm_head.weight"
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if name != gone}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"lack 1 of the model's tensors, among them \['{gone}'\]"):
+        load_model(make_config(model, f"finetune.lora.enabled={lora}"), "sdpa")
+
+
+@pytest.mark.parametrize("damage", ["cut", "not in the file"])
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str, files: int) -> None:
+    make_qwen2(32).save_pretrained(tmp_path, max_shard_size="1GB" if files == 1 else "8KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[-1]
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        save_file({"other": torch.zeros(1)}, path)
+    with pytest.raises(ConfigError, match=path.name if damage == "cut" or files == 2 else "lack"):
+        load_model(make_config(tmp_path), "sdpa")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
