@@ -66,6 +66,10 @@ class LogitMap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """1 − tanh² u, where the mapped ``logits`` are cap · tanh u: the cap's derivative. None without a cap."""
+        return None if self.softcap is None else (logits / self.softcap).square_().neg_().add_(1.0)
+
 
 @dataclass(frozen=True)
 class _HeadOptions:
@@ -190,11 +194,12 @@ class _Operands:
 
 class _Chunk(NamedTuple):
     targets_C1: Tensor
-    largest_C1: Tensor
-    """Row maximum of the logits at the temperature."""
-    shifted_CV: Tensor
-    """Logits minus their row maximum."""
     exp_CV: Tensor
+    """exp(s), where s are the logits minus their row maximum."""
+    product_CV: Tensor
+    """s · exp(s)"""
+    slope_CV: Tensor | None
+    """Derivative of the logits by the capped products, without their scale. None: no cap, or not asked for."""
     sum_C: Tensor
     logprobs_C: Tensor
     entropy_C: Tensor
@@ -204,20 +209,26 @@ def _rows(total: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, total)) for start in range(0, total, chunk))
 
 
-def _evaluate(operands: _Operands, targets_K: Tensor, rows: slice, temperature: float) -> _Chunk:
-    """Compute the softmax of one chunk: its two full-vocabulary buffers and the values derived from them."""
+def _evaluate(
+    operands: _Operands, targets_K: Tensor, rows: slice, temperature: float, *, with_slope: bool = False
+) -> _Chunk:
+    """Compute the softmax of one chunk: its two full-vocabulary buffers and the values derived from them.
+
+    ``with_slope``: whether the gradient of the logits will be asked for, which with a cap needs a third buffer.
+    """
     targets_C1 = targets_K[rows, None]
     logits_CV = operands.logits(rows)
+    slope_CV = operands.logit_map.slope(logits_CV) if with_slope else None
     if temperature != 1.0:
         logits_CV.div_(temperature)
-    largest_C1 = logits_CV.amax(1, keepdim=True)
-    shifted_CV = logits_CV.sub_(largest_C1)
+    shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    chosen_C = shifted_CV.gather(1, targets_C1)[:, 0]
     exp_CV = shifted_CV.exp()
     sum_C = exp_CV.sum(1)
     log_sum_C = sum_C.log()
-    expected_C = torch.bmm(exp_CV[:, None, :], shifted_CV[:, :, None])[:, 0, 0] / sum_C
-    logprobs_C = shifted_CV.gather(1, targets_C1)[:, 0] - log_sum_C
-    return _Chunk(targets_C1, largest_C1, shifted_CV, exp_CV, sum_C, logprobs_C, log_sum_C - expected_C)
+    product_CV = shifted_CV.mul_(exp_CV)
+    entropy_C = log_sum_C - product_CV.sum(1) / sum_C
+    return _Chunk(targets_C1, exp_CV, product_CV, slope_CV, sum_C, chosen_C - log_sum_C, entropy_C)
 
 
 def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -229,27 +240,25 @@ def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk:
     return logprobs_K, entropy_K
 
 
-def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, temperature: float, logit_map: LogitMap) -> Tensor:
+def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, factor: float) -> Tensor:
     """Gradient of the head's products from those of log-probability (g) and entropy (e). Reuses the chunk's buffers.
 
-    d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H). With z = cap · tanh(u), d z / d u is
-    cap (1 − tanh² u).
+    d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H), with p_j = exp(s_j) / Σ exp(s) and
+    log p_j = s_j − log Σ exp(s).
+
+    Args:
+        factor: derivative of the logits at the temperature by the products, where no cap acts.
     """
-    slope_CV = None
-    if logit_map.softcap is not None:
-        tanh_CV = (part.shifted_CV + part.largest_C1).mul_(temperature / logit_map.softcap)
-        slope_CV = tanh_CV.square_().neg_().add_(1.0)
-    factor = logit_map.scale / temperature
     g_C = g_C * factor
     if e_C is None:
         gradient_CV = part.exp_CV.mul_((-g_C / part.sum_C)[:, None])
     else:
         e_C = e_C * factor
         offset_C = e_C * (part.entropy_C - part.sum_C.log()) + g_C
-        factor_CV = part.shifted_CV.mul_(e_C[:, None]).add_(offset_C[:, None])
-        gradient_CV = factor_CV.mul_(part.exp_CV.mul_((-1.0 / part.sum_C)[:, None]))
+        gradient_CV = part.exp_CV.mul_((-offset_C / part.sum_C)[:, None])
+        gradient_CV.add_(part.product_CV.mul_((-e_C / part.sum_C)[:, None]))
     gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
-    return gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV)
+    return gradient_CV if part.slope_CV is None else gradient_CV.mul_(part.slope_CV)
 
 
 def _objective_gradients(
@@ -320,14 +329,14 @@ def _forward(
 
     def one_chunk(rows: slice) -> tuple[Tensor, Tensor]:
         """Loss (0 if known ahead) and gradient of the logits. Returning frees the other full-vocabulary buffers."""
-        part = _evaluate(operands, targets_K, rows, temperature)
+        part = _evaluate(operands, targets_K, rows, temperature, with_slope=True)
         if ahead is None:
             logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C
             part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, rows.start)
         else:
             part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
         used_C = e_C if objective.uses_entropy else None
-        gradient_CV = _logits_gradient(part, g_C, used_C, temperature, options.logit_map)
+        gradient_CV = _logits_gradient(part, g_C, used_C, options.logit_map.scale / temperature)
         return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
     for rows in _rows(total, options.chunk):
