@@ -13,7 +13,8 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,53 @@ class Allocations:
 
     def peaks(self) -> dict[str, int]:
         """Largest number of bytes held during each phase, which is a `record_function` of this module."""
-        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-        ends = {e.name().removeprefix(PHASE): e.start_ns() + e.duration_ns() for e in events if PHASE in e.name()}
-        found, held, running = dict.fromkeys(ends, 0), 0, dict[str, int]()
-        for event in events:
-            if PHASE in event.name():
-                running[event.name().removeprefix(PHASE)] = ends[event.name().removeprefix(PHASE)]
-            elif event.name() == "[memory]":
-                held += event.nbytes()
-                running = {name: end for name, end in running.items() if event.start_ns() <= end}
-                found |= {name: max(found[name], held) for name in running}
-        return found
+        assert self._profile.profiler is not None
+        events = list(every_event(self._profile.profiler.kineto_results.experimental_event_tree()))
+        spans = {e.name.removeprefix(PHASE): (e.start_time_ns, e.end_time_ns) for e in events if PHASE in e.name}
+        blocks = [(e.start_time_ns, e.typed[1].ptr, e.typed[1].alloc_size) for e in events if is_allocation(e)]
+        return peaks_of(spans, blocks)
 
     def phase(self, name: str) -> Any:
         return record_function(PHASE + name)
+
+
+def every_event(roots: Iterable[Any]) -> Iterator[Any]:
+    """The profiler's events and all that they contain."""
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        yield event
+
+
+def is_allocation(event: Any) -> bool:
+    return event.tag == torch._C._profiler._EventType.Allocation
+
+
+def peaks_of(spans: Mapping[str, tuple[int, int]], blocks: Iterable[tuple[int, int, int]]) -> dict[str, int]:
+    """Largest number of bytes held between the two times of each span.
+
+    The profiler sees what its own thread does. Gloo releases tensors in threads of its own, so a block also ends when
+    another one gets some of its memory.
+
+    Args:
+        blocks: (time, address, bytes) of each allocation, and with negative bytes of each release.
+    """
+    found, held, live, addresses = dict.fromkeys(spans, 0), 0, dict[int, int](), list[int]()
+    for time, address, size in sorted(blocks, key=lambda block: block[0]):
+        after = bisect_left(addresses, address + max(size, 1))
+        first = after
+        while first and addresses[first - 1] + live[addresses[first - 1]] > address:
+            first -= 1
+        held -= sum(live.pop(ended) for ended in addresses[first:after])
+        addresses[first:after] = [address] if size > 0 else []
+        if size > 0:
+            live[address] = size
+            held += size
+        for name, (start, end) in spans.items():
+            if start <= time <= end:
+                found[name] = max(found[name], held)
+    return found
 
 
 class DeviceAllocations:

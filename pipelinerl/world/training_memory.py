@@ -10,7 +10,7 @@ Bytes per parameter P (N ranks, float32 master weights everywhere):
     fsdp2     12 P / N + 4 P     sharded, but the gradient is whole until the step's one synchronisation
               16 P / N           with `finetune.shard_gradients`
     deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
-              fp32  4 P + 4 P + 8 P   sharded in the same way
+              fp32  4 P + 4 P + 12 P  sharded in the same way: DeepSpeed keeps master weights here too
 
 With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Ranks that share
 a micro-batch have their part of its activations, and each layer's keys and values as a whole.
@@ -78,7 +78,7 @@ def state_bytes(
         shard_gradients: `finetune.shard_gradients`.
     """
     if engine == "deepspeed":
-        weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 8)
+        weights, gradient, states = (2, 4 if stage > 1 else 2, 12) if half else (4, 4, 12)
         sharded = (stage >= 3, stage >= 2, stage >= 1)
     else:
         weights, gradient, states = 4, 4, 8

@@ -40,18 +40,13 @@ SIZES = {
 """No line of `benchmarks/step_memory.py` has these depths, widths, vocabularies, shares of key heads or lengths."""
 
 
-def check(engine: str, ranks: int, folder: Path, precisions: tuple[str, ...]) -> None:
-    lines = compare(engine, ranks, folder, SIZES, precisions)
-    assert len(lines) == len(SIZES) * len(precisions)
-    off = [line for line in lines if abs(line["ratio"] - 1) > TOLERANCE]
-    assert off == [], [(line["size"], line["precision"], line["ratio"]) for line in off]
-
-
 @pytest.mark.parametrize(
     ("engine", "ranks", "precisions"),
     [
         ("ddp", 1, ("float32", "bfloat16")),
-        *[(engine, 2, ("bfloat16, recomputed",)) for engine in ("fsdp2", "zero1", "zero2", "zero3")],
+        *[(engine, 2, ("float32", "bfloat16, recomputed")) for engine in ("fsdp2", "zero3")],
+        ("zero1", 2, ("float32",)),
+        ("zero2", 2, ("bfloat16, recomputed",)),
     ],
 )
 def test_plan_is_within_a_tenth_of_the_measured_peak(

@@ -134,7 +134,9 @@ def test_unknown_model_has_no_shape(tmp_path):
         ("deepspeed", 1, True, (200, 200, 300)),
         ("deepspeed", 2, True, (200, 100, 300)),
         ("deepspeed", 3, True, (50, 100, 300)),
-        ("deepspeed", 2, False, (400, 100, 200)),
+        ("deepspeed", 1, False, (400, 400, 300)),
+        ("deepspeed", 2, False, (400, 100, 300)),
+        ("deepspeed", 3, False, (100, 100, 300)),
     ],
 )
 def test_states_of_a_hundred_parameters_on_four_ranks(engine, stage, half, expected):
