@@ -49,7 +49,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         seq_parallel=finetune.seq_parallel,
         trust_remote_code=cfg.trust_remote_code,
     )
-    lm, files = load_model(cfg, found.attention)
+    lm, files = load_model(cfg, found.attention, whole=finetune.lora.enabled and name == "deepspeed")
     if finetune.compile:
         _require_packed_attention(found.attention)
         compile_layers(lm)

@@ -3,7 +3,8 @@
 ``model.empty_lm`` builds the model without memory for its weights, the engine allocates this rank's share, and
 ``stream_weights`` fills it. Loading needs additional host memory for one rank's piece of one tensor at a time. A
 parameter may be divided among several tensors of the files, as the experts of a layer are. If the files hold some
-parameter in another form, or LoRA is enabled, every rank loads the whole model instead.
+parameter in another form, or DeepSpeed trains adapters, every rank loads the whole model instead. Adapters have their
+first values already.
 """
 
 import json
@@ -20,7 +21,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.checkpoint_names import Block, CheckpointNames
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.export import LM_PREFIX
+from pipelinerl.finetune.export import BASE, LM_PREFIX, LORA_A, LORA_B
 from pipelinerl.finetune.model import empty_lm, load_lm
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class WeightFiles:
     def lacking(self, model: PreTrainedModel) -> list[str]:
         """Names of ``model``'s parameters and saved buffers that the files lack with this name and shape."""
         names = CheckpointNames(model)
-        wanted = [*model.named_parameters(), *names.buffers()]
+        loaded = ((checkpoint_name(name), whole) for name, whole in model.named_parameters() if not is_adapter(name))
+        wanted = [*loaded, *names.buffers()]
         return [name for name, whole in wanted if not self._have(names.blocks(name, tuple(whole.shape)))]
 
     def _have(self, blocks: Sequence[Block]) -> bool:
@@ -96,13 +98,23 @@ class WeightFiles:
             raise ConfigError(f"model_path: {path} cannot be read at {name}: {error}; get the file again") from error
 
 
-def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | None]:
+def is_adapter(name: str) -> bool:
+    return LORA_A in name or LORA_B in name
+
+
+def checkpoint_name(name: str) -> str:
+    """Name of a parameter as in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def load_model(cfg: Config, attention: str, *, whole: bool = False) -> tuple[nn.Module, WeightFiles | None]:
     """The language model, either empty with the files that fill it, or loaded with None.
 
     Args:
         attention: name of the implementation in transformers.
+        whole: load it, also where it could be streamed.
     """
-    files = None if cfg.finetune.lora.enabled else WeightFiles.find(cfg.model_path)
+    files = None if whole else WeightFiles.find(cfg.model_path)
     if files is not None:
         lm = empty_lm(cfg.model_path, cfg, attention)
         lacking = files.lacking(lm)
@@ -115,15 +127,12 @@ def load_model(cfg: Config, attention: str) -> tuple[nn.Module, WeightFiles | No
 def stream_weights(engine: Engine, files: WeightFiles) -> None:
     """Fill the engine's pieces of the language model from ``files``, and other pieces with 0. Collective."""
     names, shapes = engine.policy.names, dict(engine.full_shapes())
-    for name, piece in engine.pieces().items():
-        parameter, _, key = name.rpartition(".")
-        if key != "param":
-            continue
-        if parameter.startswith(LM_PREFIX):
-            blocks = names.blocks(parameter.removeprefix(LM_PREFIX), shapes[parameter])
-            piece.tensor.copy_(files.read_range(blocks, piece.start, len(piece.tensor)))
-        else:
+    for name, piece in engine.weights().items():
+        if not name.startswith(LM_PREFIX):
             piece.tensor.zero_()
+        elif not is_adapter(name):
+            blocks = names.blocks(checkpoint_name(name.removeprefix(LM_PREFIX)), shapes[name])
+            piece.tensor.copy_(files.read_range(blocks, piece.start, len(piece.tensor)))
     for name, buffer in names.buffers():
         values = files.read_range(names.blocks(name, tuple(buffer.shape)), 0, buffer.numel())
         buffer.copy_(values.view(buffer.shape))

@@ -284,6 +284,8 @@ def turn_dropout_off(lm: nn.Module) -> None:
 def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTrainedModel:
     """Freeze ``lm`` and insert LoRA adapters into its linear layers (arXiv:2106.09685). B starts at 0.
 
+    The adapters have memory also where ``lm`` is empty.
+
     ``seed``: of A's random values.
 
     Raises:
@@ -295,7 +297,6 @@ def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTraine
         raise ConfigError(
             "finetune.lora.enabled needs peft, which is not installed: pip install 'pipelinerl[lora]'"
         ) from error
-    torch.manual_seed(seed)
     config = LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules, bias="none"
     )
@@ -306,7 +307,29 @@ def add_adapters(lm: PreTrainedModel, lora: LoraSection, seed: int) -> PreTraine
             f"`finetune.lora.target_modules` is {lora.target_modules!r}: it covers the output head, whose loss is "
             "computed without logits and would leave the adapter out; name the other modules, or use all-linear"
         )
+    if odd := [
+        name for name, _ in lm.named_parameters() if "lora_" in name and not {"lora_A", "lora_B"} & {*name.split(".")}
+    ]:
+        raise ConfigError(
+            f"`finetune.lora.target_modules` is {lora.target_modules!r}: it covers a module that is no linear layer "
+            f"({odd[0]}), whose adapter cannot be merged for servers; name linear layers only"
+        )
+    _start_adapters(lm, seed)
     return lm
+
+
+def _start_adapters(lm: nn.Module, seed: int) -> None:
+    """Fill A with the uniform values of ``nn.Linear`` and B with 0, in the memory of the CPU if they have none."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in lm.modules():
+        for kind, adapters in ((kind, getattr(module, kind, None)) for kind in ("lora_A", "lora_B")):
+            if not isinstance(adapters, nn.ModuleDict):
+                continue
+            for linear in adapters.values():
+                bound = linear.in_features**-0.5 if kind == "lora_A" else 0.0
+                values = torch.empty(linear.weight.shape).uniform_(-bound, bound, generator=generator)
+                device = "cpu" if linear.weight.is_meta else linear.weight.device
+                linear.weight = nn.Parameter(values.to(device, linear.weight.dtype), linear.weight.requires_grad)
 
 
 def isolation_error(

@@ -118,6 +118,19 @@ def test_ranks_sharing_each_sequence_have_the_losses_of_one(
         assert mine["input_tokens"] == theirs["input_tokens"]
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", slow("fsdp2_shards"), slow("zero2"), slow("zero3")])
+def test_adapters_have_the_losses_of_one_rank_and_resume_on_it(engine: str, model: Path, tmp_path: Path) -> None:
+    """The base is streamed into FSDP2's shards, and only adapters are in the checkpoint."""
+    overrides = ["finetune.lora.enabled=true", "finetune.lora.r=4"]
+    expected = run_ranks(tmp_path / "one.json", 1, "ddp", model, steps=[0, 6], overrides=list(overrides))
+    save = {"save_at": 3, "save": str(tmp_path), "overrides": list(overrides)}
+    ours = run_ranks(tmp_path / "two.json", 2, engine, model, steps=[0, 3], **save)
+    ours += run_ranks(tmp_path / "resumed.json", 1, "ddp", model, steps=[3, 6], load=str(tmp_path), overrides=overrides)
+    for step, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), f"step {step} {name}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "ranks"), [("ddp", 1), ("fsdp2", 2), ("zero2", 2)])
 def test_compiled_layers_have_the_losses_of_layers_that_are_not(

@@ -89,6 +89,10 @@ class Engine(ABC):
         The pieces are float32 views of the live state. To resume, fill them and call ``loaded``. No communication.
         """
 
+    @abstractmethod
+    def weights(self) -> dict[str, Piece]:
+        """This rank's pieces of all parameters by name, also of those that are not trained. Views, as ``pieces()``."""
+
     def own_pieces(self) -> dict[str, Piece]:
         """The part of ``pieces()`` that this rank saves. The parts of all ranks cover every tensor exactly once."""
         return self.pieces()

@@ -114,8 +114,10 @@ def _gather(parameter: DTensor, flat: Tensor) -> Tensor:
 
 
 def _make_shards(policy: Policy, device: torch.device) -> None:
-    """Allocate this rank's shards without values. Buffers keep their values."""
-    kept = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    """Allocate this rank's shards without values. What has values keeps them: buffers and adapters."""
+    named = [*policy.named_buffers(), *policy.named_parameters()]
+    kept = {name: values.detach().clone() for name, values in named if not values.is_meta}
     policy.to_empty(device=device)
-    for name, values in kept.items():
-        policy.get_buffer(name).copy_(values)
+    for name, values in [*policy.named_buffers(), *policy.named_parameters()]:
+        if name in kept:
+            values.detach().copy_(kept[name])

@@ -55,6 +55,10 @@ class SteppingEngine(Engine):
                     found[f"{name}.{key}"] = piece
         return found
 
+    def weights(self) -> dict[str, Piece]:
+        pieces = ((name, self.local_piece(parameter.detach())) for name, parameter in self.parameters.items())
+        return {name: piece for name, piece in pieces if piece is not None}
+
     @abstractmethod
     def local_piece(self, tensor: Any) -> Piece | None:
         """This rank's range of the flattened ``tensor``, as a view. None if it has no part of it."""

@@ -102,6 +102,10 @@ class ZeroEngine(Engine):
                     found[f"{name}.{key}"] = piece
         return found
 
+    def weights(self) -> dict[str, Piece]:
+        """As in ``Engine``, if all parameters are trained."""
+        return {name.removesuffix(".param"): piece for name, piece in self.pieces().items() if name.endswith(".param")}
+
     def loaded(self, num_steps: int) -> None:
         set_step(self.engine.optimizer.optimizer, num_steps)
         self._refresh_working_copy()

@@ -25,9 +25,10 @@ def make_config(model: Path, *overrides: str) -> Config:
     return parse(compose("base", [*required, *overrides]))
 
 
+@pytest.mark.parametrize("lora", ["true", "false"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: bool) -> None:
-    cfg = make_config(save_qwen2(tmp_path / "model", 32, tied=tied))
+def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: bool, lora: str) -> None:
+    cfg = make_config(save_qwen2(tmp_path / "model", 32, tied=tied), f"finetune.lora.enabled={lora}")
     lm, files = load_model(cfg, "sdpa")
     assert files is not None
     assert is_empty(lm)
@@ -43,6 +44,7 @@ def test_streamed_model_equals_the_whole_load_to_the_bit(tmp_path: Path, tied: b
     ids, positions = torch.arange(9)[None], torch.arange(9)[None]
     tokens = Tokens(ids, positions)
     assert torch.equal(engine.policy.hidden_states(tokens), whole.hidden_states(tokens))
+    assert [p.requires_grad for p in ours.values()] == [p.requires_grad for p in expected.values()]
     assert engine.policy.lm.generation_config.to_dict() == whole.lm.generation_config.to_dict()
 
 
@@ -77,10 +79,10 @@ def test_model_in_several_files_is_found_by_its_index(tmp_path: Path) -> None:
     assert files.lacking(lm) == []
 
 
-@pytest.mark.parametrize("damage", ["other shape", "no safetensors", "adapters"])
+@pytest.mark.parametrize("damage", ["other shape", "no safetensors", "asked for"])
 def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) -> None:
     model = save_qwen2(tmp_path / "model", 32)
-    cfg = make_config(model, *(["finetune.lora.enabled=true"] if damage == "adapters" else []))
+    cfg = make_config(model)
     path = model / "model.safetensors"
     weights = {name: tensor.clone() for name, tensor in make_qwen2(32).named_parameters()}
     if damage == "other shape":
@@ -93,7 +95,7 @@ def test_what_cannot_be_streamed_is_loaded_whole(tmp_path: Path, damage: str) ->
     if damage == "no safetensors":
         path.unlink()
         torch.save(weights, model / "pytorch_model.bin")
-    lm, found = load_model(cfg, "sdpa")
+    lm, found = load_model(cfg, "sdpa", whole=damage == "asked for")
     assert found is None
     assert not is_empty(lm)
 

@@ -38,6 +38,28 @@ def test_adapters_on_the_output_head_are_refused(modules: list[str] | str) -> No
         add_adapters(make_qwen2(32, tied=False), lora, seed=0)
 
 
+def test_adapters_on_the_embedding_are_refused() -> None:
+    """They have another form, which would be lost where adapters are merged for servers."""
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ConfigError, match=r"target_modules.*embed_tokens"):
+        add_adapters(make_qwen2(32, tied=False), lora, seed=0)
+
+
+def test_adapters_of_a_seed_have_the_same_values_whatever_was_drawn_before() -> None:
+    pytest.importorskip("peft")
+    lora = LoraSection(enabled=True, r=4, alpha=2, dropout=0.0, target_modules="all-linear")
+    models = [add_adapters(make_qwen2(32), lora, seed=seed) for seed in (3, 3, 4)]
+    first, same, other = ({n: p for n, p in lm.named_parameters() if p.requires_grad} for lm in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    matrices = [name for name in first if ".lora_A." in name]
+    assert all(not torch.equal(first[name], other[name]) for name in matrices)
+    assert all(not first[name].any() for name in first.keys() - set(matrices))
+    flat = torch.cat([first[name].flatten() * first[name].shape[1] ** 0.5 for name in matrices])
+    assert flat.abs().max() <= 1.0
+    assert flat.std().item() == pytest.approx(3**-0.5, rel=0.1)
+
+
 def test_adapters_on_all_linear_layers_leave_the_output_head_alone() -> None:
     pytest.importorskip("peft")
     lora = LoraSection(enabled=True, r=2, alpha=2, dropout=0.0, target_modules="all-linear")
