@@ -119,7 +119,7 @@ def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = Tr
         MemoryItem(label="weights", num_bytes=weights),
         MemoryItem(label="gradient", num_bytes=gradient),
         MemoryItem(label="optimizer states", num_bytes=states),
-        *step_items(cfg, shape, engine, cuda=cuda),
+        *step_items(cfg, shape, engine, ranks, cuda=cuda),
     )
     if not cuda:
         return items

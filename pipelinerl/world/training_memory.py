@@ -1,8 +1,9 @@
 """Estimates what one trainer rank holds at the peak of an optimizer step, from the configuration and the model.
 
-A step has two moments at which the memory may be largest: the output head at the end of a forward pass, and the
-backward pass through a layer. At both, the activations that are kept for the other layers are there. The plan is the
-larger one. `benchmarks/step_memory.py` compares it with measured allocations.
+A step has four moments at which the memory may be largest: the output head at the end of a forward pass, the backward
+pass through a layer, the reduction of a layer's gradient, and the optimizer's step. At the first two, the activations
+that are kept for the other layers are there, at the third all but one layer's, at the fourth none. The plan is the
+largest one. `benchmarks/step_memory.py` compares it with measured allocations.
 
 Bytes per parameter P (N ranks, float32 master weights everywhere):
 
@@ -12,7 +13,8 @@ Bytes per parameter P (N ranks, float32 master weights everywhere):
     deepspeed bf16  2 P + 2 P + 12 P  stage 1 shards the 12 P, stage 2 also the gradient (then 4 P), stage 3 all
               fp32  4 P + 4 P + 12 P  sharded in the same way: DeepSpeed keeps master weights here too
 
-With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Ranks that share
+With LoRA the weights count as a whole, and gradient and optimizer states count only for the adapters. Frozen norms keep
+no normalised input, the head has no gradient, and autocast copies a frozen weight anew each time. Ranks that share
 a micro-batch have their part of its activations, and each layer's keys and values as a whole.
 
 Shapes: T tokens of a micro-batch, H hidden size, V vocabulary.
@@ -31,7 +33,7 @@ RUNTIME_BYTES = 2 * GIB
 """CUDA context, communication buffers, fragmentation."""
 SMALLEST_CHUNK = 256
 """Of `finetune.head_chunk_tokens=auto`."""
-ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
+ZERO_BUCKET, ZERO_LIVE, ZERO_SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 ZERO_LIVE_KEYS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """DeepSpeed's defaults, in parameters."""
 
@@ -95,16 +97,19 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * (attention + 3 * shape.experts * (shape.hidden + shape.intermediate))
 
 
-def layer_bytes_per_token(shape: ModelShape, precision: Precision) -> int:
+def layer_bytes_per_token(shape: ModelShape, precision: Precision, frozen: bool = False) -> int:
     """What autograd keeps of one layer for the backward pass.
 
     Norms compute in float32. Per norm they keep their input and the normalised input, and the linear layers behind it
     keep their inputs. Autocast makes a copy for each of these layers. Attention keeps queries, keys, values and its
     output twice, once for the product behind it, and the log-sum-exp. The feed-forward network keeps both products, the
     activation and their product.
+
+    ``frozen``: with adapters, for which nothing is kept of the norms' gradients.
     """
     e, hidden = precision.computed, shape.hidden
     norms = (2 * (4 + 4) + 5 * e) * hidden if precision.autocast else 2 * (4 + 2 * e) * hidden
+    norms -= 2 * (4 if precision.autocast else e) * hidden if frozen else 0
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = e * (3 * queries + 2 * keys) + 4 * shape.heads
     if shape.experts > 1:
@@ -118,20 +123,25 @@ def embedding_parameters(shape: ModelShape) -> int:
     return shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
 
-def weight_copies(cfg: Config, shape: ModelShape, engine: str) -> int:
+def layer_parameters(shape: ModelShape) -> int:
+    return (shape.parameters - embedding_parameters(shape)) // shape.layers
+
+
+def weight_copies(cfg: Config, shape: ModelShape, engine: str, ranks: int) -> int:
     """Bytes of whole weights that exist besides the rank's own, in the precision of the products.
 
     Autocast copies every linear layer. FSDP2 gathers embedding and head for the whole step, and two layers at a time.
     ZeRO-3 gathers up to `stage3_max_live_parameters` ahead, and keeps what is used again within
-    `stage3_max_reuse_distance`.
+    `stage3_max_reuse_distance`. One rank alone has nothing to gather.
     """
     precision, embeddings = Precision.of(cfg, engine), embedding_parameters(shape)
+    layer = layer_parameters(shape)
     if precision.autocast:
-        return precision.computed * (shape.parameters - embeddings)
-    layer = (shape.parameters - embeddings) // shape.layers
+        passing = cfg.finetune.lora.enabled and cfg.finetune.gradient_checkpointing
+        return precision.computed * (layer if passing else shape.parameters - embeddings)
     if engine == "fsdp2":
         return precision.computed * (embeddings + 2 * layer)
-    if engine == "deepspeed" and zero_stage(cfg) == 3:
+    if engine == "deepspeed" and zero_stage(cfg) == 3 and ranks > 1:
         live = max(int(zero_settings(cfg).get(key, ZERO_LIVE)) for key in ZERO_LIVE_KEYS)
         return precision.computed * min(max(live, embeddings), shape.parameters)
     return 0
@@ -156,33 +166,69 @@ def head_bytes(cfg: Config, shape: ModelShape, engine: str, tokens: int, *, cuda
     logits = min(SMALLEST_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab * (10 if half else 8)
     rounded = 2 * matrix if precision.autocast else 0
     operands = 0 if not half else rounded if cuda else 4 * (matrix + states)
-    return 4 * matrix + operands + logits + states * (4 + 2 * precision.computed + 2 * precision.stream)
+    gradient = 0 if cfg.finetune.lora.enabled else 4 * matrix
+    return gradient + operands + logits + states * (4 + 2 * precision.computed + 2 * precision.stream)
 
 
-def step_items(cfg: Config, shape: ModelShape, engine: str, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
+def reduction_bytes(cfg: Config, shape: ModelShape, engine: str, trained: float) -> int:
+    """Bytes of FSDP2's reduction of a layer's gradient: the gradient as computed, in float32, and the layer before.
+
+    ``trained``: share of the parameters.
+    """
+    return int(trained * layer_parameters(shape) * (Precision.of(cfg, engine).computed + 8)) if engine == "fsdp2" else 0
+
+
+def stepping_bytes(cfg: Config, engine: str, learning: int, ranks: int) -> int:
+    """Bytes of the copies of a rank's gradient in the optimizer's step: of the `learning` parameters of all ranks.
+
+    ZeRO-1 flattens it and then widens it. ZeRO-2 holds it flat. ZeRO-3 flattens and steps with one sub-group at a time.
+    """
+    stage = zero_stage(cfg)
+    if engine != "deepspeed" or stage == 2:
+        return 0
+    if stage == 1:
+        return (2 + 4 if cfg.finetune.dtype == "bfloat16" else 4) * learning // ranks
+    return 4 * min(learning // ranks, int(zero_settings(cfg).get("sub_group_size", ZERO_SUB_GROUP)))
+
+
+def step_items(cfg: Config, shape: ModelShape, engine: str, ranks: int, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
     """What comes and goes in an optimizer step, at its peak.
 
     Args:
         engine: `ddp`, `fsdp2` or `deepspeed`.
+        ranks: of the trainer.
         cuda: whether the device is a GPU.
     """
+    learning = lora_parameters(shape, cfg.finetune.lora.r) if cfg.finetune.lora.enabled else shape.parameters
+    items = passing_items(cfg, shape, engine, ranks, trained=learning / shape.parameters, cuda=cuda)
+    stepping = stepping_bytes(cfg, engine, learning, ranks)
+    if stepping > sum(item.num_bytes for item in items):
+        items = (MemoryItem(label="optimizer's copies of the gradient", num_bytes=stepping),)
+    if engine == "deepspeed":
+        items += (MemoryItem(label="reduction buckets", num_bytes=zero_buckets(cfg)),)
+    return items
+
+
+def passing_items(
+    cfg: Config, shape: ModelShape, engine: str, ranks: int, *, trained: float, cuda: bool
+) -> tuple[MemoryItem, ...]:
+    """What comes and goes in the forward and backward passes. ``trained``: share of the parameters."""
     finetune, precision = cfg.finetune, Precision.of(cfg, engine)
     tokens = finetune.seq_length // finetune.seq_parallel
     gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.seq_length - tokens)
-    layer = tokens * layer_bytes_per_token(shape, precision) + precision.computed * gathered
+    per_token = layer_bytes_per_token(shape, precision, finetune.lora.enabled)
+    layer = tokens * per_token + precision.computed * gathered
     kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
     gradients = tokens * precision.computed * 3 * max(width, shape.hidden) + 4 * gathered
     moments = (
         ("output head", head_bytes(cfg, shape, engine, tokens, cuda=cuda)),
         ("one layer's backward pass", gradients + (layer if finetune.gradient_checkpointing else 0)),
+        ("reduction of a layer's gradient", reduction_bytes(cfg, shape, engine, trained) - kept),
     )
     label, num_bytes = max(moments, key=lambda moment: moment[1])
-    items = [
+    return (
         MemoryItem(label=f"kept activations ({tokens} tokens)", num_bytes=shape.layers * kept),
         MemoryItem(label=label, num_bytes=num_bytes),
-        MemoryItem(label="whole copies of weights", num_bytes=weight_copies(cfg, shape, engine)),
-    ]
-    if engine == "deepspeed":
-        items.append(MemoryItem(label="reduction buckets", num_bytes=zero_buckets(cfg)))
-    return tuple(items)
+        MemoryItem(label="whole copies of weights", num_bytes=weight_copies(cfg, shape, engine, ranks)),
+    )

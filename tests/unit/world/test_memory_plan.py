@@ -14,10 +14,12 @@ from pipelinerl.world.table import compact_numbers, render_world, world_table
 from pipelinerl.world.training_memory import (
     GIB,
     Precision,
+    head_bytes,
     layer_bytes_per_token,
     lora_parameters,
     state_bytes,
     step_items,
+    stepping_bytes,
     weight_copies,
 )
 
@@ -173,17 +175,46 @@ def test_activations_of_a_7b_layer_by_hand():
 def test_buckets_are_those_of_the_deepspeed_file(stage, expected):
     """Stages 1 and 2 have DeepSpeed's default of 5e8 elements, twice; stage 3 names 5e7."""
     cfg = make_config(f"deepspeed_config=deepspeed_stage{stage}_bf16")
-    items = {item.label: item.num_bytes for item in step_items(cfg, PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], "deepspeed")}
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    items = {item.label: item.num_bytes for item in step_items(cfg, shape, "deepspeed", 8)}
     assert items["reduction buckets"] == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "expected"),
+    [(1, 800, 6 * 100), (2, 800, 0), (3, 800, 4 * 100), (3, 80 * 10**9, 4 * 10**9)],
+)
+def test_deepspeed_copies_a_ranks_gradient_in_its_step(stage, parameters, expected):
+    """Stage 1 flattens the bfloat16 gradient and widens it, stage 3 flattens a sub-group of at most 1e9 elements."""
+    cfg = make_config(f"deepspeed_config=deepspeed_stage{stage}_bf16")
+    assert stepping_bytes(cfg, "deepspeed", parameters, 8) == expected
+
+
+def test_gradient_that_stage_1_copies_in_its_step_is_the_peak_of_short_micro_batches():
+    cfg = make_config("deepspeed_config=deepspeed_stage1_bf16", "finetune.seq_length=256")
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"]
+    items = {item.label: item.num_bytes for item in step_items(cfg, shape, "deepspeed", 8)}
+    assert items.keys() == {"optimizer's copies of the gradient", "reduction buckets"}
+    assert items["optimizer's copies of the gradient"] == 6 * shape.parameters // 8
+
+
+def test_reduction_of_a_large_layer_is_fsdp2s_peak():
+    """Its gradient in bfloat16, that in float32, and the one before, when one layer's activations are gone."""
+    cfg = make_config("finetune.seq_length=512", "finetune.gradient_checkpointing=true")
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"]
+    items = {item.label: item.num_bytes for item in step_items(cfg, shape, "fsdp2", 8)}
+    layer = (shape.parameters - 2 * 152064 * 8192) // 80
+    assert items["reduction of a layer's gradient"] == 10 * layer - 512 * 2 * 8192
 
 
 def test_copies_of_weights_are_what_the_engine_makes_whole():
     shape = shape_from_config({**TINY, "tie_word_embeddings": False})
     embeddings, layer = 2 * 100 * 8, 592 + 4  # the last norm is shared out over both layers
-    assert weight_copies(make_config(), shape, "ddp") == 2 * 2 * layer
-    assert weight_copies(make_config(), shape, "fsdp2") == 2 * (embeddings + 2 * layer)
-    assert weight_copies(make_config("finetune.dtype=float32"), shape, "ddp") == 0
-    assert weight_copies(make_config(), shape, "deepspeed") == 2 * shape.parameters  # stage 3, fewer than 1e9
+    assert weight_copies(make_config(), shape, "ddp", 8) == 2 * 2 * layer
+    assert weight_copies(make_config(), shape, "fsdp2", 8) == 2 * (embeddings + 2 * layer)
+    assert weight_copies(make_config("finetune.dtype=float32"), shape, "ddp", 8) == 0
+    assert weight_copies(make_config(), shape, "deepspeed", 8) == 2 * shape.parameters  # stage 3, fewer than 1e9
+    assert weight_copies(make_config(), shape, "deepspeed", 1) == 0
 
 
 def test_adapters_alone_have_gradients_and_states():
@@ -193,6 +224,20 @@ def test_adapters_alone_have_gradients_and_states():
     assert adapters == 2 * 2 * (32 + 24 + 72)
     sizes = state_bytes(shape.parameters, engine="ddp", stage=0, ranks=1, half=True, trained=adapters)
     assert sizes == (4 * 1992, 4 * adapters, 8 * adapters)
+
+
+def test_what_is_frozen_keeps_nothing_for_its_gradient():
+    """The norms' normalised input, and the head's gradient; autocast's copy of a weight is gone after its product."""
+    shape = shape_from_config({**TINY, "tie_word_embeddings": False})
+    lora, full = make_config("finetune.lora.enabled=true"), make_config()
+    for engine, width in (("fsdp2", 2), ("ddp", 4)):
+        precision = Precision.of(full, engine)
+        saved = layer_bytes_per_token(shape, precision) - layer_bytes_per_token(shape, precision, frozen=True)
+        assert saved == 2 * width * 8
+    heads = [head_bytes(cfg, shape, "fsdp2", 512, cuda=True) for cfg in (full, lora)]
+    assert heads[0] - heads[1] == 4 * 100 * 8
+    recomputed = make_config("finetune.lora.enabled=true", "finetune.gradient_checkpointing=true")
+    assert weight_copies(recomputed, shape, "ddp", 8) == 2 * (592 + 4)
 
 
 def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
