@@ -329,7 +329,8 @@ def _start_adapters(lm: nn.Module, seed: int) -> None:
                 bound = linear.in_features**-0.5 if kind == "lora_A" else 0.0
                 values = torch.empty(linear.weight.shape).uniform_(-bound, bound, generator=generator)
                 device = "cpu" if linear.weight.is_meta else linear.weight.device
-                linear.weight = nn.Parameter(values.to(device, linear.weight.dtype), linear.weight.requires_grad)
+                made = nn.Parameter(values.to(device, linear.weight.dtype), linear.weight.requires_grad)
+                linear.register_parameter("weight", made)
 
 
 def isolation_error(
