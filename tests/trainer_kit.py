@@ -33,8 +33,11 @@ class FakeSender:
     """`finetune.updates.Sender` with one server that takes every update, once the test lets it. Makes itself."""
 
     def __init__(self, *, keeps_weights: bool = True, wants_scores: bool = True) -> None:
-        """``keeps_weights``: remember the tensors of every version, else only read them."""
-        self.keeps_weights, self.wants_scores = keeps_weights, wants_scores
+        """``keeps_weights``: remember the tensors of every version, else only read them.
+
+        ``wants_scores``: a comparison of log-probabilities is due. The test sets ``needs_scores`` when it is overdue.
+        """
+        self.keeps_weights, self.due, self.needs_scores = keeps_weights, wants_scores, wants_scores
         self.received: list[tuple[int, dict[str, Tensor]]] = []
         self.scores: list[Future[np.ndarray] | None] = []
         self.text: ProbeText | None = None
@@ -58,6 +61,9 @@ class FakeSender:
 
     def plan(self) -> TakePlan:
         return TakePlan()
+
+    def wants_scores(self, *, is_idle: bool) -> bool:
+        return self.due and (is_idle or self.needs_scores)
 
     def check(self) -> None:
         if self.error is not None:

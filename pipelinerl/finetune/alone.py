@@ -21,7 +21,9 @@ class NoServers:
 
     stats = PushStats()
     is_busy = False
-    wants_scores = False
+
+    def wants_scores(self, *, is_idle: bool) -> bool:
+        return False
 
     def check(self) -> None: ...
 

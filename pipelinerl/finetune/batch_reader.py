@@ -42,15 +42,19 @@ class BatchReader:
         Args:
             last: also wait for all steps up to this one. They are kept for later calls.
         """
-        deadline = time.monotonic() + timeout_s
-        for wanted in range(step, (step if last is None else last) + 1):
-            if not self._await(wanted, step, deadline):
-                return None
+        if not self.has_steps(step, timeout_s, last):
+            return None
         self._taken = (step, self._waiting.pop(step))
         found = self._taken[1]
         key, _ = self._readers[step % len(self._readers)]
         self._next[key] = 1 + max(offset for offset, _ in found.values())
         return [found[index][1] for index in sorted(found)]
+
+    def has_steps(self, step: int, timeout_s: float, last: int | None = None) -> bool:
+        """Whether all of ``step`` … ``last`` arrive within ``timeout_s``. They are kept for ``next_step``."""
+        deadline = time.monotonic() + timeout_s
+        steps = range(step, (step if last is None else last) + 1)
+        return all(self._await(wanted, step, deadline) for wanted in steps)
 
     def peek(self, step: int) -> list[MicroBatch]:
         """All micro-batches of a later step that `next_step` has waited for, without taking them."""

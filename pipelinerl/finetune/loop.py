@@ -114,7 +114,7 @@ class Trainer:
         if records is None:
             return False
         spans.has_data()
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - started + self.updates.idle_s
         settings = settings_at(self.cfg, step)
         proximal = self.proximal.of_step(step, records, self.feed, self.engine, self.rules)
         rate = learning_rate(self.cfg.finetune, step)
@@ -127,7 +127,8 @@ class Trainer:
         spans.end()
         self.scores.write(step)
         self.counters = self.counters.after(records[0], self.feed.positions(), self.feed.instance_of(step))
-        metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: self.updates.after_step(step + 1)}
+        push_wait_s = self.updates.after_step(step + 1, self._has_data)
+        metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: push_wait_s}
         self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
         if self.outputs is not None:
             self.outputs.report(self.counters, metrics)
@@ -159,8 +160,8 @@ class Trainer:
         train, stop or send weights.
         """
         while True:
-            last = max(last_needed(step, self.cfg), self.proximal.last_needed(step))
-            records = self.feed.next_step(step, DEFERRED_POLL_S if self.updates.deferred else POLL_S, last)
+            poll_s = DEFERRED_POLL_S if self.updates.deferred else POLL_S
+            records = self.feed.next_step(step, poll_s, self._last_needed(step))
             is_over = records is None and self.cfg.debug.mode is not None  # recorded data, of which no more will come
             agreed = self.engine.lowest(
                 STOP if self.ctx.stop.is_set() or is_over else WAIT if records is None else TRAIN
@@ -172,6 +173,14 @@ class Trainer:
             if agreed == STOP:
                 return None
             self.updates.retry(step)
+
+    def _has_data(self) -> bool:
+        """Whether this rank could train its next step now."""
+        step = self.counters.step
+        return step < self.cfg.finetune.max_train_steps and self.feed.has_steps(step, 0.0, self._last_needed(step))
+
+    def _last_needed(self, step: int) -> int:
+        return max(last_needed(step, self.cfg), self.proximal.last_needed(step))
 
 
 def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None]) -> Saver:

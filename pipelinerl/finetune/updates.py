@@ -62,8 +62,7 @@ class Sender(Protocol):
     def stats(self) -> PushStats: ...
     @property
     def is_busy(self) -> bool: ...
-    @property
-    def wants_scores(self) -> bool: ...
+    def wants_scores(self, *, is_idle: bool) -> bool: ...
     def check(self) -> None: ...
     def plan(self) -> TakePlan: ...
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
@@ -131,6 +130,8 @@ class WeightUpdates:
         self._run_dir, self._text = run_dir, None
         self.deferred = False
         """Whether a due update could not be sent yet. Equal on all ranks."""
+        self.idle_s = 0.0
+        """Seconds in which the last ``after_step`` scored the probe while there were no data to train on."""
 
     def start(self, version: int, num_servers: int, resumed: bool) -> None:
         """Send the servers the weights that training starts from, and wait until they are live.
@@ -184,14 +185,22 @@ class WeightUpdates:
                 self._text.save(self._run_dir)
             self._sender.attest_with(self._text)
 
-    def after_step(self, step: int) -> float:
-        """Send version ``step`` if an update is due and allowed. Returns the seconds that this took."""
+    def after_step(self, step: int, has_data: Callable[[], bool]) -> float:
+        """Send version ``step`` if an update is due and allowed. Returns the seconds in which training stood still.
+
+        Args:
+            has_data: whether the next step could be trained now. If not, the probe is scored meanwhile (``idle_s``).
+                Scores after which it could are counted in full, because nobody knows when the data came.
+        """
+        self.idle_s = 0.0
         due = is_push_due(step, push_interval(self._cfg), self._cfg.finetune.max_train_steps)
         if not due and not self.deferred:
             return 0.0
         started = time.perf_counter()
-        self._send_or_defer(step)
-        return time.perf_counter() - started
+        scoring_s = self._send_or_defer(step, has_data)
+        if scoring_s and not has_data():
+            self.idle_s = scoring_s
+        return time.perf_counter() - started - self.idle_s
 
     def retry(self, step: int) -> None:
         """Send a deferred update, if sending is allowed now, with the weights of version ``step``.
@@ -208,23 +217,29 @@ class WeightUpdates:
         """Wait until the last weights are live. False when asked to stop before."""
         return self._send_when_allowed(step) if self.deferred else self._wait_live(step)
 
-    def _send_or_defer(self, version: int, *, at_start: bool = False) -> None:
+    def _send_or_defer(
+        self, version: int, has_data: Callable[[], bool] = lambda: False, *, at_start: bool = False
+    ) -> float:
+        """Returns the seconds in which the probe was scored. Other ranks wait for rank 0's data, so it decides."""
         plan, scored = None, False
         if self._sender is not None and self._lease is not None:
             held = not at_start and self._lease.held(version)
             plan = None if self._sender.is_busy or held else self._sender.plan()
-            scored = self._text is not None and self._sender.wants_scores
+            if plan is not None and self._text is not None and self._sender.wants_scores(is_idle=True):
+                scored = self._sender.wants_scores(is_idle=False) or not has_data()
         plan, scored = self._engine.broadcast_object((plan, scored))
         self.deferred = plan is None
-        if plan is not None:
-            self._send(version, scored, plan)
+        return 0.0 if plan is None else self._send(version, scored, plan)
 
     @cached_property
     def _specs(self) -> list[ParamSpec]:
         return exported_specs(self._engine, self._dtype)
 
-    def _send(self, version: int, scored: bool, plan: TakePlan) -> None:
-        """Send first, then score the probe: servers are asked for their scores only once they hold the version."""
+    def _send(self, version: int, scored: bool, plan: TakePlan) -> float:
+        """Send first, then score the probe: servers are asked for their scores only once they hold the version.
+
+        Returns the seconds in which the probe was scored.
+        """
         parameters = exported_parameters(self._engine, self._dtype)
         specs = self._specs
         scores: Future[np.ndarray] = Future()
@@ -234,9 +249,12 @@ class WeightUpdates:
             spans.record("snapshot", f"version {version}", began, root=True, version=version)
         else:
             self._origin.take(version, parameters, specs, plan)
-        if scored:
-            assert self._text is not None
-            scores.set_result(score_text(self._engine, self._text))
+        if not scored:
+            return 0.0
+        assert self._text is not None
+        started = time.perf_counter()
+        scores.set_result(score_text(self._engine, self._text))
+        return time.perf_counter() - started
 
     def _send_when_allowed(self, version: int, *, at_start: bool = False) -> bool:
         self._send_or_defer(version, at_start=at_start)

@@ -227,7 +227,11 @@ class TrainerMetric(Metric):
     )
     MFU = "mfu", "share", "of the GPU's peak that 6 operations per active parameter and token used"
     WAIT_S = "wait_s", "s", "wait of the trainer for data before the step"
-    PUSH_WAIT_S = "push_wait_s", "s", "training stood still after the step: snapshot for servers, scores of the probe"
+    PUSH_WAIT_S = (
+        "push_wait_s",
+        "s",
+        "training stood still after the step: snapshot for servers, scores of the probe unless data were missing",
+    )
     PAUSE_MS = "pause_ms", "ms", "stall of decoding during the newest weight update, measured in the server"
     TRANSFER_MS = "transfer_ms", "ms", "transfer of the newest weight update, while the server decodes"
     LIVE_VERSION = "live_version", "version", "of the weights that the servers hold"

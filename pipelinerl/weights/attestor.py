@@ -226,13 +226,16 @@ class Attestor:
         """Newest version of each server whose probe is over, -1 = none."""
         return {name: witness.proved for name, witness in tuple(self._witnesses.items())}
 
-    @property
-    def wants_scores(self) -> bool:
-        """Whether the trainer should score the next version: a server is unproved, or the next comparison is due."""
+    def wants_scores(self, *, is_idle: bool) -> bool:
+        """Whether the trainer should score the next version: a server is unproved, or the next comparison is due.
+
+        A trainer that is not idle stands still for it, so the comparison may be late, by up to ``DUTY`` once more.
+        """
         if self._text is None:
             return False
         unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
-        return time.monotonic() - self._scoring.ended >= (UNPROVED_DUTY if unproved else DUTY) * self._scoring.seconds
+        duty = UNPROVED_DUTY if unproved else DUTY if is_idle else 2 * DUTY
+        return time.monotonic() - self._scoring.ended >= duty * self._scoring.seconds
 
     def close(self) -> None:
         self._closed.set()

@@ -126,10 +126,9 @@ class WeightSender:
         """Result of the last update of each server."""
         return {member.name: member.last for member in self._roster if member.last is not None}
 
-    @property
-    def wants_scores(self) -> bool:
-        """Whether the next version's log-probabilities should be compared."""
-        return self._attestor is not None and self._attestor.wants_scores
+    def wants_scores(self, *, is_idle: bool) -> bool:
+        """Whether the next version's log-probabilities should be compared. ``is_idle``: the trainer waits anyway."""
+        return self._attestor is not None and self._attestor.wants_scores(is_idle=is_idle)
 
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None:
         """Samples a text for the probe from the first server that answers. None if none answers in ``timeout_s``."""

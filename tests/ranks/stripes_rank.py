@@ -44,7 +44,7 @@ def main(job: dict[str, Any]) -> None:
     own.updates.start(0, own.num_servers, resumed=False)
     rules = make_rules(own.engine.policy, cfg)
     train_step(own.engine, records_of(0, rank, world_size), settings_at(cfg, 0), rules, 1e-2)
-    own.updates.after_step(1)
+    own.updates.after_step(1, lambda: False)
     assert own.updates.finish(1)
     if own.sender is not None:
         assert own.sender.wait_live(1, 60, count=own.num_servers)

@@ -55,6 +55,16 @@ def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
     assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
 
 
+def test_feed_tells_whether_steps_are_there_without_taking_them() -> None:
+    reader = FakeReader([*records_of(0), *records_of(1)[:1]])
+    feed = BatchReader([("0/0", reader)])
+    assert feed.has_steps(0, 0.0)
+    assert not feed.has_steps(0, 0.0, last=1)
+    assert feed.positions() == {"0/0": 0}
+    assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
+    assert not feed.has_steps(1, 0.0)
+
+
 def test_feed_passes_over_steps_before_the_one_asked_for_and_duplicates() -> None:
     reader = FakeReader([*records_of(0), *records_of(1, 2)[:1], *records_of(1, 2)])
     assert keys(BatchReader([("0/0", reader)]).next_step(1, 0)) == [(1, 0), (1, 1)]

@@ -1,20 +1,29 @@
 """Which versions go out: due ones, the newest of those that had to wait, none during an evaluation."""
 
 import contextlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.finetune import updates
 from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.updates import WeightUpdates, is_push_due
 from pipelinerl.records import EvaluationDone, EvaluationStarted
+from pipelinerl.weights.probe import ProbeText
 from tests.models import make_qwen2
 from tests.trainer_kit import FakeSender
+
+
+def never() -> bool:
+    """The next step's data are missing."""
+    return False
 
 
 class Engine:
@@ -59,13 +68,13 @@ def test_push_is_due_every_interval_and_at_the_end() -> None:
 
 def test_versions_that_come_while_servers_are_busy_are_skipped_for_the_newest() -> None:
     harness = Harness()
-    harness.updates.after_step(1)
+    harness.updates.after_step(1, never)
     harness.sender.is_busy = True
     for step in (2, 3, 4):
-        assert harness.updates.after_step(step) < 1
+        assert harness.updates.after_step(step, never) < 1
         assert harness.updates.deferred
     harness.sender.is_busy = False
-    harness.updates.after_step(5)
+    harness.updates.after_step(5, never)
     assert harness.sent == [1, 5]
     assert not harness.updates.deferred
 
@@ -73,7 +82,7 @@ def test_versions_that_come_while_servers_are_busy_are_skipped_for_the_newest() 
 def test_version_that_had_to_wait_goes_out_while_the_trainer_waits_for_data() -> None:
     harness = Harness()
     harness.sender.is_busy = True
-    harness.updates.after_step(1)
+    harness.updates.after_step(1, never)
     harness.updates.retry(1)
     assert harness.sent == []
     harness.sender.is_busy = False
@@ -86,18 +95,18 @@ def test_deferred_version_goes_out_after_the_next_step_although_that_one_is_not_
     harness = Harness("finetune.weight_update_interval=4")
     harness.sender.is_busy = True
     for step in range(1, 6):
-        harness.updates.after_step(step)
+        harness.updates.after_step(step, never)
     assert harness.updates.deferred
     harness.sender.is_busy = False
     for step in range(6, 9):
-        harness.updates.after_step(step)
+        harness.updates.after_step(step, never)
     assert harness.sent == [6, 8]
 
 
 def test_nothing_goes_out_during_an_evaluation_of_another_version() -> None:
     harness = Harness()
     harness.messages.append(EvaluationStarted(version=1, deadline=100.0))
-    harness.updates.after_step(2)
+    harness.updates.after_step(2, never)
     assert harness.sent == []
     harness.messages.append(EvaluationDone(version=1, success=0.0, reward=0.0, num_rollouts=1, metrics={}))
     harness.updates.retry(2)
@@ -109,12 +118,59 @@ def test_evaluation_of_a_version_that_a_resumed_trainer_has_lost_does_not_hold_b
     harness.messages.append(EvaluationStarted(version=6, deadline=100.0))
     harness.updates.start(16, num_servers=1, resumed=True)
     assert harness.sent == [16]
-    harness.updates.after_step(17)
+    harness.updates.after_step(17, never)
     assert harness.sent == [16]
     harness.messages.append(EvaluationStarted(version=16, deadline=100.0))
     harness.messages.append(EvaluationDone(version=16, success=0.5, reward=0.5, num_rollouts=1, metrics={}))
     harness.updates.retry(17)
     assert harness.sent == [16, 17]
+
+
+@pytest.mark.parametrize(
+    ("needs_scores", "data", "is_scored", "is_idle"),
+    [
+        pytest.param(False, [False, False], True, True, id="data are missing until the end"),
+        pytest.param(False, [False, True], True, False, id="data come meanwhile"),
+        pytest.param(False, [True], False, False, id="data are there"),
+        pytest.param(True, [True], True, False, id="data are there, and a server needs the proof"),
+        pytest.param(True, [False], True, True, id="data are missing, and a server needs the proof"),
+    ],
+)
+def test_probe_is_scored_while_data_are_missing_or_a_server_needs_the_proof(
+    monkeypatch: pytest.MonkeyPatch, needs_scores: bool, data: list[bool], is_scored: bool, is_idle: bool
+) -> None:
+    clock, scores, answers = [0.0], np.zeros(3, dtype=np.float32), iter(data)
+
+    def score(engine: Any, text: ProbeText) -> np.ndarray:
+        clock[0] += 8.0
+        return scores
+
+    monkeypatch.setattr(updates, "score_text", score)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    harness = Harness()
+    harness.sender.due, harness.sender.needs_scores = True, needs_scores
+    harness.updates._text = ProbeText(token_ids=np.zeros((1, 4), dtype=np.int32))
+    still_s = harness.updates.after_step(1, lambda: next(answers))
+    assert next(answers, None) is None
+    (future,) = harness.sender.scores
+    assert (future is not None) == is_scored
+    assert future is None or future.result(0) is scores
+    assert harness.updates.idle_s == (8.0 if is_idle else 0.0)
+    assert still_s == (8.0 if is_scored and not is_idle else 0.0)
+
+
+def test_deferred_version_is_scored_while_the_trainer_waits_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = np.zeros(3, dtype=np.float32)
+    monkeypatch.setattr(updates, "score_text", lambda engine, text: scores)
+    harness = Harness()
+    harness.sender.due, harness.sender.needs_scores = True, False
+    harness.updates._text = ProbeText(token_ids=np.zeros((1, 4), dtype=np.int32))
+    harness.sender.is_busy = True
+    harness.updates.after_step(1, never)
+    harness.sender.is_busy = False
+    harness.updates.retry(1)
+    assert [future and future.result(0) is scores for future in harness.sender.scores] == [True]
+    assert harness.updates.idle_s == 0.0
 
 
 def test_error_of_the_sender_reaches_the_training_loop() -> None:

@@ -188,7 +188,7 @@ def test_digest_alone_decides_where_the_trainer_has_no_scores(harness: Harness) 
     harness.push(0, scored=False)
     assert harness.server.scored == scored
     assert harness.witness.passed == 0
-    wait_for(lambda: harness.attestor.wants_scores)  # it has not proved its log-probabilities yet
+    wait_for(lambda: harness.attestor.wants_scores(is_idle=False))  # it has not proved its log-probabilities yet
     harness.server.unlearned = ["experts"]
     harness.push(1, scored=False)
     assert harness.witness.passed == 0
@@ -318,9 +318,23 @@ def test_server_whose_versions_are_too_fast_is_not_asked_all_the_time(
     attestor = harness.attestor
     assert not harness.witness.is_scored
     monkeypatch.setattr(time, "monotonic", lambda: attestor._scoring.ended + 3.9 * attestor._scoring.seconds)
-    assert not attestor.wants_scores
+    assert not attestor.wants_scores(is_idle=True)
     monkeypatch.setattr(time, "monotonic", lambda: attestor._scoring.ended + 4.1 * attestor._scoring.seconds)
-    assert attestor.wants_scores
+    assert attestor.wants_scores(is_idle=False)
+
+
+def test_due_comparison_waits_for_an_idle_trainer_and_an_overdue_one_does_not(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.calibrate()
+    harness.push(0)
+    assert harness.witness.is_scored
+    last = harness.attestor._scoring
+    wanted = []
+    for duty in (19, 21, 39, 41):
+        monkeypatch.setattr(time, "monotonic", lambda duty=duty: last.ended + duty * last.seconds)
+        wanted.append([harness.attestor.wants_scores(is_idle=idle) for idle in (True, False)])
+    assert wanted == [[False, False], [True, False], [True, False], [True, True]]
 
 
 def test_a_version_that_the_server_left_meanwhile_decides_nothing(harness: Harness) -> None:
