@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipelinerl.config.load import compose
 from pipelinerl.launcher.commands import role_environment
 from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import spec_of
+from pipelinerl.weights.member import UpdateOutcome
 from pipelinerl.weights.origin import SenderSettings
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.shelf import Shelf
@@ -161,12 +162,20 @@ def decode_step_ms(job: Job, tokens: int = 100) -> float:
     return round(1e3 * (time.monotonic() - started) / tokens, 1)
 
 
-def staged(job: Job, model: torch.nn.Module, secret: str, updates: int, beside: Sequence[Job] = ()) -> dict[str, Any]:
-    """What updates cost ``job``, when other servers get them too."""
+def pushed(
+    job: Job,
+    model: torch.nn.Module,
+    secret: str,
+    updates: int,
+    beside: Sequence[Job] = (),
+    pace: Callable[[int], None] | None = None,
+) -> list[UpdateOutcome]:
+    """Updates of ``job``, when other servers get them too. ``pace``: limits the trainer's link, see `Giver`."""
     jobs = [job, *beside]
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
     settings = SenderSettings(timeout_s=TIMEOUT_S, secret=secret)
     sender = WeightSender(lambda: jobs, settings, lambda message: None)
+    sender.origin.giver._pace = pace or sender.origin.giver._pace
     outcomes = []
     try:
         assert sender.wait_for_servers(len(jobs), TIMEOUT_S) == len(jobs)
@@ -177,7 +186,11 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int, beside: 
             time.sleep(0.2)
     finally:
         sender.close()
-    outcomes = outcomes[1:]  # the first connects and allocates
+    return outcomes[1:]  # the first connects and allocates
+
+
+def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
+    outcomes = pushed(job, model, secret, updates)
     answers = [outcome.answer for outcome in outcomes if outcome.answer is not None]
     return {
         "pause_ms": summary([answer.pause_ms for answer in answers]),
