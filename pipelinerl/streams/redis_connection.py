@@ -45,11 +45,16 @@ class RedisConnection:
         """Returns the result of ``command``, which must be idempotent because it may be sent more than once."""
         since = time.monotonic()
         pause = FIRST_PAUSE_S
+        answer_s = _SOCKET_TIMEOUT_S
         while True:
             try:
-                return command(self.client)
+                result = command(self.client)
             except AWAY as error:
                 self.check(error, since)
+                if isinstance(error, redis_client.TimeoutError):  # a large record may take longer
+                    left_s = self._outage_timeout_s - (time.monotonic() - since)
+                    answer_s = max(min(2 * answer_s, left_s), _SOCKET_TIMEOUT_S)
+                    self._wait_for_answers(answer_s)
                 log.warning("event=redis_away server=%s error=%s next_attempt_s=%.2f", self._name, error, pause)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -57,6 +62,17 @@ class RedisConnection:
                 raise
             except RedisError as error:
                 raise StreamError(f"{self._name}: {error}") from error
+            else:
+                if answer_s > _SOCKET_TIMEOUT_S:
+                    self._wait_for_answers(_SOCKET_TIMEOUT_S)
+                return result
+
+    def _wait_for_answers(self, seconds: float) -> None:
+        """Sets how long an attempt waits for the server's answer. Takes a new connection."""
+        pool = self.client.connection_pool
+        pool.disconnect()
+        pool.connection_kwargs["socket_timeout"] = seconds
+        pool.reset()
 
     def script(self, source: str, keys: list[str], args: list[Any]) -> Any:
         """Runs a Lua script, which the server executes atomically."""
