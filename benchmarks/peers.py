@@ -54,7 +54,7 @@ def run_ours(args: argparse.Namespace, seed: int, model: Path, folder: Path) -> 
     """Start-up and the end of every optimizer step, in seconds since the command."""
     run = folder / "run"
     argv = [sys.executable, "-m", "pipelinerl.launch", f"--config-name={args.task}", f"output_dir={run}"]
-    argv += [f"model_path={model}", f"seed={seed}", "eval.at_start=false", "eval.at_end=false"]
+    argv += [f"model_path={model}", f"seed={seed}", "test_dataset_names=[]"]
     argv += [f"finetune.max_train_steps={args.steps}", f"finetune.save_checkpoint_steps={args.every}"]
     began = run_child(argv, folder / "log.txt")
     with look_into(run):
