@@ -48,11 +48,11 @@ def one_round(job: Job, case: Case, model: torch.nn.Module, updates: int, rate: 
     """Yields a row for each update."""
     count, place = case
     with receivers(count - 1, rate=rate, first=1) as others:
-        step_ms = decode_step_ms(job)
+        step_ms = decode_step_ms(job, 40)
         with load(job):
             beside = [one.job for one in others]
             outcomes = pushed(placed(job, count, place), model, SECRET, updates, beside, Uplink(rate))
-        step_ms = (step_ms + decode_step_ms(job)) / 2
+        step_ms = (step_ms + decode_step_ms(job, 40)) / 2
         forwarding = sum(one.ask()[0] > 0 for one in others)
     assert forwarding >= count - 1 - (place != "last"), f"{forwarding} of {count - 1} forwarded: this is no chain"
     for outcome in outcomes:
