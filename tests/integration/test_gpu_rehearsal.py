@@ -1,0 +1,32 @@
+"""The GPU tests whose code does not need a GPU run on the CPU, so that a renamed function is found before the day."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine_runs import ROOT
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("rl_step or receiver or attention", "12 passed, 4 skipped"),
+        pytest.param("engines", "10 passed", marks=pytest.mark.slow),
+    ],
+)
+def test_gpu_tests_run_on_the_cpu(chosen: str, expected: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-k", chosen, "-p", "no:cacheprovider"]
+    env = os.environ | {"PIPELINERL_GPU_TESTS_ON": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert expected in done.stdout, done.stdout[-1000:]
+
+
+def test_all_gpu_tests_are_collected() -> None:
+    """Imports of modules whose tests cannot run here are tried as well."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or multi_gpu", "tests/gpu", "--collect-only"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
