@@ -39,7 +39,11 @@ lock: install
 quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+# `make check` runs these, and pytest does not repeat them.
+SHAPE := $(addprefix tests/contract/test_,imports.py structure.py metrics.py duplicates.py)
+# One thread per worker, because threads of two workers that wait for each other take the cores from the tests.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest $(addprefix --ignore=,$(SHAPE)) \
+  -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 test: install redis browser check
 	$(PYTEST)
@@ -59,8 +63,7 @@ check: install
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/contract/test_imports.py tests/contract/test_structure.py \
-	  tests/contract/test_metrics.py tests/contract/test_duplicates.py
+	$(PY) -m pytest -q $(SHAPE)
 	$(PY) -m pipelinerl.config.docs --check
 	$(PY) -m pipelinerl.observability.catalogue --check
 

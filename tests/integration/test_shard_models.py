@@ -11,7 +11,7 @@ import pytest
 
 from tests.models import FAMILIES, make_family
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
