@@ -1,6 +1,7 @@
 """A connection to a redis server. It retries during an outage and can ask the run's own server to sync its log."""
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ SYNC_REQUESTS = "pipelinerl:sync"
 """List of pending sync requests (their reply keys). The redis role pops them, syncs the log, and replies."""
 SYNC_REPLIES = "pipelinerl:synced:"
 BLOCK_S = 1.0
+ASK_AGAIN_S = 5.0
+"""A sync that is not answered within this is asked for again."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 _SOCKET_TIMEOUT_S = 10.0
@@ -81,12 +84,19 @@ class RedisConnection:
         return self.call(lambda client: self._scripts[source](keys=keys, args=args))
 
     def sync(self) -> None:
-        """Waits until the redis role has synced every acknowledged write. Any thread may call it."""
+        """Waits until the redis role has synced every acknowledged write. Any thread may call it.
+
+        A role that is killed may take the request or the answer with it, so the request is repeated.
+        """
         if not self._asks_for_sync:
             return
-        reply, since = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic()
-        self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
-        while self.call(lambda client: client.brpop([reply], timeout=BLOCK_S)) is None:
+        reply, since, asked = f"{SYNC_REPLIES}{secrets.token_hex(16)}", time.monotonic(), -math.inf
+        while True:
+            if time.monotonic() - asked > ASK_AGAIN_S:
+                self.call(lambda client: client.lpush(SYNC_REQUESTS, reply))
+                asked = time.monotonic()
+            if self.call(lambda client: client.brpop([reply], timeout=BLOCK_S)) is not None:
+                return
             if time.monotonic() - since > self._outage_timeout_s:
                 raise StreamError(f"{self._name}: its role did not sync the data for {self._outage_timeout_s:g} s")
 

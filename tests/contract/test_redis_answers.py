@@ -1,12 +1,13 @@
 """How long a role waits for an answer of redis."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from pipelinerl.errors import StreamError
 from pipelinerl.streams import redis_connection
-from pipelinerl.streams.redis_connection import RedisConnection
+from pipelinerl.streams.redis_connection import SYNC_REQUESTS, RedisConnection
 
 ANSWERS_AFTER_S = 1
 
@@ -34,3 +35,23 @@ def test_server_that_never_answers_is_given_up(
     monkeypatch.setattr(redis_connection, "_SOCKET_TIMEOUT_S", 0.05)
     with pytest.raises(StreamError, match=r"did not answer for 0\.3 s"):
         ask(redis_options, 0.3)
+
+
+def test_sync_whose_request_a_killed_role_has_taken_is_asked_for_again(
+    redis_options: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if redis_options is None:
+        pytest.skip("needs redis-server")
+    monkeypatch.setattr(redis_connection, "ASK_AGAIN_S", 0.1)
+    address = {"host": "127.0.0.1"} | redis_options
+    with (
+        RedisConnection(address, 60.0, asks_for_sync=True) as server,
+        RedisConnection(address, 60.0, asks_for_sync=False) as role,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        synced = pool.submit(server.sync)
+        taken = [role.client.brpop([SYNC_REQUESTS], timeout=30) for _ in range(2)]
+        assert taken[0] == taken[1] is not None, "the second request has the first one's reply"
+        assert not synced.done()
+        role.client.lpush(taken[1][1], 1)
+        synced.result(30)

@@ -1,5 +1,6 @@
 """Weights through a store: ranks write, servers fetch by themselves; what is incomplete or changed is never served."""
 
+import io
 import os
 import signal
 import subprocess
@@ -28,15 +29,24 @@ def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trai
 
 
 @pytest.fixture(params=["folder", "memory"])
-def url(request: Any, tmp_path: Path) -> Iterator[str]:
+def url(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A store in a folder, and one behind fsspec."""
     if request.param == "folder":
         yield str(tmp_path / "store")
         return
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    opened = MemoryFileSystem._open
+
+    def opened_alone(system: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        """All readers of a file in memory share one place in it, and here two servers are threads of one process."""
+        file = opened(system, path, mode, **options)
+        return io.BytesIO(file.getvalue()) if mode == "rb" else file
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", opened_alone)
     name = f"memory://{uuid.uuid4().hex}"
     yield name
-    import fsspec
-
     system, root = fsspec.url_to_fs(name)
     if system.exists(root):
         system.rm(root, recursive=True)
