@@ -19,9 +19,8 @@ from pipelinerl.errors import ConfigError, told_in_one_line
 from pipelinerl.membership.address import address_of, open_store, parse_address
 from pipelinerl.membership.lease import Lease
 from pipelinerl.membership.stores import LeaseStore
+from pipelinerl.world.placement import SERVER_KINDS
 
-SERVERS = ("actor_llm", "preprocessor_llm")
-"""Kinds that end when they are asked to leave."""
 LOOK_AGAIN_S = 2.5
 """Seconds between two looks at the leases. Longer than a role waits between two renewals."""
 
@@ -54,8 +53,9 @@ def ask_to_leave(store: LeaseStore, name: str) -> None:
     leases = store.leases()
     if name not in leases:
         raise ConfigError(f"{name!r} has no lease in this run; those that have one are {sorted(leases)}")
-    if leases[name].kind not in SERVERS:
-        raise ConfigError(f"{name!r} is no server of a model: only {' and '.join(SERVERS)} leave a run that goes on")
+    if leases[name].kind not in SERVER_KINDS:
+        kinds = " and ".join(SERVER_KINDS)
+        raise ConfigError(f"{name!r} is no server of a model: only {kinds} leave a run that goes on")
     store.ask_to_leave(name)
 
 

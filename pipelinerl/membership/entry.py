@@ -18,14 +18,13 @@ from pipelinerl.membership.registration import Registration, new_incarnation
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.world import Job, WorldMap
-from pipelinerl.world.placement import PARTS
+from pipelinerl.world.placement import PARTS, SERVER_KINDS
 from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
 WITHOUT_LEASE = ("redis",)
 """Kinds without a lease, because other roles find them through the run's address."""
-SERVERS = ("actor_llm", "preprocessor_llm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +140,7 @@ def take_part(entry: Entry, life: Callable[[], float], on_taken: Callable[[], No
 
 def first_lease(entry: Entry) -> Lease:
     """Return the first lease of a role. Servers and their parts start as `starting`, all other roles as `ready`."""
-    job, is_server = entry.job, entry.job.kind in SERVERS
+    job, is_server = entry.job, entry.job.kind in SERVER_KINDS
     return Lease(
         name=job.name,
         incarnation=entry.incarnation,
