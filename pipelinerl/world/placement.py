@@ -204,8 +204,11 @@ def _place_trainers(request: Request, cluster: Cluster, free: dict[int, list[int
 def _place_cpu_roles(
     request: Request, cluster: Cluster, trainers: tuple[Placement, ...], policy_servers: int
 ) -> tuple[Placement, ...]:
-    """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0."""
-    beside = {trainer.node_rank: trainer.cores for trainer in trainers}
+    """Place replica i of each role on the i-th node, with trainer nodes first. Redis runs on node 0.
+
+    They may use every core of their node: bound to the trainer's cores, they wait for its steps, and it for their data.
+    """
+    beside = {trainer.node_rank for trainer in trainers}
     nodes = sorted(cluster.nodes, key=lambda node: (node.rank not in beside, node.rank))
     environments = [
         server for server in request.environments for _ in range(count_replicas(server, request.world, policy_servers))
@@ -221,10 +224,9 @@ def _place_cpu_roles(
     for kind in CPU_KINDS:
         for index in range(counts[kind]):
             node = cluster.nodes[0] if kind == "redis" else nodes[index % len(nodes)]
-            cores = beside.get(node.rank, node.cores)
             served = environments[index] if kind == "environment" else None
             placements.append(
-                Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=cores, environment=served)
+                Placement(kind=kind, replica_idx=index, node_rank=node.rank, cores=node.cores, environment=served)
             )
     return tuple(placements)
 

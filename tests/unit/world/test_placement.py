@@ -161,15 +161,15 @@ def test_servers_are_divided_evenly_over_actor_replicas():
     assert [p.serves for p in placements if p.kind == "actor_llm"] == [0, 0, 0, 1, 1]
 
 
-def test_two_cpu_slots_on_two_cores_pin_server_and_everything_else_apart():
+def test_two_cpu_slots_on_two_cores_pin_server_and_trainer_apart_and_leave_the_light_roles_free():
     cluster = Cluster(accelerator="cpu", nodes=(Node(rank=0, hostname="127.0.0.1", devices=2, cores=(0, 1)),))
     placements = place(make_request(verifier_replicas=1, actor_fraction=1, finetune_fraction=1), cluster)
     assert {p.name: p.cores for p in placements} == {
         "actor_llm_0": (0,),
         "finetune_0": (1,),
-        "actor_0": (1,),
-        "preprocessor_0": (1,),
-        "verifier_0": (1,),
+        "actor_0": (0, 1),
+        "preprocessor_0": (0, 1),
+        "verifier_0": (0, 1),
     }
 
 
