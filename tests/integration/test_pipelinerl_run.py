@@ -53,16 +53,16 @@ SAID = {
     "counting": ["<answer>#</answer>"],
     "math": ["So \\boxed{#}", "\\boxed{2 * #}"],
     "coding": ["```python\nprint(#)\n```"],
-    "fn_calling": ['<tool_calls>[{"name": "add", "arguments": {"a": #}}]</tool_calls>', "none"],
-    "logic": ["yes", "no", "hm"],
+    "fn_calling": ['<tool_calls>[{"name": "add", "arguments": {"a": #}}]</tool_calls>'],
+    "logic": ["yes", "no"],
     "ifeval": ["warm", "warm light"],
     "tir": [
-        TOOL.replace("NAME", "run_python_code").replace("ARGUMENT", "code").replace("VALUE", "print(#*#)"),
+        *[TOOL.replace("NAME", "run_python_code").replace("ARGUMENT", "code").replace("VALUE", "print(#*#)")] * 5,
         TOOL.replace("NAME", "MathAnswer").replace("ARGUMENT", "answer").replace("VALUE", "\\\\boxed{#}"),
     ],
     "web": ['{"bid": "#"}'],
 }
-"""What the tiny model answers at random; ``#`` is a digit."""
+"""What the tiny model answers at random; ``#`` is a digit. What a test counts on is likely in each of six rollouts."""
 
 
 def prompt_of(problem: dict[str, Any]) -> Messages:
@@ -143,8 +143,8 @@ def test_every_domain_of_an_old_folder_is_trained_after_the_migration_alone(tmp_
         played.setdefault(json.loads(group.problem)["domain"], []).extend(one.metrics for one in group.rollouts)
     assert set(played) == set(OmegaConf.load(USER / "conf" / "mixed.yaml").actor.domain_rollouts)
     assert {len(metrics) for metrics in played.values()} <= {STEPS * ATTEMPTS, 2 * STEPS * ATTEMPTS}
-    unread = [domain for domain, metrics in played.items() if all(m["no_answer"] for m in metrics)]
-    assert unread in ([], ["web"]), "a click beside the button is no answer"
+    unread = {domain for domain, metrics in played.items() if all(m["no_answer"] for m in metrics)}
+    assert unread <= {"web", "tir"}, "a click beside the button is no answer, nor is a tool call that hands nothing in"
     assert sum(m["num_python_calls"] for m in played["tir"]) > 0
     assert sum(m["n_llm_calls"] - m["n_step_errors"] for m in played["web"]) > 0
     assert len(list((run_dir / "tapes").iterdir())) >= len(played["web"])
