@@ -51,7 +51,6 @@ class Model:
 
     def __init__(self, uplink: Uplink):
         self.label, self.digests = "default", dict[str, str]()
-        self._digest = ""
         self.receiver = Receiver(
             index=0,
             host="127.0.0.1",
@@ -63,17 +62,13 @@ class Model:
         )
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        assert method == "swap_weights"
-        _, buffer = self.receiver.staged(*args)
-        self._digest = hashlib.sha256(buffer.numpy()).hexdigest()
-        return [None]
+        raise NotImplementedError(method)
 
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-
-    async def set_version(self, version: str) -> None:
-        self.label = version
-        self.digests[version] = self._digest
+    async def swap(self, version: int) -> tuple[float, float]:
+        _, buffer = self.receiver.staged(version)
+        self.label = str(version)
+        self.digests[self.label] = hashlib.sha256(buffer.numpy()).hexdigest()
+        return 0.0, 0.0
 
     async def version(self) -> str:
         return self.label

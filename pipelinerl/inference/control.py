@@ -1,10 +1,10 @@
 """The weight update as one transaction of the server.
 
-    receive all bytes in the background → pause (requests and KV cache stay) → swap → label → resume
+    receive all bytes in the background → between two steps: swap and label (requests and KV cache stay)
 
 Decoding continues until all bytes are received and prepared. If the sender fails before that, the old weights are
-untouched and nothing was paused. The resume is in a ``finally``. A failed swap leaves undefined weights, so the server
-then ends instead of serving them, and the supervisor starts another one.
+untouched and nothing was paused. A failed swap leaves undefined weights, so the server then ends instead of serving
+them, and the supervisor starts another one.
 """
 
 import asyncio
@@ -47,10 +47,20 @@ class ServedEngine(Protocol):
     """The part of vLLM that the transaction uses."""
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-    async def set_version(self, version: str) -> None: ...
+
+    async def swap(self, version: int) -> tuple[float, float]:
+        """Makes the staged version live between two steps. Returns the stall and the swap's part of it in milliseconds.
+
+        Raises:
+            SwapFailedError: the weights are undefined, and no step follows.
+        """
+        ...
+
     async def version(self) -> str: ...
+
+
+class SwapFailedError(WeightUpdateError):
+    """A swap began and did not end."""
 
 
 class UpdateFailed(WeightUpdateError):
@@ -65,7 +75,7 @@ class UpdateControl:
     """Runs one update at a time. A newer request supersedes one that is still receiving.
 
     Args:
-        engine: pauses, swaps, labels, resumes.
+        engine: swaps between two steps, and compares.
         workers: addresses of its workers.
         secret: the run's secret.
         on_fatal: ends this server.
@@ -154,25 +164,12 @@ class UpdateControl:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def _swap(self, version: int) -> tuple[float, float]:
-        """Pauses, swaps, labels and resumes. Returns the stall and the swap's part of it in milliseconds."""
-        started = time.monotonic()
         try:
-            await self._engine.pause()
-            paused = time.monotonic()
-            await self._change(version)
-            swap_ms = 1e3 * (time.monotonic() - paused)
-        finally:
-            await self._engine.resume()
-        return 1e3 * (time.monotonic() - started), swap_ms
-
-    async def _change(self, version: int) -> None:
-        try:
-            await self._engine.call_workers("swap_weights", version)
-        except BaseException:
-            log.critical("event=swap_failed version=%d: the weights are undefined, this server ends", version)
+            return await self._engine.swap(version)
+        except SwapFailedError as error:
+            log.critical("event=swap_failed version=%d reason=%s: undefined weights, this server ends", version, error)
             self._on_fatal()
             raise
-        await self._engine.set_version(str(version))
 
     async def check(self, version: int) -> WeightCheck:
         """Compares the live tensors with the bytes of ``version`` on all workers."""

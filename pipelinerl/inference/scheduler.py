@@ -9,17 +9,20 @@
    itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
 3. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
    those that lost their place. vLLM's own statistics are off, because they cost every step.
+
+The engine around it gets one more command: the swap of the weights between two decoding steps.
 """
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
@@ -151,8 +154,40 @@ def _is_prefilling(request: Request) -> bool:
     return not (request.num_output_tokens or request.num_preemptions or _marked(request, PINNED))
 
 
-def _tell_scheduler() -> None:
-    """Makes vLLM's engine core pass the weight version to the scheduler, and the scheduler's load to the front."""
+def swap_weights(core: EngineCoreProc, version: int) -> Future[tuple[float, float, str]]:
+    """Swaps the weights after the step under way, labels them and goes on. One command, so that nothing is awaited.
+
+    Returns:
+        Milliseconds in which no step was begun, those of them that the swap took, and why it failed, else "". After a
+        failure the engine stays paused, because its weights are undefined.
+    """
+    began = time.monotonic()
+    outcome: Future[tuple[float, float, str]] = Future()
+
+    def swap(idle: Future[None] | None) -> None:
+        idle_at, failure = time.monotonic(), ""
+        try:
+            if idle is not None:
+                idle.result()
+            core.collective_rpc("swap_weights", args=(version,))
+            core.set_weight_version(str(version))
+            core.resume_scheduler()
+        except Exception as error:  # the front ends the server
+            failure = f"{type(error).__name__}: {error}"
+        ended = time.monotonic()
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))  # the loop waits for a message when idle
+        outcome.set_result((1e3 * (ended - began), 1e3 * (ended - idle_at), failure))
+
+    idle = core.pause_scheduler(mode="keep", clear_cache=False)
+    if idle is None:
+        swap(None)
+    else:
+        idle.add_done_callback(swap)
+    return outcome
+
+
+def _extend_engine_core() -> None:
+    """Makes vLLM's engine core swap weights, tell the scheduler their version, and tell the front the load."""
     keep = EngineCore.set_weight_version
 
     def set_weight_version(core: EngineCore, weight_version: str) -> None:
@@ -165,6 +200,7 @@ def _tell_scheduler() -> None:
 
     EngineCore.set_weight_version = set_weight_version
     EngineCore.server_load = lambda core: core.scheduler.load()
+    EngineCoreProc.swap_weights = swap_weights
 
 
-_tell_scheduler()
+_extend_engine_core()

@@ -33,7 +33,7 @@ from pipelinerl.host.process import die_with_parent
 from pipelinerl.inference import answers, control
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
-from pipelinerl.inference.control import UpdateControl
+from pipelinerl.inference.control import SwapFailedError, UpdateControl
 from pipelinerl.inference.images import ImagePrompts
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
@@ -69,15 +69,11 @@ class VllmEngine:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         return await self._client.collective_rpc(method, args=args)
 
-    async def pause(self) -> None:
-        """Keep requests and KV cache. Straight to the scheduler: `pause_generation` would add a fixed sleep."""
-        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-
-    async def resume(self) -> None:
-        await self._client.resume_generation()
-
-    async def set_version(self, version: str) -> None:
-        await self._client.update_weight_version(version)
+    async def swap(self, version: int) -> tuple[float, float]:
+        pause_ms, swap_ms, failure = await self._client.engine_core.call_utility_async("swap_weights", version)
+        if failure:
+            raise SwapFailedError(failure)
+        return pause_ms, swap_ms
 
     async def version(self) -> str:
         return await self._client.get_weight_version()

@@ -146,9 +146,9 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     pause_ms: float
-    """Decoding stall from the pause request to the end of the resume request, measured at the server."""
+    """Decoding stall: time in which the engine begins no step, measured in the engine."""
     swap_ms: float
-    """Part of the pause in which the weights change. The rest waits for the current decoding step."""
+    """Part of the pause in which the weights change. The rest waits for steps under way."""
     transfer_ms: float
     """Time from the request's arrival until all bytes were received."""
     prepare_ms: float

@@ -252,7 +252,6 @@ class ModelServer:
     def __init__(self, name: str = "actor_llm_0", refuse: Callable[[Layout], None] | None = None):
         self.live: dict[str, torch.Tensor] = {}
         self.label = "default"
-        self.paused = False
         self.swaps = 0
         self.fatal = 0
         self._refuse = refuse or (lambda layout: None)
@@ -291,21 +290,12 @@ class ModelServer:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self, method)(*args)]
 
-    def swap_weights(self, version: int) -> None:
-        assert self.paused
+    async def swap(self, version: int) -> tuple[float, float]:
         layout, buffer = self.receiver.staged(version)
         self.live = {name: tensor.clone() for name, tensor in layout.views(buffer)}
         self.swaps += 1
-
-    async def pause(self) -> None:
-        self.paused = True
-
-    async def resume(self) -> None:
-        self.paused = False
-
-    async def set_version(self, version: str) -> None:
-        assert self.paused
-        self.label = version
+        self.label = str(version)
+        return 0.0, 0.0
 
     async def version(self) -> str:
         return self.label

@@ -46,19 +46,14 @@ class ProbedServer(ModelServer):
         """Attempts that it has been asked for."""
         return sum(request["sampling_params"].get("n", 1) for request in self.fake.requests)
 
-    async def pause(self) -> None:
+    async def swap(self, version: int) -> tuple[float, float]:
         await asyncio.to_thread(self.may_swap.wait)
-        await super().pause()
-
-    def swap_weights(self, version: int) -> None:
         live = self.live
-        super().swap_weights(version)
+        took = await super().swap(version)
         if self.swallows:
             self.live, self.swallows = live, False
-
-    async def set_version(self, version: str) -> None:
-        await super().set_version(version)
-        self.fake.version = int(version)
+        self.fake.version = version
+        return took
 
     def weight_check(self, version: int) -> dict[str, Any] | None:
         if not self.may_check.is_set():

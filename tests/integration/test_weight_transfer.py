@@ -61,7 +61,6 @@ def test_update_of_two_servers_is_exact_labelled_and_resumed(start_model_server:
         for server in servers:
             assert holds(server, version)
             assert server.label == str(version)
-            assert not server.paused
 
 
 def test_every_byte_leaves_the_trainer_once_and_goes_from_server_to_server(
@@ -253,7 +252,6 @@ def test_weights_that_the_model_refuses_leave_old_ones_live_and_the_server_out_o
     wait_for(lambda: senders.announced[-1].servers == ())
     assert holds(server, 0)
     assert server.label == "0"
-    assert not server.paused
 
 
 def test_server_that_is_down_costs_no_time(start_model_server: Any, make_sender: Any) -> None:
@@ -346,7 +344,6 @@ def test_sender_that_dies_or_freezes_in_the_middle_leaves_a_usable_server(
         assert time.monotonic() - started < 8
         assert holds(server, 0)
         assert server.label == "0"
-        assert not server.paused
         (outcome,) = make_sender(server).send(2, params(2)).values()
         assert outcome.error == ""
         assert holds(server, 2)
@@ -426,4 +423,3 @@ def test_updates_that_arrive_together_are_taken_one_after_the_other(start_model_
         thread.join()
     assert server.swaps >= 1
     assert any(holds(server, version) and server.label == str(version) for version in range(2))
-    assert not server.paused
