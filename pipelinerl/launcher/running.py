@@ -145,8 +145,10 @@ async def supervise(
 async def accompanied(
     supervisor: Supervisor, beside: Iterator[Coroutine[Any, Any, None]], follower: TopicFollower
 ) -> Ending:
-    """Run the supervisor, and beside it the other work, which ends with it."""
-    tasks = [asyncio.create_task(work) for work in beside]
+    """Run the supervisor, and beside it the other work, which ends with it. The run ends if that work fails."""
+    tasks = [asyncio.create_task(work, name=getattr(work, "__qualname__", "")) for work in beside]
+    for task in tasks:
+        supervisor.rely_on(task)
     follower.start()
     try:
         return await supervisor.run()

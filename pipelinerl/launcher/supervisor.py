@@ -115,12 +115,14 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
     async def run(self) -> Ending:
         """Start all roles, keep them running, and end them. Returns how the run ended."""
         self._ending = asyncio.get_running_loop().create_future()
-        tasks = [asyncio.create_task(self._keep(role)) for role in self._roles.values()]
-        tasks.append(asyncio.create_task(self._engine.watch()))
+        tasks = [
+            asyncio.create_task(self._keep(role), name=f"supervising {name}") for name, role in self._roles.items()
+        ]
+        tasks.append(asyncio.create_task(self._engine.watch(), name="watching the roles"))
         orderly, may_save = False, True
         try:
             for task in tasks:
-                task.add_done_callback(self._task_ended)
+                self.rely_on(task)
             ending = await self._ending
             orderly = ending.kind == "done"
             may_save = not (ending.is_cut_off and self._trains_on_several_nodes)
@@ -132,6 +134,10 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
             await asyncio.gather(*tasks, return_exceptions=True)
             # Blocking on purpose: nothing else is left.
             self._engine.stop_all(orderly=orderly, may_save=may_save, report=self._report)
+
+    def rely_on(self, task: asyncio.Task[None]) -> None:
+        """End the run when this task of the launcher itself fails, instead of leaving its work undone."""
+        task.add_done_callback(self._task_ended)
 
     def request_stop(self, reason: str) -> None:
         """End the run because of a request from outside. ``reason`` is the name of the signal."""
@@ -219,6 +225,6 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
             self._ending.set_result(ending)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """End the run on an error of the supervisor itself, instead of leaving a role unwatched."""
-        if not task.cancelled() and (error := task.exception()) and self._ending and not self._ending.done():
-            self._ending.set_exception(error)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("event=launcher_task_failed task=%s", task.get_name(), exc_info=error)
+            self.fail(f"the launcher itself failed in {task.get_name()}: {type(error).__name__}: {error}")
