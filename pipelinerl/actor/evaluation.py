@@ -36,6 +36,8 @@ class TestItem:
     problem: TestProblem
     attempts: tuple[int, ...]
     tries: int
+    suspect: bool = False
+    """Whether its worker died because of it."""
 
 
 @dataclass(eq=False)
@@ -76,17 +78,21 @@ class Evaluation:
         self.under_way += 1
         return self.queue.popleft()
 
-    def take(self, item: TestItem, rollouts: Iterable[Rollout], *, worth_repeating: bool) -> None:
+    def take(
+        self, item: TestItem, rollouts: Iterable[Rollout], *, worth_repeating: bool, suspect: bool = False
+    ) -> None:
         """Records the rollouts of an item that has ended.
 
         Attempts that are missing, or were sampled by another version, are queued again up to ``max_repeats`` times.
+        ``suspect`` as in ``TestItem``.
         """
         self.under_way -= 1
         good = [rollout for rollout in rollouts if versions_of(rollout) <= {self.version}]
         self.rollouts.setdefault(_key(item.problem), []).extend(good)
         missing = tuple(sorted(set(item.attempts) - {rollout.attempt for rollout in good}))
         if missing and worth_repeating and item.tries < self.max_repeats:
-            self.queue.append(TestItem(problem=item.problem, attempts=missing, tries=item.tries + 1))
+            again = TestItem(problem=item.problem, attempts=missing, tries=item.tries + 1, suspect=suspect)
+            self.queue.append(again)
 
     def repeat(self, problem: TestProblem, attempts: Iterable[int]) -> None:
         """Takes the rollouts of these attempts out, and queues the attempts again."""

@@ -142,7 +142,7 @@ class Evaluator:
                 evaluation=True,
                 version=version,
             )
-            self._table.submit(TestWork(start=start, item=item))
+            self._table.submit(TestWork(start=start, item=item, suspect=item.suspect))
 
     def take(self, ended: WorkEnded) -> None:
         """Adds the outcome of an item to the running evaluation and publishes its rollouts."""
@@ -151,7 +151,7 @@ class Evaluator:
         if current is None:
             return
         repeat = all(failure.reason in failures.WORTH_REPEATING for failure in ended.failures)
-        current.take(work.item, ended.rollouts, worth_repeating=repeat)
+        current.take(work.item, ended.rollouts, worth_repeating=repeat, suspect=work.suspect)
         if ended.rollouts:
             self._topics.publish(self._group(work, ended, current.version))
 

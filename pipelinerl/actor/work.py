@@ -1,9 +1,11 @@
 """The table of work at the workers. Every piece has a ticket and comes back exactly once unless it is cancelled.
 
-The table does not know the purpose of the work. When a worker dies, all of its work is suspect. Suspects run one at a
-time, so that only the piece that kills its worker is blamed.
+The table does not know the purpose of the work. When a worker dies, all of its work is suspect and runs again, half of
+it at once. Each death among suspects halves that number, and each suspect that ends raises it by one. A piece has
+failed only when its worker died without another suspect in it, so the piece that kills is found.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGrou
 from pipelinerl.actor.probation import Misses, Proofs
 from pipelinerl.actor.workers import Lost
 from pipelinerl.records import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
@@ -36,7 +40,7 @@ class Work:
     start: StartGroup
     """``submit`` sets its ticket."""
     suspect: bool = False
-    """Whether its worker died while it ran."""
+    """Whether its worker died while it ran, and it has not ended since."""
 
     def narrow(self, attempts: tuple[int, ...]) -> None:
         """Leaves only these attempts to be made."""
@@ -68,8 +72,9 @@ class WorkTable:
         self._room = 0
         self._works: dict[int, Work] = {}
         self._next_ticket = 0
-        self._suspect: Work | None = None
-        self._waiting_suspects: deque[Work] = deque()
+        self._suspects: deque[Work] = deque()
+        """Suspects that wait."""
+        self._suspects_at_once = 1
         self.misses, self.proofs = Misses(), Proofs()
 
     @property
@@ -86,7 +91,7 @@ class WorkTable:
 
     def all_of(self, kind: type[W]) -> Iterator[W]:
         """Yields the work of this kind, at the workers and among the suspects that wait."""
-        return (work for work in (*self._works.values(), *self._waiting_suspects) if isinstance(work, kind))
+        return (work for work in (*self._works.values(), *self._suspects) if isinstance(work, kind))
 
     def set_servers(self, servers: Servers) -> None:
         """Tells the workers which servers are in service, and which probes those have missed."""
@@ -100,38 +105,32 @@ class WorkTable:
         return running == 0 or running + attempts <= self._room
 
     def submit(self, work: Work) -> None:
-        """Gives the work to a worker. A suspect waits until no other suspect runs."""
+        """Gives the work to a worker. A suspect waits until few enough of them run, but not behind others."""
         if work.suspect:
-            if self._suspect is not None:
-                self._waiting_suspects.append(work)
-                return
-            self._suspect = work
-        self._next_ticket += 1
-        work.start = msgspec.structs.replace(work.start, ticket=self._next_ticket)
-        self._works[self._next_ticket] = work
-        self._workers.start(work.start)
+            self._suspects.appendleft(work)
+            self._start_suspects()
+        else:
+            self._start(work)
 
     def cancel(self, kind: type[Work]) -> None:
         """Cancels all work of this kind."""
         for ticket in [ticket for ticket, work in self._works.items() if isinstance(work, kind)]:
             del self._works[ticket]
             self._workers.cancel(ticket)
-        self._waiting_suspects = deque(work for work in self._waiting_suspects if not isinstance(work, kind))
-        if isinstance(self._suspect, kind):
-            self._suspect = None
+        self._suspects = deque(work for work in self._suspects if not isinstance(work, kind))
 
     def poll(self, timeout_s: float) -> list[WorkEnded]:
         """Returns the work that has ended. Waits up to ``timeout_s`` for messages of the workers.
 
         Rollouts whose server missed the weight probe for them are among the failures.
         """
-        if self._suspect is None and self._waiting_suspects:
-            self.submit(self._waiting_suspects.popleft())
+        self._start_suspects()
         ended: list[WorkEnded] = []
         for result in self._workers.poll(timeout_s):
             if isinstance(result, Lost):
                 ended += self._lost(result)
-            elif (work := self._take(result.ticket)) is not None:
+            elif (work := self._works.pop(result.ticket, None)) is not None:
+                self._suspects_at_once += work.suspect
                 work.suspect = False
                 rollouts, refused = self.misses.sort(result.rollouts)
                 ended.append(
@@ -144,19 +143,39 @@ class WorkTable:
                 )
         return ended
 
-    def _take(self, ticket: int) -> Work | None:
-        work = self._works.pop(ticket, None)
-        if work is self._suspect:
-            self._suspect = None
-        return work
+    def _start(self, work: Work) -> None:
+        self._next_ticket += 1
+        work.start = msgspec.structs.replace(work.start, ticket=self._next_ticket)
+        self._works[self._next_ticket] = work
+        self._workers.start(work.start)
+
+    def _start_suspects(self) -> None:
+        running = sum(work.suspect for work in self._works.values())
+        while self._suspects and running < self._suspects_at_once:
+            self._start(self._suspects.popleft())
+            running += 1
 
     def _lost(self, lost: Lost) -> list[WorkEnded]:
-        ended = []
-        for work in [work for ticket in lost.tickets if (work := self._take(ticket)) is not None]:
+        """Has the work of a dead worker run again, or blames the only suspect in it."""
+        works = [work for ticket in lost.tickets if (work := self._works.pop(ticket, None)) is not None]
+        if not works:
+            return []
+        accused = [work for work in works if work.suspect] or works
+        self._suspects.extend(work for work in works if work not in accused)
+        self._suspects_at_once = max(1, len(accused) // 2)
+        for work in works:
             work.suspect = True
-            detail = f"the worker process ended with exit code {lost.exit_code} during this group"
-            failed = tuple(
-                Failure(attempt=attempt, reason=failures.POISONOUS, detail=detail) for attempt in work.start.attempts
-            )
-            ended.append(WorkEnded(work=work, rollouts=(), failures=failed))
-        return ended
+        if len(accused) == 1:
+            return [_blamed(accused[0], lost)]
+        self._suspects.extendleft(reversed(accused))
+        log.warning("event=suspects groups=%d at_once=%d", len(self._suspects), self._suspects_at_once)
+        return []
+
+
+def _blamed(work: Work, lost: Lost) -> WorkEnded:
+    """Returns the work with all of its attempts failed."""
+    detail = f"the worker process ended with exit code {lost.exit_code} during this group"
+    failed = tuple(
+        Failure(attempt=attempt, reason=failures.POISONOUS, detail=detail) for attempt in work.start.attempts
+    )
+    return WorkEnded(work=work, rollouts=(), failures=failed)

@@ -120,24 +120,33 @@ def test_domain_errors_beyond_the_budget_end_the_role() -> None:
         stage.until(lambda: False)
 
 
+class Fragile(ScriptedWorkers):
+    """The worker dies whenever problem 3 is in it."""
+
+    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
+        self.waiting.clear()
+        running = list(self.running.values())
+        self.running.clear()
+        if any(start.problem["i"] == 3 for start in running):
+            return [Lost(tickets=tuple(start.ticket for start in running), exit_code=-11)]
+        return [finished(start) for start in running]
+
+
 def test_guilty_problem_is_found_although_others_die_with_it() -> None:
-    """The worker dies whenever problem 3 is in it; only that problem is dropped, the others are published."""
-
-    class Fragile(ScriptedWorkers):
-        def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
-            self.waiting.clear()
-            running = list(self.running.values())
-            self.running.clear()
-            if any(start.problem["i"] == 3 for start in running):
-                return [Lost(tickets=tuple(start.ticket for start in running), exit_code=-11)]
-            return [finished(start) for start in running]
-
+    """Only the problem that kills is dropped, the others are published."""
     stage = Stage()
     stage.workers.__class__ = Fragile
     stage.until(lambda: len({record.problem_index for record in stage.records}) == 7)
     dropped = {record.problem_index for record in stage.records if isinstance(record, GroupDropped)}
     assert dropped == {3}
     assert all(record.reason == "poisonous" for record in stage.records if isinstance(record, GroupDropped))
+
+
+def test_evaluation_leaves_out_the_problem_that_kills_and_no_other() -> None:
+    stage = Stage(tests=8, at_start=True)
+    stage.workers.__class__ = Fragile
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
+    assert (stage.news[-1].num_rollouts, stage.news[-1].metrics["complete"]) == (7, 7 / 8)
 
 
 def test_evaluation_counts_only_tokens_of_the_announced_version() -> None:

@@ -1,10 +1,14 @@
-"""How many rollouts the table lets run: as many as the servers say that they take."""
+"""How many rollouts the table lets run, and which piece of work it blames when a worker dies."""
 
+from collections import Counter
 from collections.abc import Sequence
 
+import pytest
+
 from pipelinerl.actor.messages import GroupFinished, Servers, StartGroup
-from pipelinerl.actor.work import WorkTable
+from pipelinerl.actor.work import Work, WorkTable
 from pipelinerl.actor.workers import Lost
+from tests.scripted_actor import ScriptedWorkers
 
 
 class BusyWorkers:
@@ -31,3 +35,77 @@ def test_room_is_the_sum_of_what_each_server_takes() -> None:
     assert not table.has_room(9)
     workers.num_rollouts = 0
     assert table.has_room(64)  # a group larger than that runs alone
+
+
+class Fragile(ScriptedWorkers):
+    """One worker. At every poll all of its work ends, or the worker dies if one of ``killers`` runs."""
+
+    def __init__(self, killers: set[int]):
+        super().__init__(lambda start: None)
+        self.killers = killers
+
+    def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
+        tickets = tuple(self.running)
+        dies = any(start.problem["i"] in self.killers for start in self.running.values())
+        self.running.clear()
+        if dies:
+            return [Lost(tickets=tickets, exit_code=-9)]
+        return [GroupFinished(ticket=ticket, rollouts=(), failures=()) for ticket in tickets]
+
+
+def piece(number: int) -> Work:
+    start = StartGroup(
+        group_id=str(number), domain=0, problem={"i": number}, attempts=(0,), evaluation=False, version=0
+    )
+    return Work(start=start)
+
+
+def rounds_until_all_ended(table: WorkTable, num: int, tries: int) -> tuple[int, Counter[str], Counter[str]]:
+    """Polls until every piece has ended or has been blamed so often.
+
+    Returns the number of polls, and how often each piece has ended and has been blamed.
+    """
+    ended, blamed = Counter[str](), Counter[str]()
+    for rounds in range(1, 1000):
+        for outcome in table.poll(0):
+            name = outcome.work.start.group_id
+            if not outcome.failures:
+                ended[name] += 1
+            elif (blamed.update([name]) or blamed[name]) < tries:  # type: ignore[func-returns-value]
+                table.submit(outcome.work)
+        if len(ended) + sum(count == tries for count in blamed.values()) == num:
+            return rounds, ended, blamed
+    raise AssertionError((ended, blamed))
+
+
+@pytest.mark.parametrize("killers", [{index} for index in range(32)] + [{0, 31}, {7, 8, 20}])
+def test_work_that_kills_is_found_among_32_without_running_them_one_by_one(killers: set[int]) -> None:
+    table = WorkTable(Fragile(killers), rollouts_per_server=100)
+    for number in range(32):
+        table.submit(piece(number))
+    rounds, ended, blamed = rounds_until_all_ended(table, 32, tries=3)
+    assert ended == {str(number): 1 for number in range(32) if number not in killers}
+    assert blamed == {str(number): 3 for number in killers}
+    assert rounds <= 10 + 11 * len(killers), rounds  # one by one: 33 + 2 for every killer
+
+
+def test_work_of_a_worker_that_died_by_accident_is_blamed_for_nothing() -> None:
+    workers = Fragile({5})
+    table = WorkTable(workers, rollouts_per_server=100)
+    for number in range(32):
+        table.submit(piece(number))
+    assert table.poll(0) == []
+    workers.killers.clear()
+    rounds, ended, blamed = rounds_until_all_ended(table, 32, tries=1)
+    assert (rounds, len(ended), blamed) == (2, 32, {})  # 16 at once, then the rest
+
+
+def test_work_cancelled_while_it_is_suspect_does_not_come_back() -> None:
+    table = WorkTable(workers := Fragile({5}), rollouts_per_server=100)
+    for number in range(8):
+        table.submit(piece(number))
+    assert table.poll(0) == []
+    table.cancel(Work)
+    assert table.poll(0) == []
+    assert workers.running == {}
+    assert list(table.all_of(Work)) == []
