@@ -27,7 +27,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from pipelinerl.errors import TransportError
+from pipelinerl.errors import TransportError, WeightUpdateError
 from pipelinerl.weights.attestation import Baseline, LogprobVerdict, calibrate, check_version
 from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.weights.probe_client import ProbeClient
@@ -218,8 +218,7 @@ class Attestor:
             return
         with witness.lock:
             witness.took.clear()
-            witness.is_scored, witness.service = False, None
-            witness.proved = -1
+            witness.is_scored, witness.service, witness.proved = False, None, -1
 
     @property
     def proved(self) -> dict[str, int]:
@@ -227,13 +226,13 @@ class Attestor:
         return {name: witness.proved for name, witness in tuple(self._witnesses.items())}
 
     def wants_scores(self, *, is_idle: bool) -> bool:
-        """Whether the trainer should score the next version: a server is unproved, or the next comparison is due.
+        """Whether the trainer should score the next version: a server in service is unproved, or a comparison is due.
 
         A trainer that is not idle stands still for it, so the comparison may be late, by up to ``DUTY`` once more.
         """
         if self._text is None:
             return False
-        unproved = any(w.is_updated and not w.is_scored and w.misses < 2 for w in tuple(self._witnesses.values()))
+        unproved = any(w.service is not None and not w.is_scored for w in tuple(self._witnesses.values()))
         duty = UNPROVED_DUTY if unproved else DUTY if is_idle else 2 * DUTY
         return time.monotonic() - self._scoring.ended >= duty * self._scoring.seconds
 
@@ -276,6 +275,9 @@ class Attestor:
             try:
                 fault = self._fault(witness, question)
                 deadline = time.monotonic() + self._timeout_s
+            except WeightUpdateError as error:  # of a trainer rank, so the next version's probe decides
+                log.warning("event=probe_undecided server=%s version=%d error=%s", witness.server.name, version, error)
+                continue
             except ERRORS as error:
                 if witness.service is not question.service:
                     continue

@@ -4,7 +4,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.attestor import Attestor, Expected, Miss
 from pipelinerl.weights.probe import ProbeText, first_tokens
 from pipelinerl.world import Job
+from tests.waiting import wait_until as wait_for
 
 TEXT = ProbeText(token_ids=np.arange(200, dtype=np.int32).reshape(4, 50))
 TRAINER = -np.linspace(0.1, 4.0, 4 * 49).astype(np.float32)
@@ -61,13 +63,6 @@ class Server:
         values = TRAINER[49 * row : 49 * row + 49] + self.moved + NOISE * self.rng.standard_normal(49)
         rows = [None, *({str(token): {"logprob": v}} for token, v in zip(tokens[1:], values.tolist(), strict=True))]
         return {"choices": [{"token_ids": [0], "weight_versions": label}], "prompt_logprobs": rows}
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 class Harness:
@@ -335,6 +330,21 @@ def test_due_comparison_waits_for_an_idle_trainer_and_an_overdue_one_does_not(
         monkeypatch.setattr(time, "monotonic", lambda duty=duty: last.ended + duty * last.seconds)
         wanted.append([harness.attestor.wants_scores(is_idle=idle) for idle in (True, False)])
     assert wanted == [[False, False], [True, False], [True, False], [True, True]]
+    harness.attestor.left("s0")  # it is dead, and stays a member while nobody restarts it
+    monkeypatch.setattr(time, "monotonic", lambda: last.ended + 10 * last.seconds)
+    assert not harness.attestor.wants_scores(is_idle=True)
+
+
+def test_trainer_rank_that_cannot_say_its_checksum_is_no_fault_of_the_server(harness: Harness) -> None:
+    harness.calibrate()
+    unknown: Future[str] = Future()
+    unknown.set_exception(WeightUpdateError("the trainer rank at host:1: it has not taken version 0"))
+    harness.attestor.expect(0, Expected(unknown, None))
+    harness.attestor.took("s0", 0)
+    wait_for(lambda: not harness.witness.is_busy)
+    assert harness.attestor.proved == {"s0": -1}
+    harness.push(1)
+    assert (harness.misses, harness.attestor.proved) == ([], {"s0": 1})
 
 
 def test_a_version_that_the_server_left_meanwhile_decides_nothing(harness: Harness) -> None:
