@@ -2,9 +2,10 @@
 
 The rule is that of congestion control in networks (RFC 5681), with rollouts for packets. A finished rollout lets the
 limit grow, so the pace follows the rollouts' own length: twofold per turn until the cache was full for the first time,
-then by a fixed share per turn. A full cache (a rollout lost its place, or requests wait while nothing is free) lowers
-the limit by a factor, at most once per turn, because the rollouts that made it full need a turn to end. The limit never
-grows while rollouts do not use it, while they wait, or while the cache is nearly full.
+then by a fixed share per turn, and at most twofold between two looks, however many turns passed unseen. A full cache
+(a rollout lost its place, or requests wait while nothing is free) lowers the limit by a factor, at most once per turn,
+because the rollouts that made it full need a turn to end. The limit never grows while rollouts do not use it, while
+they wait, or while the cache is nearly full.
 """
 
 from dataclasses import dataclass
@@ -71,6 +72,6 @@ class Admission:
         is_used = load.running + load.waiting >= USED * self.rollouts
         growth = 0.0
         if is_used and load.kv_use < NEARLY_FULL and load.waiting <= QUEUE * self.limit:
-            growth = load.finished * (1.0 if self.is_first_climb else GROWTH)
+            growth = min(load.finished * (1.0 if self.is_first_climb else GROWTH), self.limit)
         limit = min(self.limit + growth, MOST_ROLLOUTS)
         return Admission(limit=limit, is_first_climb=self.is_first_climb, until_decrease=waits)

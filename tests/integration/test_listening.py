@@ -33,8 +33,9 @@ def test_one_node_listens_on_loopback_and_gives_no_control_away(tmp_path: Path):
         assert {role.rpartition("_")[0] for role in found.values()} >= {"actor_llm", "redis", "finetune"}
         for port, answers in heard_by_a_stranger("127.0.0.1", [port for _, port in found]).items():
             print(found["127.0.0.1", port], port, answers)
-            assert answers["/pause"].split(" ")[1:2] in ([], ["401"], ["404"]), answers
-            assert answers["large /tokenize"].split(" ")[1:2] in ([], ["413"], ["404"]), answers
+            status = {path: said.split(" ")[1:2] for path, said in answers.items() if not said.startswith("PRLW1")}
+            assert status.get("/pause", []) in ([], ["401"], ["404"]), answers
+            assert status.get("large /tokenize", []) in ([], ["413"], ["404"]), answers
             assert answers["redis"] in ("", "-NOAUTH Authentication required.") or answers["redis"].startswith(
                 ("HTTP/1.1 400", "PRLW1")
             ), answers

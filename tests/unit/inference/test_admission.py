@@ -161,3 +161,9 @@ def test_a_full_cache_lowers_the_limit_once_a_turn() -> None:
     waited = lowered.after(Load(kv_use=0.9, running=80, finished=80))
     assert waited.after(full).limit == pytest.approx(lowered.limit * DECREASE)
     assert Admission(limit=1.0).after(Load(kv_use=1.0, running=1, preempted=3)).rollouts == 1
+
+
+def test_turns_that_passed_unseen_do_not_grow_the_limit_beyond_twofold() -> None:
+    short = Load(kv_use=0.3, running=32, finished=800)  # 25 turns of 32 between two looks
+    assert Admission(limit=32.0).after(short).rollouts == 64
+    assert Admission(limit=32.0, is_first_climb=False).after(short).rollouts == 64
