@@ -132,7 +132,7 @@ class Run:
         self.records += [record for _, record in self.actor.read_all()]
         self.evaluations += [record for _, record in self.news.read_all()]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             self.read()
@@ -145,7 +145,7 @@ class Run:
             assert time.monotonic() < deadline, (self.records, self.evaluations)
             await asyncio.sleep(0.02)
 
-    async def ended(self, timeout_s: float = 30.0) -> None:
+    async def ended(self, timeout_s: float = 60.0) -> None:
         assert self.task is not None
         await asyncio.wait_for(self.task, timeout_s)
         self.read()
@@ -153,7 +153,7 @@ class Run:
     async def close(self) -> None:
         self.stop.set()
         if self.task is not None and not self.task.done():
-            await asyncio.wait([self.task], timeout=20)
+            await asyncio.wait([self.task], timeout=60)
         for stream in (self.trainer, self.preprocessor, self.actor, self.news):
             stream.close()
 

@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.zero3 import shard_everything
 
 ROOT = Path(__file__).parents[1]
@@ -21,12 +21,6 @@ ENGINES = {
     "fsdp2_shards": ("fsdp2", ["finetune.shard_gradients=true"]),
     "ddp": ("ddp", []),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
+
 START_TIMEOUT_S = 60.0
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "sinfo")
@@ -17,14 +19,6 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "sinfo")
 def is_installed() -> bool:
     """Whether this machine can run such a cluster; slurmd wants to be root."""
     return os.geteuid() == 0 and all(shutil.which(program) for program in NEEDED)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def configuration(folder: Path, nodes: list[str], ports: list[int], cpus: int) -> str:
@@ -66,7 +60,7 @@ def slurm(folder: Path, num_nodes: int = 2, cpus: int = 8) -> Iterator[dict[str,
     nodes = [f"n{index}" for index in range(num_nodes)]
     (folder / "state").mkdir(parents=True)
     conf = folder / "slurm.conf"
-    conf.write_text(configuration(folder, nodes, free_ports(1 + num_nodes), cpus))
+    conf.write_text(configuration(folder, nodes, [free_port() for _ in range(1 + num_nodes)], cpus))
     env = os.environ | {"SLURM_CONF": str(conf)}
     daemons = [subprocess.Popen(["slurmctld", "-D", "-c", "-f", str(conf)], env=env, **QUIET)]
     try:

@@ -1,6 +1,5 @@
 """A redis server for the contract tests, where redis-server is installed."""
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import redis
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +19,7 @@ def redis_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
     except ConfigError:
         yield None
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     config = redis_config(
         port=port,
         data_dir=tmp_path_factory.mktemp("redis"),

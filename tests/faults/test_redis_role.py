@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -30,14 +29,14 @@ from pipelinerl.redis_server.server import redis_command
 from pipelinerl.streams import SingleStreamSpec, open_writer
 from pipelinerl.streams import __main__ as command
 from pipelinerl.streams.redis import RedisBackend
+from tests.ports import free_port
 
 
 class Role:
     """The role running in a thread, with the parts of a context that it uses."""
 
     def __init__(self, run_dir: Path, executor: ThreadPoolExecutor):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.stop = threading.Event()
         self.progress, self.lent = threading.Event(), threading.Event()
         self.run_dir = run_dir
@@ -75,12 +74,12 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Role]:
     monkeypatch.setattr(redis_server, "_STOP_S", 1.0)
     with ThreadPoolExecutor(1) as executor:
         role = Role(tmp_path, executor)
-        assert role.progress.wait(30), "the server did not answer"
+        assert role.progress.wait(60), "the server did not answer"
         yield role
         role.stop.set()
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
@@ -92,7 +91,7 @@ def test_role_serves_until_told_to_stop_and_leaves_its_data(role: Role):
         client.set("key", "value")
     server = role.server()
     role.stop.set()
-    role.result.result(30)
+    role.result.result(60)
     assert not server.is_running()
     data = role.run_dir / "redis_0" / "data"
     assert data.stat().st_mode & 0o777 == 0o700
@@ -175,7 +174,7 @@ def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch:
 def test_role_fails_when_its_server_is_killed(role: Role):
     role.server().kill()
     with pytest.raises(StreamError, match="redis-server ended with code -9"):
-        role.result.result(30)
+        role.result.result(60)
 
 
 def test_role_lends_its_heartbeat_to_the_server_and_ends_a_frozen_one(role: Role):
@@ -184,5 +183,5 @@ def test_role_lends_its_heartbeat_to_the_server_and_ends_a_frozen_one(role: Role
     os.kill(server.pid, signal.SIGSTOP)
     wait_until(lambda: not role.is_beating())
     role.stop.set()
-    role.result.result(30)
+    role.result.result(60)
     wait_until(lambda: not server.is_running())

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec, redis_connection
 from pipelinerl.streams.redis import RedisBackend
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 PASSWORD = 'a "quoted" \\ password'
@@ -28,8 +28,7 @@ class Server:
     """A redis server that can be killed and started again with what it had."""
 
     def __init__(self, folder: Path):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.config = redis_config(
             port=self.port, data_dir=folder, password=PASSWORD, address=None, fsync="segment", max_record_mb=64
         )
@@ -181,7 +180,7 @@ def test_wrong_password_is_refused_at_once(server: Server, spec: SingleStreamSpe
 
 def wait_for_answer(client: redis.Redis) -> None:
     """Until the server is up and has answered, one way or the other."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while True:
         try:
             client.ping()
@@ -285,7 +284,7 @@ def test_idle_reader_and_its_wake_up(server: Server, spec: SingleStreamSpec):
     assert cursor.read(0) == []
     start = time.monotonic()
     assert cursor.read(0.2) == []
-    assert 0.15 <= time.monotonic() - start < 5
+    assert 0.15 <= time.monotonic() - start < 60
     timer = threading.Timer(0.05, appender.append, [b"x"])
     timer.start()
     assert [bytes(found) for _, found in cursor.read(10)] == [b"x"]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.records import MicroBatch
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from tests.models import save_qwen2
+from tests.ports import free_port
 from tests.states import read_state
 from tests.trainer_kit import trainer_overrides
 
@@ -57,9 +57,7 @@ def start(run_dir: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
         "finetune.rl.advantage=value",
         "finetune.rl.value_loss_coef=0.5",
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, str(SCRIPT), str(run_dir), *overrides]
     with (run_dir / "log.txt").open("ab") as log:

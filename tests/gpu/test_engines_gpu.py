@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.step_memory import SIZES, planned, save_model
-from tests.engine_runs import ENGINES, ROOT, free_port, run_ranks
+from tests.engine_runs import ENGINES, ROOT, run_ranks
 from tests.gpu.device import DEVICE
 from tests.models import save_qwen2
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 STEPS, HALF = 6, 3

@@ -5,7 +5,6 @@ import fcntl
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.receiver import Receiver
 from pipelinerl.weights.store.follower import FollowerSettings, StoreFollower
 from pipelinerl.world import Job, WorldMap
+from tests.ports import free_port
 
 START_S = 240.0
 VOCAB = 256
@@ -90,11 +90,6 @@ def save_byte_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def write_run(
     run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = (), num_cores: int = 1
 ) -> Job:
@@ -149,7 +144,7 @@ def running_server(
         finally:
             server.process.send_signal(signal.SIGTERM)
             try:
-                code = server.process.wait(timeout=30)
+                code = server.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()

@@ -139,7 +139,7 @@ asyncio.run(main())
         process.kill()
         process.wait()
         with contextlib.suppress(psutil.NoSuchProcess):
-            agent.wait(timeout=10)
+            agent.wait(timeout=60)
         assert not agent.is_running()
 
 
@@ -239,7 +239,7 @@ async def test_run_agent_process_leaves_no_process_behind():
     pid, undecodable = printed[0].split()
     assert undecodable == "\ufffd"
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(pid)).wait(timeout=10)
+        psutil.Process(int(pid)).wait(timeout=60)
     assert not psutil.pid_exists(int(pid))
 
 

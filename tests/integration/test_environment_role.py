@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pipelinerl.config.load import compose
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import Node
+from tests.ports import free_port
 from tests.sender_kit import wait_for
 
 START_S = 120.0
@@ -47,9 +47,7 @@ class Dice:
 @pytest.fixture
 def role(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "my_dice.py").write_text(DICE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     cfg = compose("quickstart", [f"output_dir={tmp_path}"])
     container = OmegaConf.to_container(cfg, resolve=True)
     container.pop("hydra", None)
@@ -87,7 +85,7 @@ def role(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/sides", timeout=5).text == "20"
+        return httpx.get(f"{url}/sides", timeout=60).text == "20"
     except httpx.TransportError:
         return False
 
@@ -106,7 +104,7 @@ def test_role_serves_the_users_class_and_leaves_nothing(
     children = psutil.Process(role.pid).children(recursive=True)
     assert len(children) == 1
     role.send_signal(how)
-    assert role.wait(30) == (0 if how == signal.SIGTERM else -how), (tmp_path / "log.txt").read_text()
+    assert role.wait(60) == (0 if how == signal.SIGTERM else -how), (tmp_path / "log.txt").read_text()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 

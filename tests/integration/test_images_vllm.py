@@ -115,7 +115,7 @@ def test_features_follow_the_weights(served: Served) -> None:
                     parameter.add_(torch.randn_like(parameter) * 0.03)
             (outcome,) = senders.send(version, dict(exported_parameters(served.engine, torch.float32))).values()
             assert outcome.error == ""
-            assert senders.sender.wait_live(version, 20)
+            assert senders.sender.wait_live(version, 60)
             tokens = asyncio.run(say(llm_of(served), [shown(SQUARE)])).call_tokens
             assert tokens.version_spans[:, 2].tolist() == [version]
             assert error_of(served, tokens) <= TOLERANCE

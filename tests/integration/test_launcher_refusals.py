@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
 """Wall time on a busy machine. The bars are processor seconds, which a busy machine does not change much."""
@@ -259,10 +261,10 @@ def test_refusal_of_a_mistyped_model_path_beside_a_recipe(place: Path, model: st
 
 
 def test_refusal_of_a_used_port_names_it(place: Path) -> None:
+    port = free_port() + 1
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         code, output, seconds = launch(place, f"world.port_base={port - 1}")
     assert code == 2
     assert f"port {port} of actor_llm_0 is in use" in output

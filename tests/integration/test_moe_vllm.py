@@ -66,7 +66,7 @@ def test_updates_land_in_fused_experts_to_the_bit(served: Served) -> None:
                     parameter.add_(torch.randn_like(parameter) * 0.03)
             (outcome,) = senders.send(version, dict(exported_parameters(engine, torch.float32))).values()
             assert outcome.error == ""
-            assert senders.sender.wait_live(version, 20)
+            assert senders.sender.wait_live(version, 60)
             (completion,) = sample(server.job.url, PROMPT, 100)
             assert completion.version_spans is not None
             assert completion.version_spans[:, 2].tolist() == [version]

@@ -137,7 +137,7 @@ async def test_rollouts_of_a_server_that_swallowed_an_update_are_not_published_a
     await stage.push(1)  # the liar alone serves version 1, so it makes the groups of that step
     await stage.until(lambda: liar.attempts - before == GROUPS * ATTEMPTS and not liar.fake.num_answering)
     honest.may_swap.set()
-    await asyncio.to_thread(stage.sender.wait_live, 1, 20, 2)
+    await asyncio.to_thread(stage.sender.wait_live, 1, 60, 2)
     assert len(stage.groups) == GROUPS
     liar.may_check.set()
     await stage.until(lambda: len(stage.groups) == 2 * GROUPS)

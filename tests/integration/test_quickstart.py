@@ -124,8 +124,9 @@ def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
 @pytest.mark.timeout(400)
 def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_path: Path):
     run_dir = tmp_path / "run"
+    settings = ["finetune.save_checkpoint_steps=4", "eval.at_start=false"]
     process = subprocess.Popen(
-        launch(run_dir, "finetune.max_train_steps=12", "finetune.save_checkpoint_steps=4", "eval.at_start=false"),
+        launch(run_dir, "finetune.max_train_steps=1000", *settings),  # it must not end before it is interrupted
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -135,12 +136,13 @@ def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_pa
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     process.stdout.close()
-    assert process.wait(timeout=30) == 130, rest
+    assert process.wait(timeout=60) == 130, rest
     marked = [p for p in psutil.process_iter() if str(run_dir) in _environment(p)]
     assert marked == []
 
+    steps = _trained(run_dir) + 6
     resumed = subprocess.run(
-        launch(run_dir, "finetune.max_train_steps=12", "finetune.save_checkpoint_steps=4", "eval.at_start=false"),
+        launch(run_dir, f"finetune.max_train_steps={steps}", *settings),
         capture_output=True,
         text=True,
         timeout=300,
@@ -149,7 +151,7 @@ def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_pa
     assert resumed.returncode == 0, resumed.stdout[-4000:]
     ledger = read_ledger(run_dir)
     assert ledger.violations == ()
-    assert ledger.counts()["trained"] == 12 * 64
+    assert ledger.counts()["trained"] == steps * 64
 
 
 def _environment(process: psutil.Process) -> str:

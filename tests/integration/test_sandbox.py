@@ -19,6 +19,10 @@ from pipelinerl.sandbox.runner import Jail
 LIMITS = Limits(cpu_s=2, wall_s=10.0, total_s=30.0, memory_mb=512, disk_mb=16, processes=16, output_kb=256)
 
 
+OURS: set[tuple[str, ...]] = set()
+"""Command lines of this process's jails, each with a user of its own. Other tests run jails at the same time."""
+
+
 def usable_modes() -> list[str]:
     """The ways of isolation that this machine allows."""
     usable = []
@@ -29,6 +33,19 @@ def usable_modes() -> list[str]:
             continue
         usable.append(mode)
     return usable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jails_are_known() -> Iterator[None]:
+    start = Jail.__init__
+
+    def start_and_note(jail: Jail, mode: str) -> None:
+        start(jail, mode)
+        OURS.add(tuple(jail._process.args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Jail, "__init__", start_and_note)
+        yield
 
 
 @contextmanager
@@ -50,7 +67,7 @@ async def run(sandbox: Sandbox, code: str, stdin: str = "") -> Outcome:
     """Runs one program and checks that nothing of it is left."""
     before = {process.pid for process in psutil.process_iter()}
     (outcome,) = await sandbox.run_python(code, [stdin])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left := [process for process in psutil.process_iter() if process.pid not in before and is_jailed(process)]:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.01)
@@ -58,10 +75,10 @@ async def run(sandbox: Sandbox, code: str, stdin: str = "") -> Outcome:
 
 
 def is_jailed(process: psutil.Process) -> bool:
-    """Whether it was forked for a program: the jail's command line in a PID namespace of its own."""
+    """Whether it was forked for a program of ours: its jail's command line in a PID namespace of its own."""
     try:
         levels = Path(f"/proc/{process.pid}/status").read_text().partition("NSpid:")[2].splitlines()[0].split()
-        return len(levels) > 1 and any(part.endswith("jail.py") for part in process.cmdline())
+        return len(levels) > 1 and tuple(process.cmdline()) in OURS
     except (psutil.Error, OSError, IndexError):
         return False
 
@@ -260,7 +277,7 @@ async def test_jail_that_died_is_replaced(sandbox):
 
 async def jailed_processes(count: int) -> None:
     """Waits until so many processes run for programs."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sum(map(is_jailed, psutil.process_iter())) != count:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

@@ -52,7 +52,7 @@ class Trainer:
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         (outcome,) = senders.send(version, weights, **settings).values()
         assert outcome.error == ""
-        assert senders.sender.wait_live(version, 20)
+        assert senders.sender.wait_live(version, 60)
 
     @torch.no_grad()
     def replay(self, prompt: list[int], tokens: list[int], spans: list[list[int]]) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_update_is_live_labelled_and_exact(vllm_server: Any, trainer: Trainer, s
     for version in (1, 2):
         trainer.next_version(version)
         trainer.send(sender, version)
-        assert httpx.get(f"{vllm_server.job.url}/weight_info").json()["weight_version"] == str(version)
+        assert httpx.get(f"{vllm_server.job.url}/weight_info", timeout=60).json()["weight_version"] == str(version)
         (choice,) = generate(vllm_server.job.url, max_tokens=100)
         assert versions_of(choice) == [version]
         assert error_of(trainer, choice) <= TOLERANCE
@@ -119,11 +119,11 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
             pool.submit(generate, url, max_tokens=400, prompt=prompt, n=4) for prompt in prompts
         ]
         version = 10
-        while version < 30 and not all(future.done() for future in futures):
+        while version < 60 and not all(future.done() for future in futures):
             version += 1
             trainer.next_version(version)
             trainer.send(sender, version)
-            time.sleep(0.3)  # spacing of the updates, not synchronisation
+            time.sleep(0.1)  # spacing of the updates, not synchronisation
         results = [(prompt, choice) for prompt, f in zip(prompts, futures, strict=True) for choice in f.result()]
     assert len(results) == 32
     assert all(choice.finish_reason == "length" and len(choice.token_ids) == 400 for _, choice in results)
@@ -179,7 +179,7 @@ def test_server_proves_its_updates_and_is_given_up_after_two_misses(
     until(lambda: witness.passed == 1003)
 
     check = {"headers": {"Authorization": f"Bearer {vllm_server.secret}"}, "json": {"version": 1003}}
-    answer = httpx.post(f"{vllm_server.job.url}/check_weights", **check).json()
+    answer = httpx.post(f"{vllm_server.job.url}/check_weights", **check, timeout=60).json()
     assert answer["is_checked"]
     assert (answer["differing"], answer["unlearned"]) == ([], [])
 
@@ -276,7 +276,7 @@ def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_run
         assert child.stdout.readline() == b"half\n"
         (during,) = generate(url, max_tokens=50)
         os.kill(child.pid, number)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "event=weight_update_failed" not in vllm_server.log():
             assert time.monotonic() < deadline, "the server still waits for its sender"
             time.sleep(0.05)
@@ -285,7 +285,7 @@ def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_run
             assert versions_of(choice) == [version]
             assert error_of(trainer, choice) <= TOLERANCE
         headers = {"Authorization": f"Bearer {vllm_server.secret}"}
-        assert httpx.get(f"{url}/is_paused", headers=headers).json() == {"is_paused": False}
+        assert httpx.get(f"{url}/is_paused", headers=headers, timeout=60).json() == {"is_paused": False}
     finally:
         child.kill()
         child.wait()
@@ -297,7 +297,7 @@ def test_sender_that_dies_or_freezes_while_it_sends_leaves_old_weights_and_a_run
 
 
 def test_control_routes_need_the_secret(vllm_server: Any) -> None:
-    with httpx.Client(base_url=vllm_server.job.url) as client:
+    with httpx.Client(base_url=vllm_server.job.url, timeout=60) as client:
         for path in ("/pause", "/resume", "/update_weights", "/collective_rpc", "/receive_weight_update", "/unknown"):
             assert client.post(path).status_code == 401, path
             assert client.post(path, headers={"Authorization": "Bearer wrong"}).status_code == 401, path

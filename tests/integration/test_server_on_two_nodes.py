@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.membership.stores import FolderStore
-from tests.integration.conftest import free_port
 from tests.integration.test_server import Trainer, error_of, generate, versions_of
+from tests.ports import free_port
 from tests.sender_kit import Senders
 
 START_S = 600.0

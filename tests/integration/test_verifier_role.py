@@ -16,14 +16,9 @@ from omegaconf import OmegaConf
 from pipelinerl.config.load import compose
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import Node
+from tests.ports import free_port
 
 START_S = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -80,8 +75,8 @@ def test_role_serves_and_leaves_no_process_whatever_ends_it(run_dir, how):
         assert len(children) == 2, "the forkserver and one worker"
         assert not any(b"s3cret" in Path(f"/proc/{child.pid}/environ").read_bytes() for child in children)
         process.send_signal(how)
-        assert process.wait(30) == (0 if how == signal.SIGTERM else -how), (run_dir / "log.txt").read_text()
-        _, alive = psutil.wait_procs(children, timeout=10)
+        assert process.wait(60) == (0 if how == signal.SIGTERM else -how), (run_dir / "log.txt").read_text()
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
     finally:
         process.kill()

@@ -225,7 +225,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
     assert "No space left on device" in caplog.text
     assert server.label == "0"
     is_full.clear()
-    assert trainer.sender.wait_live(1, 20)
+    assert trainer.sender.wait_live(1, 60)
     assert holds(server, weights(1))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.sender import WeightSender
 from pipelinerl.weights.snapshot import STRIPE_UNIT
 from tests.models import save_qwen2
+from tests.ports import free_port
 from tests.sender_kit import take_on_all_ranks, wait_for
 from tests.zero3 import shard_everything
 
@@ -134,7 +134,7 @@ def test_checksum_of_the_whole_comes_from_all_ranks(start_model_server: Any, mak
     trainer.send(3, sent)
     whole = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     StripeBuffer(Layout(tuple(spec_of(*item) for item in sent.items())), whole).fill(sent.items())
-    described = trainer.sender._ranks.describe(3, RANKS).result(20)
+    described = trainer.sender._ranks.describe(3, RANKS).result(60)
     assert added(description.checksum for description in described) == checksum(whole)
 
 
@@ -150,7 +150,7 @@ def test_rank_that_is_gone_ends_the_update_with_its_address(start_model_server: 
     trainer.sender.send(1, sent.items(), specs, plan=plan)
     trainer.origins[1].take(1, sent.items(), specs, plan)
     with pytest.raises(WeightUpdateError, match=str(trainer.origins[2].address)):
-        trainer.sender.wait_live(1, 20)
+        trainer.sender.wait_live(1, 60)
 
 
 def check_served(servers: Sequence[Any], out: Path) -> None:
@@ -210,9 +210,7 @@ def test_two_ranks_of_a_sharded_trainer_write_half_of_the_model_each_to_a_store(
 
 
 def run_ranks(job: dict[str, Any], folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = []
+    port, ranks = free_port(), []
     for rank in range(2):
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}

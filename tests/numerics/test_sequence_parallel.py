@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipelinerl.finetune import sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import DocumentPart, parts_of, rows_of_ranks
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "sequence_rank.py"
 RANKS = 4
@@ -70,9 +70,7 @@ def test_long_documents_are_the_same_work_for_every_rank(lengths: tuple[int, ...
 
 
 def test_attention_over_two_and_four_ranks_equals_attention_over_the_whole():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(RANKS):
         env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

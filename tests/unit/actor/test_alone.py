@@ -23,7 +23,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -104,7 +104,7 @@ def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch)
     import threading
 
     release = threading.Event()
-    monkeypatch.setattr(wandb, "start_run", lambda *_: release.wait(30) or None)
+    monkeypatch.setattr(wandb, "start_run", lambda *_: release.wait(300) or None)
     monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.1)
     monkeypatch.setattr(trackers, "QUEUE_POINTS", 10)
     logger = MetricsLogger(config("online"), tmp_path, "actor")  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_metrics_a_slow_wandb_never_blocks_the_role(tmp_path: Path, monkeypatch)
     for step in range(1000):
         logger.log({"reward": 1.0}, step=step)
     logger.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert len(read_metrics(tmp_path, "actor")) == 1000
     release.set()
 

@@ -13,7 +13,7 @@ import pytest
 from pipelinerl.observability.status import RoleStatus, read_statuses
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline

@@ -48,7 +48,7 @@ def test_version_that_became_live_once_more_is_compared_once_more() -> None:
     may_end = threading.Event()
 
     def late() -> WeightCheck:
-        may_end.wait(20)
+        may_end.wait(60)
         return wrong()
 
     check.is_live(1, late)

@@ -8,6 +8,7 @@ from pipelinerl.config import load
 from pipelinerl.errors import ConfigError, WorldError
 from pipelinerl.world import Cluster, Job, Node, WorldMap, build_world, check_local_devices, map_world
 from pipelinerl.world.ports import derive_port_base, ephemeral_start, find_port_block
+from tests.ports import free_port
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
 
@@ -52,10 +53,10 @@ def test_port_block_avoids_a_port_in_use():
 
 
 def test_configured_port_in_use_is_refused_by_number_and_key():
+    port = free_port() + 1
     with socket.socket() as blocker:
-        blocker.bind(("127.0.0.1", 0))
+        blocker.bind(("127.0.0.1", port))
         blocker.listen()
-        port = blocker.getsockname()[1]
         with pytest.raises(WorldError, match=rf"world\.port_base={port - 1}: port {port} of actor_llm_0 is in use"):
             map_world(make_config(*CPU, f"world.port_base={port - 1}"), one_cpu_node())
 
