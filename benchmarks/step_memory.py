@@ -36,6 +36,12 @@ PRECISIONS = {
     "float32": ("finetune.dtype=float32", "finetune.gradient_checkpointing=false"),
     "bfloat16": ("finetune.gradient_checkpointing=false",),
     "bfloat16, recomputed": ("finetune.gradient_checkpointing=true",),
+    "float32, adapters": (
+        "finetune.dtype=float32",
+        "finetune.gradient_checkpointing=false",
+        "finetune.lora.enabled=true",
+    ),
+    "bfloat16, adapters": ("finetune.gradient_checkpointing=false", "finetune.lora.enabled=true"),
 }
 ENGINES = {
     "ddp": ("finetune.engine=ddp",),

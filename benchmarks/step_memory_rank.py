@@ -41,6 +41,9 @@ PHASE = "phase: "
 class Allocations:
     """Bytes that torch's CPU allocator holds, phase by phase."""
 
+    def __init__(self) -> None:
+        self._existing: list[tuple[str, int, int]] = []
+
     def __enter__(self) -> "Allocations":
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
@@ -49,12 +52,21 @@ class Allocations:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
 
+    def add(self, phase: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that exist since the end of ``phase``, also those that another thread has made.
+
+        The profiler sees what its own thread does, and transformers loads weights in others.
+        """
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._existing += [(phase, storage.data_ptr(), storage.nbytes()) for storage in storages]
+
     def peaks(self) -> dict[str, int]:
         """Largest number of bytes held during each phase, which is a `record_function` of this module."""
         assert self._profile.profiler is not None
         events = list(every_event(self._profile.profiler.kineto_results.experimental_event_tree()))
         spans = {e.name.removeprefix(PHASE): (e.start_time_ns, e.end_time_ns) for e in events if PHASE in e.name}
         blocks = [(e.start_time_ns, e.typed[1].ptr, e.typed[1].alloc_size) for e in events if is_allocation(e)]
+        blocks += [(spans[phase][1], address, size) for phase, address, size in self._existing if size]
         return peaks_of(spans, blocks)
 
     def phase(self, name: str) -> Any:
@@ -111,6 +123,8 @@ class DeviceAllocations:
 
     def __exit__(self, *error: Any) -> None: ...
 
+    def add(self, phase: str, tensors: Iterable[torch.Tensor]) -> None: ...
+
     def peaks(self) -> dict[str, int]:
         return self._peaks
 
@@ -127,6 +141,7 @@ def measure(cfg: Any, world_size: int, rank: int, device: torch.device) -> dict[
     with DeviceAllocations() if device.type == "cuda" else Allocations() as allocations:
         with allocations.phase("loading"):
             engine = load_engine(cfg, device, world_size)
+        allocations.add("loading", [*engine.policy.parameters(), *engine.policy.buffers()])
         rules = make_rules(engine.policy, cfg)
         vocab, length = engine.policy.lm.config.vocab_size, cfg.finetune.seq_length
         samples = make_samples(rank, 4 * MICRO_BATCHES, vocab_size=vocab, lengths=(length // 4, length // 4))

@@ -132,7 +132,7 @@ def weight_copies(cfg: Config, shape: ModelShape, engine: str, ranks: int) -> in
 
     Autocast copies every linear layer. FSDP2 gathers embedding and head for the whole step, and two layers at a time.
     ZeRO-3 gathers up to `stage3_max_live_parameters` ahead, and keeps what is used again within
-    `stage3_max_reuse_distance`. One rank alone has nothing to gather.
+    `stage3_max_reuse_distance`. The backward pass uses no frozen embedding again. One rank alone has nothing to gather.
     """
     precision, embeddings = Precision.of(cfg, engine), embedding_parameters(shape)
     layer = layer_parameters(shape)
@@ -143,7 +143,8 @@ def weight_copies(cfg: Config, shape: ModelShape, engine: str, ranks: int) -> in
         return precision.computed * (embeddings + 2 * layer)
     if engine == "deepspeed" and zero_stage(cfg) == 3 and ranks > 1:
         live = max(int(zero_settings(cfg).get(key, ZERO_LIVE)) for key in ZERO_LIVE_KEYS)
-        return precision.computed * min(max(live, embeddings), shape.parameters)
+        unused = shape.vocab * shape.hidden if cfg.finetune.lora.enabled and not shape.tied else 0
+        return precision.computed * min(max(live, embeddings), shape.parameters - unused)
     return 0
 
 
@@ -158,16 +159,18 @@ def zero_buckets(cfg: Config) -> int:
 def head_bytes(cfg: Config, shape: ModelShape, engine: str, tokens: int, *, cuda: bool) -> int:
     """Bytes of the output head: rounded operands, its float32 gradient, the logits of a chunk, and its states.
 
-    CUDA multiplies bfloat16 operands into float32. A CPU widens them to float32 instead.
+    CUDA multiplies bfloat16 operands into float32, and rounds the logits' gradient for it. A CPU widens the operands.
+    When the logits are gone, the gradient of bfloat16 weights is rounded.
     """
     precision = Precision.of(cfg, engine)
     half, matrix, states = precision.computed == 2, shape.vocab * shape.hidden, tokens * shape.hidden
     chunk = cfg.finetune.head_chunk_tokens
-    logits = min(SMALLEST_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab * (10 if half else 8)
+    logits = min(SMALLEST_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab * (10 if half and cuda else 8)
+    rounding = 2 * matrix if half and not precision.autocast and not cfg.finetune.lora.enabled else 0
     rounded = 2 * matrix if precision.autocast else 0
     operands = 0 if not half else rounded if cuda else 4 * (matrix + states)
     gradient = 0 if cfg.finetune.lora.enabled else 4 * matrix
-    return gradient + operands + logits + states * (4 + 2 * precision.computed + 2 * precision.stream)
+    return gradient + operands + max(logits, rounding) + states * (4 + 2 * precision.computed + 2 * precision.stream)
 
 
 def reduction_bytes(cfg: Config, shape: ModelShape, engine: str, trained: float) -> int:
@@ -178,16 +181,28 @@ def reduction_bytes(cfg: Config, shape: ModelShape, engine: str, trained: float)
     return int(trained * layer_parameters(shape) * (Precision.of(cfg, engine).computed + 8)) if engine == "fsdp2" else 0
 
 
+def second_gradient_bytes(cfg: Config, engine: str, learning: int, ranks: int) -> int:
+    """Bytes of the buffer in which ZeRO-2 in float32 collects a micro-batch's gradient beside the sum of earlier ones.
+
+    It makes the buffer when the first bucket is full. Smaller models fill one only after the backward pass.
+    """
+    if engine != "deepspeed" or zero_stage(cfg) != 2 or cfg.finetune.dtype == "bfloat16":
+        return 0
+    bucket = int(zero_settings(cfg).get("reduce_bucket_size", ZERO_BUCKET))
+    return 4 * learning // ranks if learning > bucket else 0
+
+
 def stepping_bytes(cfg: Config, engine: str, learning: int, ranks: int) -> int:
     """Bytes of the copies of a rank's gradient in the optimizer's step: of the `learning` parameters of all ranks.
 
-    ZeRO-1 flattens it and then widens it. ZeRO-2 holds it flat. ZeRO-3 flattens and steps with one sub-group at a time.
+    ZeRO-1 flattens it and then widens it. ZeRO-2 holds it flat in bfloat16, and flattens it in float32. ZeRO-3 flattens
+    and steps with one sub-group at a time.
     """
-    stage = zero_stage(cfg)
-    if engine != "deepspeed" or stage == 2:
+    stage, half = zero_stage(cfg), cfg.finetune.dtype == "bfloat16"
+    if engine != "deepspeed" or (stage == 2 and half):
         return 0
-    if stage == 1:
-        return (2 + 4 if cfg.finetune.dtype == "bfloat16" else 4) * learning // ranks
+    if stage < 3:
+        return (2 + 4 if half else 4) * learning // ranks
     return 4 * min(learning // ranks, int(zero_settings(cfg).get("sub_group_size", ZERO_SUB_GROUP)))
 
 
@@ -200,7 +215,7 @@ def step_items(cfg: Config, shape: ModelShape, engine: str, ranks: int, *, cuda:
         cuda: whether the device is a GPU.
     """
     learning = lora_parameters(shape, cfg.finetune.lora.r) if cfg.finetune.lora.enabled else shape.parameters
-    items = passing_items(cfg, shape, engine, ranks, trained=learning / shape.parameters, cuda=cuda)
+    items = passing_items(cfg, shape, engine, ranks, learning=learning, cuda=cuda)
     stepping = stepping_bytes(cfg, engine, learning, ranks)
     if stepping > sum(item.num_bytes for item in items):
         items = (MemoryItem(label="optimizer's copies of the gradient", num_bytes=stepping),)
@@ -210,21 +225,23 @@ def step_items(cfg: Config, shape: ModelShape, engine: str, ranks: int, *, cuda:
 
 
 def passing_items(
-    cfg: Config, shape: ModelShape, engine: str, ranks: int, *, trained: float, cuda: bool
+    cfg: Config, shape: ModelShape, engine: str, ranks: int, *, learning: int, cuda: bool
 ) -> tuple[MemoryItem, ...]:
-    """What comes and goes in the forward and backward passes. ``trained``: share of the parameters."""
+    """What comes and goes in the forward and backward passes. ``learning``: number of trained parameters."""
     finetune, precision = cfg.finetune, Precision.of(cfg, engine)
+    second = second_gradient_bytes(cfg, engine, learning, ranks)
     tokens = finetune.seq_length // finetune.seq_parallel
     gathered = 2 * shape.kv_heads * shape.head_dim * (finetune.seq_length - tokens)
     per_token = layer_bytes_per_token(shape, precision, finetune.lora.enabled)
     layer = tokens * per_token + precision.computed * gathered
     kept = tokens * precision.stream * shape.hidden if finetune.gradient_checkpointing else layer
     width = shape.active_experts * shape.intermediate + shape.shared_intermediate
-    gradients = tokens * precision.computed * 3 * max(width, shape.hidden) + 4 * gathered
+    products = 2 * precision.computed * max(width, shape.hidden) + precision.stream * shape.hidden
+    gradients = tokens * products + 4 * gathered
     moments = (
         ("output head", head_bytes(cfg, shape, engine, tokens, cuda=cuda)),
-        ("one layer's backward pass", gradients + (layer if finetune.gradient_checkpointing else 0)),
-        ("reduction of a layer's gradient", reduction_bytes(cfg, shape, engine, trained) - kept),
+        ("one layer's backward pass", second + gradients + (layer if finetune.gradient_checkpointing else 0)),
+        ("reduction of a layer's gradient", reduction_bytes(cfg, shape, engine, learning / shape.parameters) - kept),
     )
     label, num_bytes = max(moments, key=lambda moment: moment[1])
     return (

@@ -1,8 +1,11 @@
 """Peaks of memory from what the profiler saw of it."""
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.step_memory_rank import peaks_of
+import pytest
+import torch
+
+from benchmarks.step_memory_rank import Allocations, peaks_of
 
 SPANS = {"first": (0, 9), "second": (10, 20)}
 
@@ -20,3 +23,14 @@ def test_a_block_whose_release_was_not_seen_ends_where_its_memory_is_used_again(
 
 def test_a_release_of_a_block_from_before_the_profile_takes_nothing_away() -> None:
     assert peaks_of(SPANS, [(1, 100, 10), (2, 500, -80), (11, 300, 1)]) == {"first": 10, "second": 11}
+
+
+def test_tensor_that_another_thread_has_made_is_counted_once() -> None:
+    """transformers loads weights in threads, and the profiler sees its own thread alone."""
+    with Allocations() as allocations, ThreadPoolExecutor(1) as threads:
+        with allocations.phase("loading"):
+            made = [threads.submit(torch.zeros, 300_000).result(), torch.zeros(200_000)]
+        allocations.add("loading", [*made, made[0][:5]])
+        with allocations.phase("step"):
+            torch.zeros(100_000)
+    assert allocations.peaks()["step"] == pytest.approx(4 * 600_000, abs=1000)

@@ -17,6 +17,8 @@ from pipelinerl.world.training_memory import (
     head_bytes,
     layer_bytes_per_token,
     lora_parameters,
+    passing_items,
+    second_gradient_bytes,
     state_bytes,
     step_items,
     stepping_bytes,
@@ -190,6 +192,28 @@ def test_deepspeed_copies_a_ranks_gradient_in_its_step(stage, parameters, expect
     assert stepping_bytes(cfg, "deepspeed", parameters, 8) == expected
 
 
+@pytest.mark.parametrize(("stage", "expected"), [(1, 4 * 100), (2, 4 * 100), (3, 4 * 100)])
+def test_deepspeed_flattens_a_float32_gradient_once(stage, expected):
+    cfg = make_config(f"deepspeed_config=deepspeed_stage{stage}_bf16", "finetune.dtype=float32")
+    assert stepping_bytes(cfg, "deepspeed", 800, 8) == expected
+
+
+def test_stage_2_in_float32_has_a_gradient_of_the_micro_batch_beside_their_sum():
+    """From its first full bucket on: one of 5e8 elements. In bfloat16 it adds to the sum in place."""
+    half = make_config("deepspeed_config=deepspeed_stage2_bf16")
+    whole = with_value(half, "finetune.dtype", "float32")
+    assert second_gradient_bytes(whole, "deepspeed", 8 * 10**9, 8) == 4 * 10**9
+    assert second_gradient_bytes(whole, "deepspeed", 5 * 10**8, 8) == 0
+    assert second_gradient_bytes(half, "deepspeed", 8 * 10**9, 8) == 0
+    assert second_gradient_bytes(whole, "ddp", 8 * 10**9, 8) == 0
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"]
+    first = with_value(whole, "deepspeed_config", "deepspeed_stage1_bf16")
+    sizes = [
+        passing_items(cfg, shape, "deepspeed", 8, learning=8 * 10**9, cuda=True)[1].num_bytes for cfg in (first, whole)
+    ]
+    assert sizes[1] - sizes[0] == 4 * 10**9
+
+
 def test_gradient_that_stage_1_copies_in_its_step_is_the_peak_of_short_micro_batches():
     cfg = make_config("deepspeed_config=deepspeed_stage1_bf16", "finetune.seq_length=256")
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-72B"]
@@ -236,8 +260,24 @@ def test_what_is_frozen_keeps_nothing_for_its_gradient():
         assert saved == 2 * width * 8
     heads = [head_bytes(cfg, shape, "fsdp2", 512, cuda=True) for cfg in (full, lora)]
     assert heads[0] - heads[1] == 4 * 100 * 8
+    # ZeRO-3 releases the embedding, which the backward pass does not use, but not one that is the head as well
+    assert weight_copies(lora, shape, "deepspeed", 8) == 2 * (shape.parameters - 100 * 8)
+    tied = shape_from_config({**TINY, "tie_word_embeddings": True})
+    assert weight_copies(lora, tied, "deepspeed", 8) == 2 * tied.parameters
     recomputed = make_config("finetune.lora.enabled=true", "finetune.gradient_checkpointing=true")
     assert weight_copies(recomputed, shape, "ddp", 8) == 2 * (592 + 4)
+
+
+def test_head_rounds_the_logits_gradient_for_cuda_and_its_own_for_bfloat16_weights():
+    """Of 7B: V 152064, H 3584. A chunk has 256 tokens with two float32 buffers, and a rounded one only on CUDA."""
+    cfg, shape = make_config(), PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    matrix, states = 152064 * 3584, 512 * 3584
+    assert head_bytes(cfg, shape, "ddp", 512, cuda=True) == (4 + 2) * matrix + 10 * 256 * 152064 + states * (4 + 4 + 8)
+    assert head_bytes(cfg, shape, "fsdp2", 512, cuda=True) == (4 + 2) * matrix + states * (4 + 4 + 4)
+    lora = make_config("finetune.lora.enabled=true")
+    assert head_bytes(lora, shape, "fsdp2", 512, cuda=True) == 10 * 256 * 152064 + states * (4 + 4 + 4)
+    widened = 4 * (matrix + states)
+    assert head_bytes(lora, shape, "fsdp2", 512, cuda=False) == widened + 8 * 256 * 152064 + states * (4 + 4 + 4)
 
 
 def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
