@@ -10,7 +10,7 @@ Shapes: N tokens of the layout's grid, k experts per token.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ class RouterReplay:
         """Wrap the mixtures of experts in the decoder ``layers``. Raises ``ConfigError`` if there are none."""
         self._chosen: Tensor | None = None
         self._num_layers = len(layers)
+        self._was_replayed = False
         blocks = [
             (i, b) for i, layer in enumerate(layers) for b in layer.modules() if EXPERTS in dict(b.named_children())
         ]
-        for index, block in blocks:
-            place = (index, num_experts(block.get_submodule(EXPERTS)))
+        for number, (index, block) in enumerate(blocks, 1):
+            place = _Place(index, num_experts(block.get_submodule(EXPERTS)), number == len(blocks))
             block.forward = partial(self._replayed, block.forward, place)
         if not blocks:
             raise ConfigError("finetune.router_replay is true, but the model has no experts: set it to false")
@@ -42,12 +43,26 @@ class RouterReplay:
         """Set int16 [N, layers · k], the experts of each token in each layer. −1 = not recorded. None: no replay."""
         self._chosen = None if chosen is None else chosen.unflatten(1, (self._num_layers, -1))
 
-    def _replayed(self, forward: Callable[..., Any], place: tuple[int, int], *args: Any, **kwargs: Any) -> Any:
+    def _replayed(self, forward: Callable[..., Any], place: "_Place", *args: Any, **kwargs: Any) -> Any:
+        """``forward`` with the recorded choice. Raises ``ConfigError`` if no layer of the model takes it."""
         if self._chosen is None:
             return forward(*args, **kwargs)
-        layer, experts = place
-        with _ReplayedChoice(self._chosen[:, layer].long(), experts):
-            return forward(*args, **kwargs)
+        with _ReplayedChoice(self._chosen[:, place.layer].long(), place.experts) as choice:
+            found = forward(*args, **kwargs)
+        self._was_replayed |= choice.was_replayed
+        if place.is_last and not self._was_replayed:
+            raise ConfigError(
+                "finetune.router_replay is true, but this model does not choose its experts by topk: set it to false"
+            )
+        return found
+
+
+class _Place(NamedTuple):
+    """A mixture of experts in the model."""
+
+    layer: int
+    experts: int
+    is_last: bool
 
 
 def num_experts(experts: nn.Module) -> int:
@@ -61,10 +76,12 @@ class _ReplayedChoice(TorchFunctionMode):
     def __init__(self, chosen_Nk: Tensor, experts: int):
         super().__init__()
         self._chosen_Nk, self._experts = chosen_Nk, experts
+        self.was_replayed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape != (len(self._chosen_Nk), self._experts):
             return found
+        self.was_replayed = True
         indices_Nk = torch.where(self._chosen_Nk < 0, found[1], self._chosen_Nk)
-        return args[0].gather(-1, indices_Nk), indices_Nk
+        return torch.return_types.topk((args[0].gather(-1, indices_Nk), indices_Nk))

@@ -68,6 +68,23 @@ def test_replay_of_the_models_own_choice_changes_nothing_and_of_another_does(mod
         assert torch.equal(policy(TOKENS), plain)
 
 
+def test_replay_of_a_router_that_takes_topks_result_by_name_sends_tokens_there() -> None:
+    """DeepSeek-V4's first layers look their experts up in a table, and are left as they are."""
+    policy, own = make_policy("deepseek_v4")
+    with torch.no_grad():
+        plain = policy(TOKENS)
+        announce_always(policy, (own + 1) % 4)
+        assert (policy(TOKENS) - plain).abs().max() > 1e-4
+
+
+def test_replay_that_a_model_does_not_take_is_refused() -> None:
+    """Phi-MoE takes one maximum after the other: it would choose by itself, unnoticed."""
+    policy, own = make_policy("phimoe")
+    announce_always(policy, own)
+    with torch.no_grad(), pytest.raises(ConfigError, match="does not choose its experts"):
+        policy(TOKENS)
+
+
 def test_a_replayed_layer_is_the_sum_over_the_recorded_experts() -> None:
     """Against Qwen3's definition written out: softmax over all experts, renormalised over the chosen ones."""
     lm = small_copy(AutoConfig.for_model("qwen3_moe", norm_topk_prob=True)).eval()
