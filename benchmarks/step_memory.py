@@ -32,6 +32,45 @@ SIZES = {
     "words": HEADS | {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "vocab_size": 12288},
 }
 """Fields of a `Qwen2Config`. A micro-batch has as many tokens as the model has positions."""
+UNFITTED = {
+    "narrow and deep": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "vocab_size": 5120,
+        "max_position_embeddings": 640,
+    },
+    "broad and flat": {
+        "hidden_size": 384,
+        "intermediate_size": 1056,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "vocab_size": 1280,
+        "max_position_embeddings": 1280,
+    },
+    "many words": {
+        "hidden_size": 208,
+        "intermediate_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 16384,
+        "max_position_embeddings": 512,
+    },
+    "broad feed-forward": {
+        "hidden_size": 144,
+        "intermediate_size": 3024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 1536,
+        "max_position_embeddings": 1024,
+    },
+}
+"""Sizes that no formula was fitted to, with depths, widths, vocabularies and shares of key heads of their own."""
 PRECISIONS = {
     "float32": ("finetune.dtype=float32", "finetune.gradient_checkpointing=false"),
     "bfloat16": ("finetune.gradient_checkpointing=false",),
@@ -116,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=sorted(ENGINES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES | UNFITTED), default=sorted(SIZES))
     parser.add_argument("--precisions", nargs="+", choices=sorted(PRECISIONS), default=sorted(PRECISIONS))
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
@@ -124,9 +163,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for engine in args.engines:
             for ranks in args.ranks:
-                results += compare(
-                    engine, ranks, Path(name), {size: SIZES[size] for size in args.sizes}, args.precisions
-                )
+                sizes = {size: (SIZES | UNFITTED)[size] for size in args.sizes}
+                results += compare(engine, ranks, Path(name), sizes, args.precisions)
                 for line in results[-len(args.sizes) * len(args.precisions) :]:
                     print(json.dumps({key: line[key] for key in line if key != "plan"}), flush=True)
     if args.out:

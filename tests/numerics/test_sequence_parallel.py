@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from pipelinerl.finetune import sequence
+from pipelinerl.finetune import attention, sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import DocumentPart, parts_of, rows_of_ranks
@@ -19,6 +21,12 @@ from tests.ports import free_port
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "sequence_rank.py"
 RANKS = 4
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 5},
+    "wide window": {"sliding_window": 23},
+    "softcap, sinks": {"softcap": 2.0, "s_aux": torch.linspace(-1, 2, 9).double(), "scaling": 0.2, "sliding_window": 9},
+}
 
 
 def test_ranks_hold_a_block_from_the_beginning_and_one_from_the_end(monkeypatch: pytest.MonkeyPatch):
@@ -95,6 +103,49 @@ def test_attention_over_two_and_four_ranks_equals_attention_over_the_whole():
         assert len(errors) == 2 * 5 * 3 * 2
         for layout, error in errors.items():
             assert error <= (1e-12 if "float64" in layout else 1e-5), layout
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], kind: str) -> Tensor:
+    """The definition, with all scores: query head h uses key head ⌊h / 3⌋, and documents do not see each other."""
+    options: dict[str, Any] = KINDS[kind]
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(len(document))[:, None] - torch.arange(len(document))
+    visible = (document[:, None] == document) & (distance >= 0) & (distance < options.get("sliding_window", 1000))
+    scores = query @ key.repeat_interleave(3, 1).mT * options.get("scaling", query.shape[-1] ** -0.5)
+    if "softcap" in options:
+        scores = (scores / options["softcap"]).tanh() * options["softcap"]
+    weights = scores.masked_fill(~visible, -torch.inf).exp()
+    sinks = options["s_aux"].exp()[:, None, None] if "s_aux" in options else 0.0
+    return weights / (weights.sum(-1, keepdim=True) + sinks) @ value.repeat_interleave(3, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_parts_of_all_ranks_are_dense_attention_in_float64(
+    ranks: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """9 query heads and 3 key heads, which 4 and 8 ranks do not divide, and packs of fewer tokens than ranks."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 6)
+    monkeypatch.setattr(sequence, "LONG_DOCUMENT", 8)
+    torch.manual_seed(0)
+    for documents in ((61,), (17, 1, 3, 29, 2, 7, 8, 5), (1,), (2, 3), (3,) * 11):
+        lengths = (*documents, *[1] * (-sum(documents) % ranks))
+        sizes = ((9, 16), (3, 16), (3, 10), (9, 10))
+        *inputs, weights = (torch.randn(1, h, sum(lengths), size, dtype=torch.float64) for h, size in sizes)
+        query, key, value = (x.requires_grad_() for x in inputs)
+        rows = [torch.cat([torch.arange(s.start, s.stop) for s in run]) for run in rows_of_ranks(lengths, ranks)]
+        gathered = torch.cat([key, value], -1)[:, :, torch.cat(rows)]
+        monkeypatch.setattr(attention, "gather_tokens", lambda mine, group, whole=gathered: whole)
+        ours = torch.zeros_like(weights)
+        for index, own in enumerate(rows):
+            announce(lengths, torch.device("cpu"), SequenceGroup(None, index, ranks))
+            parts = (x[:, :, own] for x in (query, key, value))
+            ours[:, :, own] = packed_attention(torch.nn.Identity(), *parts, None, **KINDS[kind])[0].transpose(1, 2)
+        expected = dense_attention(query, key, value, lengths, kind)
+        pairs = [(ours, expected)]
+        gradients = (torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (ours, expected))
+        pairs += zip(*gradients, strict=True)
+        assert max((a - b).abs().max().item() for a, b in pairs) <= 1e-12, lengths
 
 
 def test_under_autocast_inputs_are_narrowed_before_they_travel():
