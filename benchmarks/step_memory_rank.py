@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.synthetic_batches import make_samples, pack
@@ -57,7 +58,8 @@ class Allocations:
 
         The profiler sees what its own thread does, and transformers loads weights in others.
         """
-        storages = [tensor.untyped_storage() for tensor in tensors]
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        storages = [tensor.untyped_storage() for tensor in local]
         self._existing += [(phase, storage.data_ptr(), storage.nbytes()) for storage in storages]
 
     def peaks(self) -> dict[str, int]:
