@@ -42,11 +42,11 @@ def test_quickstart_learns_with_two_servers_and_several_ranks(engine: str, ranks
     print(f"success {summary['success_before']:.3f} → {summary['success_after']:.3f}")
     assert summary["success_before"] <= 0.40
     assert summary["success_after"] >= 0.68
-    assert (summary["optimizer_steps"], summary["weight_updates"]) == (STEPS, STEPS)
+    assert summary["optimizer_steps"] == STEPS
     assert summary["lag_steps"]["max"] <= 3
     assert read_ledger(run_dir).violations == ()
     with open_reader(SingleStreamSpec(run_dir, "trainer"), TrainerMessage, name=None) as reader:
         updates = [message for _, message in reader.read_all() if isinstance(message, WeightUpdateSuccess)]
-    holders = {update.version: set(update.servers) for update in updates}
-    assert set(holders) == set(range(STEPS + 1))
-    assert all(servers == {"actor_llm_0", "actor_llm_1"} for servers in holders.values())
+    assert len({update.version for update in updates}) == summary["weight_updates"] + 1, "version 0 is no update"
+    assert summary["weight_updates"] <= STEPS, "a version is skipped while servers still take the one before"
+    assert (updates[-1].version, set(updates[-1].servers)) == (STEPS, {"actor_llm_0", "actor_llm_1"})
