@@ -150,6 +150,8 @@ class WorkTable:
         self._workers.start(work.start)
 
     def _start_suspects(self) -> None:
+        if not self._suspects:
+            return
         running = sum(work.suspect for work in self._works.values())
         while self._suspects and running < self._suspects_at_once:
             self._start(self._suspects.popleft())
@@ -160,8 +162,10 @@ class WorkTable:
         works = [work for ticket in lost.tickets if (work := self._works.pop(ticket, None)) is not None]
         if not works:
             return []
-        accused = [work for work in works if work.suspect] or works
-        self._suspects.extend(work for work in works if work not in accused)
+        accused, others = [work for work in works if work.suspect], [work for work in works if not work.suspect]
+        if not accused:
+            accused, others = others, []
+        self._suspects.extend(others)
         self._suspects_at_once = max(1, len(accused) // 2)
         for work in works:
             work.suspect = True

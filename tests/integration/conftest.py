@@ -242,7 +242,7 @@ class Following:
 
 
 class ModelServer:
-    """A server without vLLM: real HTTP, connections and receiver; records pauses, resumes and what is live."""
+    """A server without vLLM: real HTTP, connections and receiver; records swaps and what is live."""
 
     def __init__(self, name: str = "actor_llm_0", refuse: Callable[[Layout], None] | None = None):
         self.live: dict[str, torch.Tensor] = {}
