@@ -35,14 +35,12 @@ def _shared_memory() -> set[str]:
 def _is_left(name: str) -> bool:
     """Whether a name in /dev/shm that appeared during a test is its leak.
 
-    Not one that only a process which is not ours has mapped, and not the name of a semaphore or of vLLM's memory that
-    nobody has mapped any more: it stays when a process is killed with SIGKILL, by a test here or in another session on
-    this machine. The launcher's own tests hold it to remove even these.
+    Not one that only a process which is not ours has mapped, and not the name of a semaphore that nobody has mapped
+    any more: Python leaves it when a test SIGKILLs a process, here or in another session on this machine. The
+    launcher's own tests hold it to remove even these.
     """
     ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
-    return _is_mapped(name, ours) or (
-        not name.startswith(("sem.mp-", "vllm_dist_")) and not _is_mapped(name, psutil.pids())
-    )
+    return _is_mapped(name, ours) or (not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids()))
 
 
 def _is_mapped(name: str, pids: Iterable[int]) -> bool:
