@@ -5,45 +5,27 @@ PY := $(VENV)/bin/python
 EXTRAS ?= cpu,test
 RUN ?= results/quickstart
 WORKERS ?= 2
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-VERSION := import sys; print(sys.version_info[:2])
-# The lock is of the CPU environment that CI tests; GPU builds of the same versions need other libraries.
-LOCK := $(if $(findstring cpu,$(EXTRAS)),-c requirements.lock)
-PACKAGES := pipelinerl conf tests benchmarks assets
+PACKAGES := pipelinerl conf tests benchmarks assets tools
 
-.PHONY: install quickstart test test-fast test-slow gpu-check check format docs redis browser clean version lock
-.DELETE_ON_ERROR:
+.PHONY: install quickstart test test-fast test-slow test-mutation gpu-check check advice format docs redis browser clean lock
 
-install: version
-	@$(MAKE) --no-print-directory $(VENV)/.installed
+# Asked every time: it does nothing where .venv is what is asked for.
+install:
+	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON) is no program: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
+	@"$(PYTHON)" tools/install.py "$(EXTRAS)" --venv "$(VENV)"
 
-# Asked every time: the environment may be there, and of a Python that cannot run it.
-version:
-	@test -n "$(PYTHON)" || { echo "no python3.11 found: install Python 3.11 with its venv module, or set PYTHON=…"; exit 1; }
-	@$(PYTHON) -c '$(SUPPORTED)' || { echo "$(PYTHON) is $$($(PYTHON) -V): Python 3.11 or 3.12 is needed; set PYTHON=…"; exit 1; }
-	@if [ -e $(VENV) ] && [ "$$($(PY) -c '$(VERSION)' 2>/dev/null)" != "$$($(PYTHON) -c '$(VERSION)')" ]; then \
-	  echo "$(VENV) is of another Python: building it anew"; rm -rf $(VENV); fi
-
-# The CPU build of vLLM asks for torchvision, torchaudio and torchcodec. Where only their CUDA builds are to be had they
-# cannot load beside CPU torch and break the import of transformers' models; text models need none of the three.
-$(VENV)/.installed: pyproject.toml requirements.lock
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q $(LOCK) -e '.[$(EXTRAS)]'
-	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
-	@touch $@
-
-# Writes down what is installed: remove .venv and requirements.lock's pins of what is to move, install, lock, test.
+# The versions of both platforms: see tools/lock.py.
 lock: install
-	$(PY) -m pip list --format=freeze --exclude pip --exclude pipelinerl | sed 's/+.*//; s/_/-/g' | tr A-Z a-z | LC_ALL=C sort > requirements.lock
+	$(PY) tools/lock.py
 
 quickstart: install
 	$(PY) -m pipelinerl.launch --config-name=quickstart output_dir=$(RUN)
 
 # `make check` runs these, and pytest does not repeat them.
-SHAPE := $(addprefix tests/contract/test_,imports.py structure.py metrics.py duplicates.py)
+SHAPE := $(addprefix tests/contract/test_,imports.py structure.py metrics.py)
 # One thread per worker, because threads of two workers that wait for each other take the cores from the tests.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest $(addprefix --ignore=,$(SHAPE)) \
-  -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+  -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(if $(SEED),--seed=$(SEED))
 
 test: install redis browser check
 	$(PYTEST)
@@ -55,6 +37,11 @@ test-fast: install
 test-slow: install redis
 	$(PYTEST) -m slow -p tests.slow_results
 
+# Hours. MODULES="packing head" runs the mutants of those modules alone.
+test-mutation: EXTRAS := $(EXTRAS),mutation
+test-mutation: install
+	$(PY) -m tests.mutation $(MODULES)
+
 # For a machine with a GPU and EXTRAS=gpu,test. Neither CI nor any run of this project's authors has had one yet.
 gpu-check: install
 	$(PY) -m benchmarks.gpu_check --out results/gpu_check.json
@@ -63,9 +50,15 @@ check: install
 	$(PY) -m ruff check $(PACKAGES)
 	$(PY) -m ruff format --check $(PACKAGES)
 	$(PY) -m mypy
+	PYTHONPATH=. $(VENV)/bin/lint-imports --no-cache --no-logo
+	$(PY) tools/dead_code.py
 	$(PY) -m pytest -q $(SHAPE)
 	$(PY) -m pipelinerl.config.docs --check
 	$(PY) -m pipelinerl.observability.catalogue --check
+
+# Functions that are long or branch much. It fails nothing: whether one reads well is for a reader to say.
+advice: install
+	@$(PY) -m ruff check --exit-zero --output-format concise --select C901,PLR0912,PLR0915 $(PACKAGES)
 
 format: install
 	$(PY) -m ruff check --fix $(PACKAGES)

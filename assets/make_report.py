@@ -32,7 +32,7 @@ OPEN_TWO = """(() => {
 """Opens the first rollout that has an attempt with another reward beside it."""
 
 
-async def take(page_path: Path, folder: Path) -> list[Path]:
+async def take_pictures(page_path: Path, folder: Path) -> list[Path]:
     """Pictures of the page."""
     browser = find_browser()
     assert browser, "no Chromium on PATH"
@@ -55,7 +55,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_page([Path(sys.argv[1])], folder / "report.html")
-        paths = asyncio.run(take(folder / "report.html", folder))
+        paths = asyncio.run(take_pictures(folder / "report.html", folder))
         pictures = [images.imread(path)[:, :, :3] for path in paths]
     images.imsave(target, np.concatenate(pictures), pil_kwargs={"optimize": True})
     print(target)

@@ -1,6 +1,6 @@
 """CPU that one rollout costs every component, at completions of 1,000, 8,000 and 32,000 tokens.
 
-    python benchmarks/ceiling.py --json benchmarks/ceiling.json
+    python -m benchmarks.ceiling --json benchmarks/ceiling.json
 
 `python -m pipelinerl.plan` computes from these figures what a world needs (``pipelinerl/plan/ceiling.py`` holds them;
 a test compares). Groups of eight, every attempt a request of its own.
@@ -67,7 +67,7 @@ def cpu_per_rollout(work: Callable[[], object], rollouts: int, repeats: int = 3)
 
 def measure_actor(groups: list[RolloutGroup]) -> float:
     codec: Codec[FromWorker] = Codec(FromWorker)
-    messages = [[codec.encode(RolloutDone(ticket=1, rollout=r)) for r in group.rollouts] for group in groups]
+    messages = [[codec.encode(RolloutDone(task_id=1, rollout=r)) for r in group.rollouts] for group in groups]
     with tempfile.TemporaryDirectory() as folder:
         set_streams_backend("files")
         with open_writer(SingleStreamSpec(Path(folder), "actor"), ActorRecord) as writer:
@@ -83,7 +83,10 @@ def measure_actor(groups: list[RolloutGroup]) -> float:
 def measure_preprocessor(groups: list[RolloutGroup], length: int) -> float:
     seq_length = max(16_384, length + PROMPT)
     payloads = [Codec(ActorRecord).encode(group) for group in groups]
-    shaping, collation = Shaping(advantage="loo", seq_length=seq_length), Collation(num_ranks=8, seq_length=seq_length)
+    shaping, collation = (
+        Shaping(advantage="loo", seq_length=seq_length),
+        Collation(data_parallel_size=8, seq_length=seq_length),
+    )
     batch = ATTEMPTS * len(groups)
     return cpu_per_rollout(lambda: through_bytes(payloads, shaping, collation, batch), batch)
 

@@ -1,6 +1,6 @@
 """CPU per completion token from the engine's report to the record for the actor: server's API process and client.
 
-    python benchmarks/client.py --json benchmarks/client.json
+    python -m benchmarks.client --json benchmarks/client.json
 
 The server is another process: our route (``pipelinerl.inference.answers``) on a web server as in production and vLLM's
 own output processor, fed with what an engine sends it: one report per completion. Only the engine is missing. In the
@@ -35,7 +35,7 @@ from pydantic import BaseModel
 from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, RolloutDone, StartGroup
-from pipelinerl.actor.transport import Client, RequestLimits
+from pipelinerl.actor.router import Client, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -114,7 +114,7 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
                 finished = await run_whole_group(executor, group(count))
                 assert not finished.failures, finished.failures[0].detail
                 for done in finished.rollouts:
-                    encode(RolloutDone(ticket=finished.ticket, rollout=done))
+                    encode(RolloutDone(task_id=finished.task_id, rollout=done))
                 count += len(finished.rollouts)
 
         row: dict[str, float] = {}
@@ -131,7 +131,7 @@ async def measure(url: str, length: int, seconds: float, *, join: bool) -> dict[
 def group(number: int) -> StartGroup:
     question = f"{number:08d}" + "x" * (PROMPT_TOKENS - 40)
     return StartGroup(
-        ticket=number,
+        task_id=number,
         group_id=str(number),
         domain=0,
         problem={"question": question},

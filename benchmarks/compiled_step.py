@@ -21,7 +21,7 @@ import torch
 from benchmarks.train_step import CLOCKS, SETTINGS, Shape, make_model, make_record, timed
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
-from pipelinerl.finetune.compiling import compile_layers
+from pipelinerl.finetune.build import compile_layers
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.model import DTYPES, Policy
 

@@ -1,6 +1,6 @@
 """Delta mode beside dense: bytes and time per update of bf16 weights trained with AdamW at several learning rates.
 
-    python benchmarks/delta.py --json benchmarks/delta.json
+    python -m benchmarks.delta --json benchmarks/delta.json
 
 Trains real float32 master weights on random gradients, casts to bf16, encodes against the previous version, applies on
 a second copy, and compares SHA-256 after every update. Times leave out the wire: on one slower than
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipelinerl.weights.delta import apply_delta, encode_delta
+from pipelinerl.weights.transfer.delta import apply_delta, encode_delta
 
 LEARNING_RATES = (1e-7, 1e-6, 1e-5, 1e-4)
 

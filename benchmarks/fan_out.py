@@ -4,7 +4,7 @@
 
 *Chain* is the project's sender. *Star* is the same sender whose servers all pull from the trainer. Receivers are
 processes without a model. For the times every process's uplink is limited by a token bucket to a rate at which the CPU
-is no bottleneck. The prediction is `pipelinerl.weights.cost`; its latency per hop comes from the first two rows.
+is no bottleneck. The prediction is `pipelinerl.plan.update_time`; its latency per hop comes from the first two rows.
 *Stripes* are several trainer ranks that each send a share over an uplink of their own, to servers with as many links.
 """
 
@@ -22,24 +22,26 @@ from unittest import mock
 import torch
 
 from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
-from pipelinerl.weights import delivery
-from pipelinerl.weights.chain import bucket_bytes
-from pipelinerl.weights.cost import LinkSpeed, chain_s, star_s
-from pipelinerl.weights.dispatch import Dispatch, joining
+from pipelinerl.plan.update_time import LinkSpeed, chain_s, star_s
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.member import Member
-from pipelinerl.weights.offer import Offer
-from pipelinerl.weights.origin import Origin, SenderSettings
 from pipelinerl.weights.protocol import Address
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.publish import delivery
+from pipelinerl.weights.publish.dispatch import Dispatch, joining
+from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
+from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.versions import PendingVersion
+from pipelinerl.weights.transfer.chain import bucket_bytes
 
 MIB = 1 << 20
 TIMEOUT_S = 600.0
 
 
-def star(offer: Offer, ready: Sequence[Member], ranks: Sequence[Address], bucket: int) -> list[Dispatch]:
+def star(
+    pending: PendingVersion, ready: Sequence[ServerClient], ranks: Sequence[Address], bucket: int
+) -> list[Dispatch]:
     """Every server pulls from the trainer."""
-    return joining(offer, ready, [], ranks, bucket)
+    return joining(pending, ready, [], ranks, bucket)
 
 
 def push(
@@ -52,7 +54,7 @@ def push(
     name = uuid.uuid4().hex  # receivers still have the bytes of the push before
     origins = [Origin(settings, sender=name, rank=rank, ranks=ranks) for rank in range(ranks)]
     for origin in origins:
-        origin.giver._pace = Uplink(rate)
+        origin.source_server._pace = Uplink(rate)
     others = [origin.address for origin in origins[1:]]
     chained = star if is_star else delivery.chained
     with mock.patch.object(delivery, "chained", chained):
@@ -60,16 +62,16 @@ def push(
         try:
             assert sender.wait_for_servers(len(running), 60) == len(running)
             for version in range(versions):
-                before, given = sum(o.giver.num_bytes for o in origins), [one.ask()[0] for one in running]
+                before, given = sum(o.source_server.num_bytes for o in origins), [one.ask()[0] for one in running]
                 weights["w"].fill_(version)
                 started = time.monotonic()
                 plan = sender.plan()
                 sender.send(version, weights.items(), specs, plan=plan)
                 for origin in origins[1:]:
-                    origin.take(version, weights.items(), specs, plan)
+                    origin.take_snapshot(version, weights.items(), specs, plan)
                 assert sender.wait_live(version, TIMEOUT_S, count=len(running)), sender.outcomes
                 seconds = time.monotonic() - started
-            out = sum(origin.giver.num_bytes for origin in origins) - before
+            out = sum(origin.source_server.num_bytes for origin in origins) - before
             forwarded = [one.ask()[0] - base for one, base in zip(running, given, strict=True)]
         finally:
             sender.close()

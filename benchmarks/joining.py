@@ -81,8 +81,8 @@ class Join:
             metrics = self.run_dir / "metrics" / "finetune.jsonl"
             launcher.until(lambda: bool(self._store.leases()) and metrics.exists())
             set_streams_backend("files")
-            with open_reader(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage, name=None) as news:
-                seconds = [self._turn(news, launcher, *turn) for turn in TURNS]
+            with open_reader(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage, name=None) as messages:
+                seconds = [self._turn(messages, launcher, *turn) for turn in TURNS]
             assert launcher.end(signal.SIGTERM) == 128 + signal.SIGTERM
         finally:
             for process in reversed(self._started):
@@ -95,22 +95,22 @@ class Join:
             "violations": [str(violation) for violation in ledger.violations],
         }
 
-    def _turn(self, news: Any, launcher: Process, name: str, is_killed: bool) -> float:
+    def _turn(self, messages: Any, launcher: Process, name: str, is_killed: bool) -> float:
         command = ("-m", "pipelinerl.inference", "--run", str(self.run_dir), "--job", "actor_llm")
         server = self._start(f"server{len(self._started)}", "taskset", "-c", "0", sys.executable, *command)
         ready = server.until(lambda: self._state(name) == "ready")
-        seconds = server.until(lambda: name in self._named(news)) - ready
+        seconds = server.until(lambda: name in self._named(messages)) - ready
         if is_killed:
             server.end(signal.SIGKILL)
         else:
             self._store.ask_to_leave(name)
             assert server.popen.wait(END_TIMEOUT_S) == 3, server.log.read_text()[-4000:]
-        launcher.until(lambda: name not in self._named(news))
+        launcher.until(lambda: name not in self._named(messages))
         return seconds
 
-    def _named(self, news: Any) -> set[str]:
+    def _named(self, messages: Any) -> set[str]:
         """The servers that the trainer's newest message names."""
-        for _, message in news.read_all():
+        for _, message in messages.read_all():
             if isinstance(message, WeightUpdateSuccess):
                 self._serving = set(message.servers)
         return self._serving

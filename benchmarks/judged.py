@@ -8,8 +8,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.largest import load_problems
-from pipelinerl.domains.largest.rollouts import score
+from pipelinerl.domains.largest import load_problems, score
 from pipelinerl.domains.verifier_client import client_of
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult

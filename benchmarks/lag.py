@@ -1,6 +1,6 @@
 """Lag of every trained token and effective sample size under a bound, with a real server and random delays.
 
-    python benchmarks/lag.py --json benchmarks/lag.json
+    python -m benchmarks.lag --json benchmarks/lag.json
 
 Runs the pipeline of `schedules.py` (heavy-tailed lengths, 64 rollouts per optimizer step) for each bound.
 Every rollout waits an exponentially distributed time before it asks the server, and the trainer waits before each

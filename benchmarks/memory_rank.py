@@ -19,8 +19,8 @@ import torch.distributed as dist
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.build import load_engine, make_engine
 from pipelinerl.finetune.engines import join_ranks, read_ranks
-from pipelinerl.host.heap import return_freed_heap
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
+from pipelinerl.world.process import return_freed_heap
 
 SAMPLE_S = 0.001
 
@@ -50,7 +50,7 @@ class Peak(threading.Thread):
         return max(self.bytes, anonymous_bytes())
 
 
-def settle() -> int:
+def anonymous_after_collection() -> int:
     gc.collect()
     return_freed_heap()
     return anonymous_bytes()
@@ -74,11 +74,11 @@ def main(job: dict[str, Any]) -> None:
     )
     join_ranks(job["engine"], world_size, device, 300)
     make_engine(warm_up(cfg, job["warm_up"]), device, world_size)
-    before = settle()
+    before = anonymous_after_collection()
     peak = Peak()
     peak.start()
     engine = load_engine(cfg, device, world_size)
-    highest, after = peak.stop(), settle()
+    highest, after = peak.stop(), anonymous_after_collection()
     held = sum(piece.num_bytes for piece in engine.pieces().values())
     numbers = {"before": before, "peak": highest, "after": after, "pieces": held}
     Path(f"{job['out']}.{rank}").write_text(json.dumps(numbers))

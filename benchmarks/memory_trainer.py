@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.memory_flat import folder_kb, growth, tell
+from benchmarks.memory_flat import folder_kb, growth, write_results
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--updates", type=int, default=2000)
     args = parser.parse_args()
-    tell(measure(args.updates), args.json)
+    write_results(measure(args.updates), args.json)
 
 
 if __name__ == "__main__":

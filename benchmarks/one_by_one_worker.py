@@ -9,10 +9,10 @@ from vllm.config import set_current_vllm_config
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.weights.layout import torch_dtype
+from pipelinerl.weights.load.shadow_copy import reload_in_place
+from pipelinerl.weights.load.worker import WeightUpdateExtension
 from pipelinerl.weights.protocol import Address, Get, ParamSpec
-from pipelinerl.weights.twin import reload_in_place
-from pipelinerl.weights.wire import Connection, view_of
-from pipelinerl.weights.worker import WeightUpdateExtension
+from pipelinerl.weights.transfer.wire import Connection, view_of
 
 PATIENCE_S = 300.0
 
@@ -32,7 +32,7 @@ class OneByOneExtension(WeightUpdateExtension):
                 tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
                 view = tensor.view(-1).view(torch.uint8)
                 get = Get(
-                    key=spec.name, start=0, end=len(view), bucket_bytes=len(view), carriage="tcp", beat_s=PATIENCE_S
+                    key=spec.name, start=0, end=len(view), bucket_bytes=len(view), transport="tcp", beat_s=PATIENCE_S
                 )
                 connection.send_message(get)
                 connection.receive()

@@ -1,6 +1,6 @@
 """Packed attention per document against one sdpa call under a dense mask, forward and backward of one layer on CPU.
 
-    python benchmarks/packed_attention.py --json benchmarks/packed_attention.json
+    python -m benchmarks.packed_attention --json benchmarks/packed_attention.json
 
 Both sides take the same queries, keys and values in turn; `ratio` is per document over dense of the same round's
 medians. `mask_mb` is what the dense mask alone occupies.
@@ -41,7 +41,7 @@ def measure(tokens: int, documents: int, rounds: int) -> dict[str, float]:
     announce(lengths, CPU)
 
     def ours() -> torch.Tensor:
-        return packed_attention(torch.nn.Identity(), *inputs, None)[0]
+        return packed_attention(torch.nn.Identity(), *inputs, None)[0]  # type: ignore[call-arg]
 
     def dense() -> torch.Tensor:
         return F.scaled_dot_product_attention(*inputs, attn_mask=mask[None, None], enable_gqa=True)

@@ -1,6 +1,6 @@
 """How full and how level micro-batches are, and how fast they are planned, beside arrival-order next-fit.
 
-    python benchmarks/packing.py --json benchmarks/packing.json
+    python -m benchmarks.packing --json benchmarks/packing.json
 
 16k tokens per micro-batch, 8 ranks, 256 … 8,192 sequences per optimizer step, means over `--steps` steps. Lengths:
 
@@ -127,7 +127,7 @@ def evaluate(planner: Callable[..., Plan], trace: Trace, samples: int, steps: in
         "rank_imbalance_worst": max(q.rank_imbalance for q in qualities),
         "lockstep": np.mean([q.lockstep for q in qualities]),
         "lockstep_worst": min(q.lockstep for q in qualities),
-        "sentinels": np.mean([q.sentinels for q in qualities]),
+        "empty": np.mean([q.empty for q in qualities]),
         "micro_batches": np.mean([q.micro_batches for q in qualities]),
         "plan_cpu_ms": 1000 * np.mean(seconds),
         "mtokens_per_cpu_s": np.mean(rates),

@@ -1,7 +1,7 @@
 """Another trainer on the same work: TRL's synchronous `GRPOTrainer` and this project, one after the other.
 
-    pip install -e '.[peers]'
-    python benchmarks/peers.py --task quickstart --steps 160 --json benchmarks/peers.json
+    make install EXTRAS=cpu,test,peers
+    python -m benchmarks.peers --task quickstart --steps 160 --json benchmarks/peers.json
 
 Both train the model, problems and rewards of one shipped configuration, with its batch, attempts, learning rate and
 betas, in float32 on two cores: ours as its users run it, the peer with two threads and its own defaults elsewhere (its
@@ -30,7 +30,7 @@ from typing import Any
 
 from peers_task import held_out_success, load_task
 
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.report import last_per_step, read_records
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import WeightUpdateSuccess

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipelinerl.config.load import compose, resolve_function, to_container
-from pipelinerl.domains.largest.rollouts import score
+from pipelinerl.config.dotted import resolve_function
+from pipelinerl.config.load import compose, to_container
+from pipelinerl.domains.largest import score
 
 Problem = dict[str, Any]
 ROWS = 16

@@ -44,7 +44,7 @@ class Rollout:
         self.first_version: int | None = None
         self.turns: list[tuple[int, Completion]] = []
 
-    def take(self, completion: Completion, rng: np.random.Generator) -> None:
+    def add_completion(self, completion: Completion, rng: np.random.Generator) -> None:
         assert completion.version_spans is not None
         self.turns.append((len(self.token_ids), completion))
         if self.first_version is None:
@@ -103,7 +103,7 @@ async def play(server: Any, trainer: Trainer, senders: Senders, version: int, *,
             sent += sum(len(rollout.token_ids) for rollout in rollouts)
             cached += sum(completion.cached_tokens for completion in completions)
             for rollout, completion in zip(rollouts, completions, strict=True):
-                rollout.take(completion, rng)
+                rollout.add_completion(completion, rng)
             if updates and turn in UPDATES:
                 trainer.model.load_state_dict(trainer.versions[max(trainer.versions)])
                 step(trainer, version + UPDATES[turn])

@@ -1,6 +1,6 @@
 """How many samples and tokens one core preprocesses: check, advantages, aggregation weights, packing, collation.
 
-    python benchmarks/preprocess.py --json benchmarks/preprocess.json
+    python -m benchmarks.preprocess --json benchmarks/preprocess.json
 
 Groups of 16, prompts of 100–500 and completions of 200–8,000 log-normal tokens; one turn, five turns as five training
 sequences, five turns merged into one sequence. Tokens are all tokens of the micro-batches; the process is pinned to one
@@ -42,7 +42,7 @@ def preprocess(groups: list[RolloutGroup], shaping: Shaping, collation: Collatio
         check_group(group, vocab_size=VOCAB, attempts=16)
         for sample in prepare_group(offset, group, shaping):
             assert cutter.offer(sample) is None
-            if batch := cutter.take():
+            if batch := cutter.next_batch():
                 tokens += sum(len(mb.token_ids) for rank in collate(batch, collation) for mb in rank)
     return tokens
 
@@ -57,7 +57,7 @@ def through_bytes(payloads: list[bytes], shaping: Shaping, collation: Collation,
         check_group(group, vocab_size=VOCAB, attempts=16)
         for sample in prepare_group(offset, group, shaping):
             assert cutter.offer(sample) is None
-            if batch := cutter.take():
+            if batch := cutter.next_batch():
                 for rank in collate(batch, collation):
                     for micro_batch in rank:
                         encode(micro_batch)
@@ -89,7 +89,7 @@ def main() -> None:
         payloads = [Codec(ActorRecord).encode(group) for group in groups]
         for advantage in ("loo", "batch_std"):
             shaping = Shaping(advantage=advantage, seq_length=SEQ_LENGTH)
-            collation = Collation(num_ranks=RANKS, seq_length=SEQ_LENGTH, advantage=advantage)
+            collation = Collation(data_parallel_size=RANKS, seq_length=SEQ_LENGTH, advantage=advantage)
             for name, function, data in (("records", preprocess, groups), ("bytes", through_bytes, payloads)):
                 tokens, rates = measure(function, data, shaping, collation, 256, repeats=args.repeats)
                 results.append(

@@ -27,9 +27,9 @@ from benchmarks.weight_update import build_model
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.export import exported_specs
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.snapshot import model_stripes
+from pipelinerl.weights.publish.snapshot import model_stripes
 from tests.trainer_kit import sending_rank
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def run_rank(job: dict[str, Any]) -> None:
     before = psutil.Process().memory_info().rss / MIB
     extra_mb = []
     for version in range(1, UPDATES + 1):
-        updates.after_step(version)
+        updates.after_step(version, lambda: False)
         assert updates.finish(version)
         if sender is not None:
             assert sender.wait_live(version, TIMEOUT_S, count=own.num_servers), sender.outcomes

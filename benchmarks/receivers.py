@@ -1,6 +1,6 @@
 """Servers without a model, each a process of its own: real HTTP, connections and staging, an uplink with a rate.
 
-Used by ``fan_out.py`` and by the campaign of faults in the tests.
+Used by ``fan_out.py``, ``slow_server.py`` and by the campaign of faults in the tests.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from pipelinerl.inference.control import UpdateControl, control_router
-from pipelinerl.weights.receiver import Receiver
+from pipelinerl.inference.weight_update import UpdateControl, control_router
+from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.world import Job
 
 SECRET = "receivers"
@@ -27,7 +27,7 @@ BURST_S = 0.02
 
 
 class Uplink:
-    """A token bucket: all that a process sends shares ``rate`` bytes per second. 0 = not limited."""
+    """A token bucket: all that a process sends (or receives) shares ``rate`` bytes per second. 0 = not limited."""
 
     def __init__(self, rate: float = 0.0):
         self.rate = rate
@@ -49,7 +49,7 @@ class Uplink:
 class Model:
     """What a server would run: it remembers the digest of every version that went live."""
 
-    def __init__(self, uplink: Uplink):
+    def __init__(self, uplink: Uplink, downlink: Uplink):
         self.label, self.digests = "default", dict[str, str]()
         self.receiver = Receiver(
             index=0,
@@ -59,6 +59,7 @@ class Model:
             allocate=lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8),
             prepare=lambda layout, buffer: None,
             pace=uplink,
+            receive_pace=downlink,
         )
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
@@ -77,8 +78,8 @@ class Model:
 def serve(index: int, port: int, rate: float, pipe: Any) -> None:
     """The process: serves until it is killed, answers what it has done over ``pipe``."""
     torch.set_num_threads(1)
-    uplink = Uplink(rate)
-    model = Model(uplink)
+    uplink, downlink = Uplink(rate), Uplink()
+    model = Model(uplink, downlink)
     app = FastAPI()
     app.include_router(
         control_router(UpdateControl(model, workers=[model.receiver.address], secret=SECRET, on_fatal=lambda: None))
@@ -97,8 +98,10 @@ def serve(index: int, port: int, rate: float, pipe: Any) -> None:
                 return
             if command == "rate":
                 uplink.rate = value
+            elif command == "downlink":
+                downlink.rate = value
             threads = [thread.name for thread in threading.enumerate()]
-            pipe.send((model.receiver.giver.num_bytes, model.digests, threads))
+            pipe.send((model.receiver.source_server.num_bytes, model.digests, threads))
 
     threading.Thread(target=answer, daemon=True).start()
     asyncio.run(server.serve())
@@ -157,7 +160,7 @@ def forkserver() -> Iterator[None]:
     try:
         yield
     finally:
-        server._stop()
+        server._stop()  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Kills and freezes roles of real runs at seeded random moments: does the run end as if nothing had happened, how soon?
 
-    python benchmarks/recovery.py --runs 50 --json benchmarks/recovery.json
-    python benchmarks/recovery.py --runs 50 --faults 2 --victims finetune@checkpoint redis --actions freeze
-    python benchmarks/recovery.py --frozen-server --json benchmarks/frozen_server.json
-    python benchmarks/recovery.py --idle --json benchmarks/idle.json
+    python -m benchmarks.recovery --runs 50 --json benchmarks/recovery.json
+    python -m benchmarks.recovery --runs 50 --faults 2 --victims finetune@checkpoint redis --actions freeze
+    python -m benchmarks.recovery --frozen-server --json benchmarks/frozen_server.json
+    python -m benchmarks.recovery --idle --json benchmarks/idle.json
 
 Each run is a short quickstart on one prebuilt model with `--faults` strikes, dealt from a seeded deck of victims ×
 actions: SIGKILL, or SIGSTOP for ever (the supervisor's heartbeat rule must act). A world has what its victims need: a
@@ -51,7 +51,7 @@ from benchmarks.struck_run import (
     run_struck,
     stop,
 )
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.launcher.reaper import signal_all
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
@@ -265,7 +265,7 @@ def measure_frozen_server(args: argparse.Namespace, folder: Path) -> dict[str, A
 
 def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """CPU of every role, its workers included, while the trainer is frozen for a while and all others wait for it."""
-    settle_s, measure_s = 8.0, 15.0
+    startup_s, measure_s = 8.0, 15.0
     overrides = [f"model_path={folder / 'model'}", *SHORT, "launcher.heartbeat_timeout_s=120", *args.overrides]
     run = StruckRun(folder / "idle", overrides, args.steps, args.timeout)
     try:
@@ -273,7 +273,7 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         statuses = read_statuses(run.run_dir)
         trainer = processes_of(statuses["finetune_0"])
         signal_all(trainer, signal.SIGSTOP)
-        time.sleep(settle_s)
+        time.sleep(startup_s)
         waiting = {name: processes_of(status) for name, status in statuses.items() if name != "finetune_0"}
         waiting["launcher"] = [run.launcher.pid]
         before = {name: sum(map(cpu_seconds, pids)) for name, pids in waiting.items()}

@@ -1,6 +1,6 @@
 """Tokens that a preprocessor's scorer gets scored per second of its own CPU, against a server that answers at once.
 
-    python benchmarks/reference.py --json benchmarks/reference.json
+    python -m benchmarks.reference --json benchmarks/reference.json
 
 The server is another process and sends packed scores as ours do. Measured in the preprocessor's process: everything
 from samples without reference log-probabilities to samples with them.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.finetune.model import decoder_layers
-from pipelinerl.finetune.routing import RouterReplay
+from pipelinerl.finetune.router_replay import RouterReplay
 
 SIZES = {
     **{"vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4},

@@ -1,8 +1,8 @@
 """Pipeline against conventional training, to the same held-out success, on two cores with a real inference server.
 
-    python benchmarks/schedules.py --json benchmarks/schedules.json             # all rows, seeds 5 … 9: 25 minutes
-    python benchmarks/schedules.py --seeds 0 --rows "heavy G=1" --json FILE     # adds to what FILE holds
-    python benchmarks/schedules.py --summary benchmarks/schedules.json          # the table again
+    python -m benchmarks.schedules --json benchmarks/schedules.json             # all rows, seeds 5 … 9: 25 minutes
+    python -m benchmarks.schedules --seeds 0 --rows "heavy G=1" --json FILE     # adds to what FILE holds
+    python -m benchmarks.schedules --summary benchmarks/schedules.json          # the table again
 
 Lengths are heavy-tailed (log-normal, up to 220 tokens) or constant, both with mean 40. One model, one task
 (`schedules_task.py`), one placement: the inference server on core 0, the trainer on core 1, as each has its own devices

@@ -113,7 +113,7 @@ class Roles:
 
 def be_role(main: Callable[[Any], None], folder: Path, job: Job, env: Mapping[str, str]) -> None:
     """In the child: what the launcher and Python's start do for a role."""
-    from pipelinerl.observability.role import run_role
+    from pipelinerl.membership.role import run_role
 
     log = os.open(folder / f"{job.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
@@ -121,7 +121,7 @@ def be_role(main: Callable[[Any], None], folder: Path, job: Job, env: Mapping[st
     os.environ.update(env)
     os.sched_setaffinity(0, job.cores if job.kind in DEVICE_KINDS else range(os.cpu_count() or 1))
     atexit._clear()  # what the parent does at its end, as removing the folder, is not this process's to do
-    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     sys.argv = [job.name, "--run-dir", str(folder), "--job", job.name]
     run_role(main)
 
@@ -135,7 +135,7 @@ def preload() -> None:
     import pipelinerl.actor.role
     import pipelinerl.finetune.loop
     import pipelinerl.preprocess.loop
-    import pipelinerl.weights.sender  # noqa: F401
+    import pipelinerl.weights.publish.sender  # noqa: F401
 
     torch.set_num_threads(1)
 

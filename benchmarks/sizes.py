@@ -1,6 +1,6 @@
 """Runs the size matrix (``tests/sizes``), slow half included, and records what became of every case.
 
-    python benchmarks/sizes.py --json benchmarks/sizes.json [-k EXPRESSION]
+    python -m benchmarks.sizes --json benchmarks/sizes.json [-k EXPRESSION]
 
 Cases of an earlier record that are not run again stay in it, with the commit at which they ran.
 """

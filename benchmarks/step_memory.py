@@ -20,8 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.ranks import run_ranks
 from benchmarks.step_memory_rank import REQUIRED
 from pipelinerl.config.load import compose, parse
-from pipelinerl.world.memory import trainer_items
-from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.plan.memory import trainer_items
+from pipelinerl.plan.model_shape import find_model_shape
 
 RANK_SCRIPT = Path(__file__).with_name("step_memory_rank.py")
 TIMEOUT_S = 500

@@ -1,6 +1,6 @@
 """Bytes, throughput, latency and idle cost of streams.
 
-    python benchmarks/streams.py --json benchmarks/streams.json
+    python -m benchmarks.streams --json benchmarks/streams.json
 
 Throughput: one process on one core writes whole records, then reads them back decoded, through the page cache of
 ``--dir`` and through a redis server of its own. The records are groups of 8 × 2,000 tokens and packed micro-batches of
@@ -35,8 +35,8 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MicroBatch, Rollout, RolloutGroup, TrainingSequence, WeightUpdateSuccess
-from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader, open_writer, set_streams_backend
+from pipelinerl.streams.redis_server import redis_command, redis_config, start_redis, stop_redis
 
 GROUP_TOKENS = 8 * 2000
 BATCH_TOKENS = 16_000

@@ -26,7 +26,7 @@ from benchmarks.own_disk import fill, own_disk
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.finetune.checkpoints import checkpoint_root, unpublished_name
 from pipelinerl.inspect import ledger
-from pipelinerl.inspect.outside import process_environment
+from pipelinerl.inspect.reading import process_environment
 from pipelinerl.launcher.reaper import marked_processes, shared_memory_of, signal_all
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
@@ -95,7 +95,7 @@ class Outcome:
     """Everything that a run must not show; empty = passed."""
 
 
-class StruckRun:  # structure: a launcher's process, what it said, and what was done to it
+class StruckRun:
     """A run under way, as this process sees it from outside."""
 
     def __init__(self, run_dir: Path, overrides: Sequence[str], steps: int, timeout_s: float, *, misled: bool = False):

@@ -26,8 +26,8 @@ from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.config.sections import LoraSection
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.data import Batch
+from pipelinerl.finetune.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.model import Policy, add_adapters
-from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.records import MicroBatch
 

@@ -1,13 +1,18 @@
-"""Throughput of the verifier and the sandbox: `python benchmarks/verifier.py --json benchmarks/verifier.json`.
+"""Throughput of the verifier and the sandbox: `python -m benchmarks.verifier --json benchmarks/verifier.json`.
 
 Starts the service with its workers in a process of its own, sends simple math checks from one client with many requests
-under way, and reports checks per second and the client's own CPU time per check; then judgements per second of trivial
-programs in the embedded sandbox.
+under way, and reports checks per second and the client's own CPU time per check; then how long honest answers wait
+beside answers that take for ever; then judgements per second of trivial programs in the embedded sandbox.
+
+The waiting is in CPU time, so that other load on the machine does not count: what the pool's workers use between the
+arrival of a check and its verdict, divided by the number of workers.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -15,20 +20,28 @@ import socket
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
 import uvicorn
 
+from pipelinerl.domains.sandbox import Sandbox
+from pipelinerl.domains.verifier.app import create_app
+from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.domains.verifier_client import VerifierClient
-from pipelinerl.sandbox import Sandbox
-from pipelinerl.verifier.app import create_app
+from pipelinerl.records.verdicts import Check
 
 KINDS = {
     "integers": lambda i: (f"so \\boxed{{{i % 100}}}", str(i % 50)),
     "fractions": lambda i: (f"so \\boxed{{\\frac{{{i % 100}}}{{7}}}}", f"{i % 50}/7"),
     "expressions": lambda i: (f"so \\boxed{{x^{{{i % 20 + 2}}} + {i % 7}}}", f"{i % 7} + x^{i % 20 + 2}"),
 }
+BOMB_TIMEOUT_S = 1.0
+"""The limit of a check beside bombs. Every bomb uses all of it."""
 
 
 def serve(listener: socket.socket, workers: int) -> None:
@@ -75,11 +88,68 @@ async def measure(url: str, count: int, concurrency: int, repeats: int) -> dict[
         return results
 
 
+class WorkersCpu:
+    """CPU seconds that the workers of a pool have used together. A worker that is gone keeps its last count."""
+
+    def __init__(self, pool: JudgePool):
+        self._pool = pool
+        self._used_s: dict[int, float] = {}
+
+    def used_s(self) -> float:
+        for worker in list(self._pool._alive):
+            with contextlib.suppress(OSError):
+                self._used_s[worker.process.pid] = worker.cpu_s
+        return sum(self._used_s.values())
+
+
+def bomb(index: int) -> Check:
+    answer = f"\\boxed{{\\sum_{{i=1}}^{{10^{{9}}}} i^{{i+{index}}}}}"
+    return Check(kind="math", prediction=answer, gold="42", options={"operators": "allow"})
+
+
+def honest_check(index: int) -> Check:
+    prediction, gold = list(KINDS.values())[index % len(KINDS)](index)
+    return Check(kind="math", prediction=prediction, gold=gold)
+
+
+def p95(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+async def measure_bombs(workers: int, bombs: int, honest: int) -> dict[str, Any]:
+    """How long honest answers wait for a verdict, alone and among bombs that arrive with them in random order."""
+    async with JudgePool(workers=workers, timeout_s=BOMB_TIMEOUT_S, memory_mb=1024) as pool:
+        cpu = WorkersCpu(pool)
+        statuses: Counter[str] = Counter()
+
+        async def judge(check: Check) -> tuple[float, float]:
+            started_s, used_s = time.monotonic(), cpu.used_s()
+            verdict = await pool.judge(check)
+            statuses[verdict.status] += 1
+            return (cpu.used_s() - used_s) / workers, time.monotonic() - started_s
+
+        alone = [await judge(honest_check(i)) for i in range(1000, 1000 + honest)]
+        statuses.clear()
+        checks = [(True, honest_check(i)) for i in range(honest)] + [(False, bomb(i)) for i in range(bombs)]
+        Random(0).shuffle(checks)
+        waits = await asyncio.gather(*(judge(check) for _, check in checks))
+    beside = [wait for (is_honest, _), wait in zip(checks, waits, strict=True) if is_honest]
+    return {
+        "bombs": bombs,
+        "honest": honest,
+        "verdicts": dict(statuses),
+        "alone_p95_cpu_ms": 1000 * p95([cpu_s * workers for cpu_s, _ in alone]),
+        "beside_p95_cpu_ms": 1000 * p95([cpu_s for cpu_s, _ in beside]),
+        "beside_p95_wall_ms": 1000 * p95([wall_s for _, wall_s in beside]),
+        "load": os.getloadavg()[0],
+    }
+
+
 async def measure_sandbox(count: int) -> dict[str, Any]:
     """Judgements per second of programs with one and with ten inputs, and of bare interpreters for comparison."""
     sandbox = Sandbox()
     await sandbox.run_python("print(1)", [""])
-    results: dict[str, Any] = {"mode": sandbox.mode}
+    results: dict[str, Any] = {"mode": sandbox.mode, "load": os.getloadavg()[0]}
     for inputs in (1, 10):
         programs = max(1, count // inputs)
         started = time.perf_counter()
@@ -107,36 +177,48 @@ async def bare_interpreters(count: int) -> float:
     return count / (time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--programs", type=int, default=400)
-    arguments = parser.parse_args()
+def measure_service(arguments: argparse.Namespace) -> dict[str, Any]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = multiprocessing.get_context("fork").Process(target=serve, args=(listener, arguments.workers))
         server.start()
         try:
-            verifier = asyncio.run(measure(url, arguments.count, arguments.concurrency, arguments.repeats))
+            return asyncio.run(measure(url, arguments.count, arguments.concurrency, arguments.repeats))
         finally:
             server.terminate()
             server.join()
-    results = {
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "verifier": measure_service,
+    "beside_bombs": lambda arguments: [
+        asyncio.run(measure_bombs(arguments.workers, *map(int, trial.split("+")))) for trial in arguments.bombs
+    ],
+    "sandbox": lambda arguments: asyncio.run(measure_sandbox(arguments.programs)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file for the results; the parts that are not measured stay")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--bombs", nargs="*", default=["100+100", "30+200"], help="bombs+honest answers of each trial")
+    parser.add_argument("--programs", type=int, default=400)
+    arguments = parser.parse_args()
+    measured = {
         "machine": {"cpus": len(os.sched_getaffinity(0)), "platform": platform.platform(), "load": os.getloadavg()[0]},
         "workers": arguments.workers,
         "concurrency": arguments.concurrency,
-        "verifier": verifier,
-        "sandbox": asyncio.run(measure_sandbox(arguments.programs)),
-    }
-    print(json.dumps(results, indent=2))
+    } | {part: PARTS[part](arguments) for part in arguments.parts}
+    print(json.dumps(measured, indent=2))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(results, file, indent=2)
+        earlier = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        arguments.json.write_text(json.dumps(earlier | measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

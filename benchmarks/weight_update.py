@@ -1,6 +1,6 @@
 """Stall of decoding per weight update against model size, beside an update that moves one tensor at a time.
 
-    python benchmarks/weight_update.py --json benchmarks/weight_update.json
+    python -m benchmarks.weight_update --json benchmarks/weight_update.json
 
 For each size a real vLLM server decodes under load while its weights change. *Staged* is the project's update: bytes
 arrive in the background; the pause waits for the decoding step under way and covers the swap. *One by one* pauses,
@@ -32,12 +32,12 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
 from pipelinerl.launcher.commands import role_environment
-from pipelinerl.weights.giver import Giver
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.member import UpdateOutcome
-from pipelinerl.weights.origin import SenderSettings
-from pipelinerl.weights.sender import WeightSender
-from pipelinerl.weights.shelf import Shelf
+from pipelinerl.weights.publish.origin import SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
+from pipelinerl.weights.publish.server_client import UpdateOutcome
+from pipelinerl.weights.transfer.buffers import BufferRegistry
+from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.world import Job, WorldMap
 
 SIZES = {"1M": (128, 4, 256), "20M": (512, 5, 2048), "100M": (768, 11, 4096)}
@@ -170,12 +170,12 @@ def pushed(
     beside: Sequence[Job] = (),
     pace: Callable[[int], None] | None = None,
 ) -> list[UpdateOutcome]:
-    """Updates of ``job``, when other servers get them too. ``pace``: limits the trainer's link, see `Giver`."""
+    """Updates of ``job``, when other servers get them too. ``pace``: limits the trainer's link, see `SourceServer`."""
     jobs = [job, *beside]
     specs = tuple(spec_of(name, weight) for name, weight in model.named_parameters())
     settings = SenderSettings(timeout_s=TIMEOUT_S, secret=secret)
     sender = WeightSender(lambda: jobs, settings, lambda message: None)
-    sender.origin.giver._pace = pace or sender.origin.giver._pace
+    sender.origin.source_server._pace = pace or sender.origin.source_server._pace
     outcomes = []
     try:
         assert sender.wait_for_servers(len(jobs), TIMEOUT_S) == len(jobs)
@@ -202,12 +202,12 @@ def staged(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[
 
 
 def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> dict[str, Any]:
-    shelf = Shelf()
+    registry = BufferRegistry()
     for name, param in model.named_parameters():
-        shelf.put(name, param.detach().view(-1).view(torch.uint8))
-    giver = Giver(shelf, secret=secret, host="127.0.0.1")
+        registry.put(name, param.detach().view(-1).view(torch.uint8))
+    source_server = SourceServer(registry, secret=secret, host="127.0.0.1")
     specs = [msgspec.to_builtins(spec_of(name, param)) for name, param in model.named_parameters()]
-    body = {"method": "load_one_by_one", "args": [giver.address.port, specs]}
+    body = {"method": "load_one_by_one", "args": [source_server.address.port, specs]}
     headers = {"Authorization": f"Bearer {secret}"}
     pauses = []
     with httpx.Client(base_url=job.url, headers=headers, timeout=TIMEOUT_S) as client:
@@ -218,7 +218,7 @@ def one_by_one(job: Job, model: torch.nn.Module, secret: str, updates: int) -> d
             client.post("/resume").raise_for_status()
             pauses.append(1e3 * (time.monotonic() - started))
             time.sleep(0.2)
-    giver.close()
+    source_server.close()
     return {"pause_ms": summary(pauses[1:])}
 
 
@@ -246,7 +246,7 @@ def serve() -> None:
     """The server process: the project's server with the baseline's worker methods added."""
     import pipelinerl.inference.__main__ as role
     import pipelinerl.inference.args as server_args
-    from pipelinerl.observability.role import run_role
+    from pipelinerl.membership.role import run_role
 
     server_args.WEIGHT_EXTENSION = "one_by_one_worker.OneByOneExtension"
     run_role(role.main)

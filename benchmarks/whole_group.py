@@ -15,7 +15,7 @@ async def run_whole_group(executor: Executor, start: StartGroup) -> GroupFinishe
     aborted_requests = await executor.stream_group(start, collect)
     rollouts = (outcome for outcome in outcomes if isinstance(outcome, Rollout))
     return GroupFinished(
-        ticket=start.ticket,
+        task_id=start.task_id,
         rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.attempt)),
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, Failure)),
         aborted_requests=aborted_requests,

@@ -23,18 +23,19 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "launch": Command("pipelinerl.launch", "start or resume an experiment: --config-name=NAME key=value …"),
-    "evaluate": Command("pipelinerl.evaluate", "pass@k of a model on an experiment's test problems"),
+    "resume": Command("pipelinerl.launcher.resume", "go on with the run in a folder, from any working directory"),
+    "evaluate": Command("pipelinerl.launcher.evaluate", "pass@k of a model on an experiment's test problems"),
     "status": Command("pipelinerl.status", "one screen about a run"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
-    "replay": Command("pipelinerl.replay", "compute an optimizer step again: each token's part of its loss"),
+    "replay": Command("pipelinerl.inspect.replay", "compute an optimizer step again: each token's part of its loss"),
     "timeline": Command("pipelinerl.inspect.timeline", "what every process did when: for Perfetto, and as a picture"),
     "ledger": Command("pipelinerl.ledger", "what became of every rollout of a run"),
     "members": Command("pipelinerl.inspect.members", "who is in a run now; ask a server to leave"),
     "exporter": Command("pipelinerl.inspect.exporter", "a run's figures for Prometheus, and a Grafana dashboard"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
-    "migrate": Command("pipelinerl.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),
+    "migrate": Command("pipelinerl.config.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),
     "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
 }
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: `{name}` is not a command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return EXIT_REFUSED
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a domain of the user's own lies there
     return run_module(COMMANDS[name].module, [f"pipelinerl {name}", *arguments[1:]])
 
 

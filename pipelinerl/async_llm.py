@@ -38,11 +38,13 @@ from pipelinerl.records.answers import (
     ANSWER_FORMAT,
     ANSWER_PATH,
     IMAGE_FORMAT,
+    REQUEST_NAME,
     TEXT_FORMAT,
     Answer,
     AnswerRequest,
     Completion,
 )
+from pipelinerl.records.check import LARGEST_LOGPROB
 from pipelinerl.rollouts import CallTokens, TrainingText, apply_rollout_reward
 from pipelinerl.streams.codec import Codec
 
@@ -176,7 +178,7 @@ def backoff_s(repetition: int, base_s: float) -> float:
 
 
 async def post_generate(
-    session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str
+    session: aiohttp.ClientSession, base_url: str, request: GenerateRequest, *, n: int, token: str, name: str = ""
 ) -> list[CallTokens]:
     """Sends one HTTP request for ``n`` completions of one prompt.
 
@@ -186,11 +188,14 @@ async def post_generate(
         request: prompt and sampling parameters.
         n: completions.
         token: bearer token, or empty.
+        name: under which the server says how far its answer is, or empty.
     Raises:
         TransportError: no answer came, or the connection broke.
         ServerError: the server refused the request, or its answer is not valid.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if name:
+        headers[REQUEST_NAME] = name
     url = base_url.rstrip("/") + ANSWER_PATH
     try:
         async with session.post(url, data=encode_request(request, n), headers=headers) as response:
@@ -267,6 +272,13 @@ def _checked(completion: Completion, prompt_ids: np.ndarray, with_logprobs: bool
         or (count and logprobs.min() <= MISSING_LOGPROB)
     ):
         raise ServerError(f"the server sent no log-probability for some of {count} sampled tokens", 502)
+    if with_logprobs and logprobs is not None and count and logprobs.max() > LARGEST_LOGPROB:
+        worst = int(logprobs.argmax())
+        raise ServerError(
+            f"the server sent the log-probability {logprobs[worst]:.6g} for sampled token {worst} of {count} (id "
+            f"{token_ids[worst]}); a log-probability is at most 0",
+            502,
+        )
     routed = completion.routed_experts
     if routed is not None and (routed.ndim != 2 or len(routed) != len(prompt_ids) + count - 1):
         raise ServerError(f"the server's routed experts {routed.shape} are not those of all its tokens", 502)

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
+from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.math.judge import last_boxed
 
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)

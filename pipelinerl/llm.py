@@ -278,7 +278,7 @@ class RolloutState:
         self.failure = error
 
 
-class TrainableLLM(BaseModel):  # structure: public, its fields are frozen
+class TrainableLLM(BaseModel):
     """An inference server and how to sample from it.
 
     Example:

@@ -99,7 +99,7 @@ class BaseMetrics(BaseModel):
     no_answer: bool
 
 
-class TrainingText(LazyModel):  # structure: public, its fields are frozen
+class TrainingText(LazyModel):
     """One LLM call as training data.
 
     ``labels`` equals ``input_ids`` where a token is trained and is -100 elsewhere. Setting more labels to -100 removes

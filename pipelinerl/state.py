@@ -36,7 +36,7 @@ class _Servers:
 
     version: int | None = None
     serving: dict[str, int] = field(default_factory=dict)
-    proved: dict[str, int] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
 
 
 class TrainerState:
@@ -83,9 +83,9 @@ class TrainerState:
         return self._read(lambda: (self._servers.version, dict(self._servers.serving)))
 
     @property
-    def proved(self) -> dict[str, int]:
-        """Newest version that each server in service has proved, as in ``WeightUpdateSuccess.proved``."""
-        return self._read(lambda: dict(self._servers.proved))
+    def verified(self) -> dict[str, int]:
+        """Newest version with which each server in service was verified (``WeightUpdateSuccess.proved``)."""
+        return self._read(lambda: dict(self._servers.verified))
 
     def take_misses(self) -> list[ProbeMissed]:
         """Returns the weight probes that servers missed since the last call, in order."""
@@ -161,7 +161,8 @@ class TrainerState:
             raise StreamError(f"the listener on topic {TRAINER} died: {self._failure}") from self._failure
 
     def _late(self, what: str, timeout_s: float | None) -> str:
-        return f"no news of {what} from finetune_0 within {timeout_s} s; see {self.exp_path / 'finetune_0' / 'log.txt'}"
+        log = self.exp_path / "finetune_0" / "log.txt"
+        return f"nothing about {what} from finetune_0 within {timeout_s} s; see {log}"
 
     def _listen(self) -> None:
         """Reads trainer messages until ``stop`` or a failure. The next property or wait raises the failure."""
@@ -170,25 +171,25 @@ class TrainerState:
             with open_reader(spec, TrainerMessage, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():
                     for _, message in reader.poll(_POLL_S):
-                        self._take(message)
-        except Exception as error:  # the thread's boundary
+                        self._apply(message)
+        except Exception as error:  # noqa: BLE001 — the thread's boundary
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _take(self, message: TrainerMessage) -> None:
+    def _apply(self, message: TrainerMessage) -> None:
         with self._changed:
             match message:
                 case WeightUpdateSuccess():
                     serving = dict.fromkeys(message.servers, message.version) | message.older
                     self._servers = _Servers(message.version, serving, dict(message.proved))
                 case ProbePassed():
-                    proved = self._servers.proved
-                    proved |= {name: version for name, version in message.proved.items() if name in proved}
+                    verified = self._servers.verified
+                    verified |= {name: version for name, version in message.proved.items() if name in verified}
                 case ProbeMissed():
                     self._misses.append(message)
                     self._servers.serving.pop(message.server, None)
-                    self._servers.proved.pop(message.server, None)
+                    self._servers.verified.pop(message.server, None)
                 case TrainingResumed():
                     self._resumed = message
                     if message.step:

@@ -20,7 +20,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.llm import GenerateRequest, RolloutState, TrainableLLM
-from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.records.answers import (
+    ANSWER_PATH,
+    REQUEST_NAME,
+    UNDER_WAY_PATH,
+    Answer,
+    AnswerRequest,
+    Completion,
+    RequestUnderWay,
+    UnderWay,
+)
 from pipelinerl.rollouts import CallTokens, RolloutResult, check_result
 from pipelinerl.streams.codec import Codec
 
@@ -187,6 +196,9 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.num_answering = 0
         """Requests being answered now."""
+        self.num_sampled = 0
+        """Tokens that it says it has sampled so far, of each of them."""
+        self._names: set[str] = set()
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -201,6 +213,7 @@ class FakeServer:
         """Listens on ``port`` (0: any free port) and sets ``url``."""
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post(ANSWER_PATH, self._generate)
+        app.router.add_get(UNDER_WAY_PATH, self._under_way)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -217,12 +230,20 @@ class FakeServer:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
+    async def _under_way(self, request: web.Request) -> web.Response:
+        one = RequestUnderWay(tokens=(self.num_sampled,), waits=False)
+        requests = dict.fromkeys(self._names, one)
+        return web.Response(body=msgspec.json.encode(UnderWay(sampled=self.num_sampled, requests=requests)))
+
     async def _generate(self, request: web.Request) -> web.Response:
+        name = request.headers.get(REQUEST_NAME, "")
         self.num_answering += 1
+        self._names.add(name)
         try:
             return await self._answer(request)
         finally:
             self.num_answering -= 1
+            self._names.discard(name)
 
     async def _answer(self, request: web.Request) -> web.Response:
         asked = _request_codec.decode(await request.read())

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.actor.role import run
 from pipelinerl.config.load import compose, load_run
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.records import (
     ActorRecord,
     EvaluationDone,
@@ -101,7 +101,9 @@ class Run:
         self.trainer = open_writer(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage)
         self.preprocessor = open_writer(SingleStreamSpec(self.run_dir, topics.PREPROCESSOR), PreprocessorProgress)
         self.actor = open_reader(SingleStreamSpec(self.run_dir, topics.ACTOR), ActorRecord, name="test")
-        self.news = open_reader(SingleStreamSpec(self.run_dir, topics.EVALUATION), EvaluationMessage, name="test")
+        self.evaluation_topic = open_reader(
+            SingleStreamSpec(self.run_dir, topics.EVALUATION), EvaluationMessage, name="test"
+        )
         self.records: list[RolloutGroup | GroupDropped] = []
         self.evaluations: list[EvaluationStarted | EvaluationDone] = []
 
@@ -130,7 +132,7 @@ class Run:
 
     def read(self) -> None:
         self.records += [record for _, record in self.actor.read_all()]
-        self.evaluations += [record for _, record in self.news.read_all()]
+        self.evaluations += [record for _, record in self.evaluation_topic.read_all()]
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -154,7 +156,7 @@ class Run:
         self.stop.set()
         if self.task is not None and not self.task.done():
             await asyncio.wait([self.task], timeout=60)
-        for stream in (self.trainer, self.preprocessor, self.actor, self.news):
+        for stream in (self.trainer, self.preprocessor, self.actor, self.evaluation_topic):
             stream.close()
 
 
@@ -219,6 +221,6 @@ def write_config(run_dir: Path, overrides: tuple[str, ...]) -> None:
     ]
     cfg = compose("base", [*base, *overrides])
     container = OmegaConf.to_container(cfg, resolve=True)
-    container.pop("hydra", None)
+    container.pop("hydra", None)  # type: ignore[call-arg]
     (run_dir / "conf").mkdir(exist_ok=True)
     OmegaConf.save(OmegaConf.create(container), run_dir / "conf" / "config.yaml")

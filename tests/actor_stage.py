@@ -8,16 +8,15 @@ import numpy as np
 from pipelinerl.actor.evaluation import TestProblem
 from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
 from pipelinerl.actor.failures import DomainErrors
-from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.groups import GroupRules, TrainDomain, TrainingGroups
 from pipelinerl.actor.loop import ActorLoop
 from pipelinerl.actor.messages import Failure, GroupFinished, StartGroup
-from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.actor.metrics import ActorMetrics, Reporter
+from pipelinerl.actor.pacing import Pacing
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.progress import ActorProgress
-from pipelinerl.actor.reporting import Reporter
-from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
+from pipelinerl.actor.resume import ActorProgress
 from pipelinerl.actor.work import WorkTable
-from pipelinerl.actor.workers import Lost
+from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import undeclared
 from pipelinerl.records import GroupDropped, ProbeMissed, Rollout, RolloutGroup, TrainingSequence
@@ -51,7 +50,7 @@ def rollout(attempt: int, version: int, success: float = 1.0, servers: dict[str,
 
 def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "transport") -> GroupFinished:
     return GroupFinished(
-        ticket=start.ticket,
+        task_id=start.task_id,
         rollouts=tuple(rollout(i, start.version) for i in start.attempts if i not in failed),
         failures=tuple(Failure(attempt=i, reason=reason, detail="d") for i in start.attempts if i in failed),
     )
@@ -60,7 +59,7 @@ def finished(start: StartGroup, *, failed: Sequence[int] = (), reason: str = "tr
 def sampled_by(start: StartGroup, server: str, version: int, missed: int = 0) -> GroupFinished:
     """The attempts, by a server that serves the version."""
     rollouts = tuple(rollout(i, version, servers={server: missed}) for i in start.attempts)
-    return GroupFinished(ticket=start.ticket, rollouts=rollouts, failures=())
+    return GroupFinished(task_id=start.task_id, rollouts=rollouts, failures=())
 
 
 def missed_probe(server: str, since: int) -> ProbeMissed:
@@ -79,15 +78,15 @@ def declared(values: dict[str, float]) -> dict[str, float]:
 
 
 def evaluator_of(
-    tests: int, rules: EvaluationRules, domains: list[str], table: WorkTable, news: list[Any]
+    tests: int, rules: EvaluationRules, domains: list[str], table: WorkTable, announced: list[Any]
 ) -> Evaluator:
-    """An evaluator of that many problems, which announces to ``news``."""
+    """An evaluator of that many problems, which announces to ``announced``."""
     return Evaluator(
         problems=[TestProblem(domain=0, dataset="test", index=i, problem={"i": i}) for i in range(tests)],
         rules=rules,
         domains=domains,
         actor=0,
-        topics=EvaluationTopics(announce=lambda m: news.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
+        topics=EvaluationTopics(announce=lambda m: announced.append(m) or 0, publish=lambda record: 0),  # type: ignore[func-returns-value]
         table=table,
     )
 
@@ -108,7 +107,7 @@ class Stage:
         self.trainer = ScriptedTrainer()
         self.drops = ScriptedDrops()
         self.records: list[RolloutGroup | GroupDropped] = []
-        self.news: list[Any] = []
+        self.announced: list[Any] = []
         self.metrics: list[dict[str, float]] = []
         self.stop: Callable[[], bool] = lambda: True
         domains = [
@@ -131,7 +130,7 @@ class Stage:
         )
         when = {key: values[key] for key in ("every_n_versions", "at_start", "at_end")}
         rules = EvaluationRules(**when, attempts=1, timeout_s=100.0, max_repeats=values["max_reissues"])
-        evaluator = evaluator_of(tests, rules, [domain.name for domain in domains], table, self.news)
+        evaluator = evaluator_of(tests, rules, [domain.name for domain in domains], table, self.announced)
         self.loop = ActorLoop(
             trainer=self.trainer,
             live=lambda: {

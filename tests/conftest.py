@@ -1,17 +1,54 @@
-"""Shared by all tests: every test must leave no process, listening port or shared-memory segment behind."""
+"""Shared by all tests.
+
+Every test must leave no process, listening port or shared-memory segment behind, and what later tests see as it was.
+With `--seed=N` the files, and the tests of each, run in another order. Random numbers that a test draws without a seed
+of its own depend on its name and N alone.
+"""
 
 import contextlib
 import os
+import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from tests.process_state import differences, process_state, restore, restore_choices
+
 LEAK_DEADLINE_S = 60.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="runs the tests in the order of this seed, instead of the files' order")
+    parser.addoption(
+        "--guard", action="store_true", help="fails any test that changes what later tests of its process see"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffles files, and tests within their file, so that fixtures of a file are made once."""
+    seed = config.getoption("--seed")
+    if seed is not None:
+        items.sort(key=lambda item: (_place(seed, item.nodeid.partition("::")[0]), _place(seed, item.nodeid)))
+
+
+def _place(seed: int | None, name: str) -> float:
+    return random.Random(f"{seed} {name}").random()
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    number = int(_place(request.config.getoption("--seed"), request.node.nodeid) * 2**32)
+    random.seed(number)
+    np.random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(number)
 
 
 def _is_running(process: psutil.Process) -> bool:
@@ -72,6 +109,32 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: processes {leaked[0]}, /dev/shm {leaked[1]}, ports {leaked[2]}")
         time.sleep(0.05)
+
+
+def _is_guarded(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("--guard") or request.node.nodeid.startswith(("tests/unit/", "tests/contract/"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file_leaves_its_process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Puts back what a file's fixtures of wider scope have changed. If it is guarded, it fails."""
+    before = process_state()
+    yield
+    restore_choices(before)
+    changed = differences(before, process_state())
+    restore(before)
+    if changed and _is_guarded(request):
+        pytest.fail("\n".join(["this file changed", *changed]), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def test_leaves_its_process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Puts back what a test may choose. If it is guarded, a test that changes anything else fails."""
+    before = process_state()
+    yield
+    restore_choices(before)
+    if _is_guarded(request) and (changed := differences(before, process_state())):
+        pytest.fail("\n".join(["this test changed", *changed]), pytrace=False)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
-from pipelinerl.inspect.outside import process_environment
+from pipelinerl.inspect.reading import process_environment
 from pipelinerl.launcher.reaper import marked_processes
 from pipelinerl.observability.status import read_statuses
 

@@ -170,6 +170,7 @@ def set_weights(batch: Sequence[Member], cfg: Config) -> None:
     for member in batch:
         denominator = {
             "sum_over_batch": rollouts,
+            "sum_over_texts": sum(len(other.texts) for other in batch),
             "token_mean": tokens,
             "sample_mean": rollouts * member.tokens,
             "prompt_mean": groups * member.group_tokens,

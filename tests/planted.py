@@ -16,7 +16,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.domains.largest.rollouts import ANSWER, score
+from pipelinerl.domains.largest import ANSWER, score
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
@@ -26,7 +26,7 @@ import importlib.abc, importlib.util, sys
 
 class Late(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name != "pipelinerl.weights.worker":
+        if name != "pipelinerl.weights.load.worker":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

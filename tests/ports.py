@@ -1,7 +1,7 @@
 """Ports for servers that a test starts in another process, which binds its port a while after it was chosen.
 
 The kernel gives a port of its own choice to whoever asks next, so one that was bound and released may be gone. These
-are below what the kernel gives away and below the blocks of runs (`pipelinerl.world.ports`). Each worker of
+are below what the kernel gives away and below the blocks of runs (`pipelinerl.world.network`). Each worker of
 pytest-xdist has its share of them, and no port comes twice until all have come.
 """
 
@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 
-from pipelinerl.world.ports import LOWEST_PORT, is_port_free
+from pipelinerl.world.network import LOWEST_PORT, is_port_free
 
 FIRST_PORT = 10_240
 SHARES = 8

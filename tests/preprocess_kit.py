@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl import state
 from pipelinerl.config.load import compose, parse
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.preprocess.loop import Preprocessor
 from pipelinerl.records import (
     ActorRecord,

@@ -20,10 +20,10 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-from pipelinerl.weights.digest import learn
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.shard import Shard, ShardViews, gather_runs
-from pipelinerl.weights.twin import bare_model
+from pipelinerl.weights.load.live_check import learn
+from pipelinerl.weights.load.shadow_copy import bare_model
+from pipelinerl.weights.transfer.shard import Shard, ShardViews, gather_runs
 
 SIZE = 4
 

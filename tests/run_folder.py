@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from benchmarks.synthetic_groups import group_of
-from pipelinerl.archive import ARCHIVE_DIR, StepArchive, chosen, flags_of
 from pipelinerl.config.load import compose, to_container
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
+from pipelinerl.observability.archive import ARCHIVE_DIR, StepArchive, chosen, flags_of
 from pipelinerl.records import (
     ActorRecord,
     ArchivedRollout,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.actor.messages import GroupFinished, Servers, StartGroup
-from pipelinerl.actor.workers import Lost
+from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.records import ProbeMissed
 
 
@@ -29,20 +29,20 @@ class ScriptedWorkers:
         self.servers.append(servers)
 
     def start(self, start: StartGroup) -> None:
-        self.running[start.ticket] = start
+        self.running[start.task_id] = start
         self.started.append(start)
         self.waiting.append(start)
         self.most_running = max(self.most_running, self.num_rollouts)
 
-    def cancel(self, ticket: int) -> None:
-        self.running.pop(ticket, None)
+    def cancel(self, task_id: int) -> None:
+        self.running.pop(task_id, None)
 
     def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
         results = []
         for _ in range(len(self.waiting)):
             start = self.waiting.popleft()
-            if start.ticket in self.running and (result := self.answer(start)) is not None:
-                del self.running[start.ticket]
+            if start.task_id in self.running and (result := self.answer(start)) is not None:
+                del self.running[start.task_id]
                 results.append(result)
         return results
 
@@ -52,7 +52,7 @@ class ScriptedTrainer:
         self.version = version
         self.servers = ("s",)
         self.training_done = False
-        self.proved: dict[str, int] = {}
+        self.verified: dict[str, int] = {}
         self.misses: list[ProbeMissed] = []
 
     @property

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.member import UpdateOutcome
-from pipelinerl.weights.origin import Origin, SenderSettings
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
+from pipelinerl.weights.publish.server_client import UpdateOutcome
 
 
 class Senders:
@@ -47,7 +47,7 @@ def take_on_all_ranks(
     specs, plan = [spec_of(*item) for item in weights.items()], sender.plan()
     sender.send(version, weights.items(), specs, plan=plan)
     for origin in origins[1:]:
-        origin.take(version, weights.items(), specs, plan)
+        origin.take_snapshot(version, weights.items(), specs, plan)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -29,7 +29,7 @@ def engine_of(lm: Any, model: Path, serving: Any) -> ReplicatedEngine:
     lm.save_pretrained(model)
     serving.save_byte_tokenizer(model)
     cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    return ReplicatedEngine(Policy(lm.eval()), cfg.finetune, torch.device("cpu"))
+    return ReplicatedEngine(Policy(lm.eval()), cfg, torch.device("cpu"))
 
 
 def sample(url: str, prompt: Sequence[int], max_tokens: int, n: int = 1) -> list[Completion]:

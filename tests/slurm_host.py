@@ -6,8 +6,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from tests.ports import free_port
 
@@ -21,8 +23,8 @@ def is_installed() -> bool:
     return os.geteuid() == 0 and all(shutil.which(program) for program in NEEDED)
 
 
-def configuration(folder: Path, nodes: list[str], ports: list[int], cpus: int) -> str:
-    """`slurm.conf` without munge, cgroups and accounting."""
+def configuration(folder: Path, nodes: list[str], ports: list[int], cpus: int, lost_after_s: int) -> str:
+    """`slurm.conf` without munge, cgroups and accounting. ``lost_after_s``: until SLURM gives a silent node up."""
     lines = [
         "ClusterName=test",
         f"SlurmctldHost={socket.gethostname()}(127.0.0.1)",
@@ -46,6 +48,8 @@ def configuration(folder: Path, nodes: list[str], ports: list[int], cpus: int) -
         "SlurmdParameters=config_overrides",
         "KillWait=60",
         "MinJobAge=300",
+        f"SlurmdTimeout={lost_after_s}",
+        "ReturnToService=2",
     ]
     for name, port in zip(nodes, ports[1:], strict=True):
         address = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port}"
@@ -55,12 +59,12 @@ def configuration(folder: Path, nodes: list[str], ports: list[int], cpus: int) -
 
 
 @contextmanager
-def slurm(folder: Path, num_nodes: int = 2, cpus: int = 8) -> Iterator[dict[str, str]]:
-    """The environment with which SLURM's commands find the cluster; it ends with the context."""
+def slurm(folder: Path, num_nodes: int = 2, cpus: int = 8, lost_after_s: int = 300) -> Iterator[dict[str, str]]:
+    """The environment with which SLURM's commands find the cluster, which ends with the context."""
     nodes = [f"n{index}" for index in range(num_nodes)]
     (folder / "state").mkdir(parents=True)
     conf = folder / "slurm.conf"
-    conf.write_text(configuration(folder, nodes, [free_port() for _ in range(1 + num_nodes)], cpus))
+    conf.write_text(configuration(folder, nodes, [free_port() for _ in range(1 + num_nodes)], cpus, lost_after_s))
     env = os.environ | {"SLURM_CONF": str(conf)}
     daemons = [subprocess.Popen(["slurmctld", "-D", "-c", "-f", str(conf)], env=env, **QUIET)]
     try:
@@ -82,6 +86,32 @@ def slurm(folder: Path, num_nodes: int = 2, cpus: int = 8) -> Iterator[dict[str,
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def lose_node(env: dict[str, str], name: str) -> None:
+    """Kill every process of a node at once, as a power cut does: its slurmd, the steps and their tasks."""
+    lost = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get("SLURM_CONF") == env["SLURM_CONF"] and variables.get("SLURMD_NODENAME") == name:
+                lost += [process, *process.parents()[:1]]
+            if process.cmdline()[:4] == ["slurmd", "-D", "-N", name] and env["SLURM_CONF"] in process.cmdline():
+                lost.append(process)
+    for process in lost:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+@contextmanager
+def node_back(env: dict[str, str], name: str) -> Iterator[None]:
+    """A node that was lost is there again for the time of the context."""
+    daemon = subprocess.Popen(["slurmd", "-D", "-N", name, "-f", env["SLURM_CONF"]], env=env, **QUIET)
+    try:
+        yield
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 def _idle_nodes(env: dict[str, str]) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipelinerl.weights.origin import Origin, SenderSettings, StoreSettings
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.publish.origin import Origin, SenderSettings, StoreSettings
+from pipelinerl.weights.publish.sender import WeightSender
 from tests.sender_kit import take_on_all_ranks, wait_for
 
 SECRET = "unit-test-secret"
@@ -33,13 +33,13 @@ class Trainer:
         )
         assert self.sender.wait_for_servers(len(servers), 20) == len(servers)
 
-    def take(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+    def take_snapshot(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         wait_for(lambda: not self.sender.is_busy)
         take_on_all_ranks(self.sender, self.origins, version, weights)
 
     def send(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Publish a version and wait until all servers serve it."""
-        self.take(version, weights)
+        self.take_snapshot(version, weights)
         assert self.sender.wait_live(version, 20, count=len(self.servers)), self.sender.outcomes
 
     def close(self) -> None:
@@ -50,9 +50,9 @@ class Trainer:
 
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     """Yields a function that makes trainers, and closes them."""
-    monkeypatch.setattr("pipelinerl.weights.roster.WATCH_S", 0.05)
-    monkeypatch.setattr("pipelinerl.weights.roster.COMING_S", 0.01)
-    monkeypatch.setattr("pipelinerl.weights.store.delivery.RETRY_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.COMING_S", 0.01)
+    monkeypatch.setattr("pipelinerl.weights.publish.store_delivery.RETRY_S", 0.05)
     made: list[Trainer] = []
 
     def make(url: str, *servers: Any, **settings: Any) -> Trainer:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pipelinerl.weights.shard import Shard, gather_runs
+from pipelinerl.weights.transfer.shard import Shard, gather_runs
 
 PADDING = 64
 """vLLM pads vocabularies to a multiple of this."""

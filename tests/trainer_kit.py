@@ -15,15 +15,14 @@ from torch import Tensor
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.build import make_engine
 from pipelinerl.finetune.engines import read_ranks
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.loop import connect_weights
-from pipelinerl.finetune.updates import WeightUpdates
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.finetune.updates import EvaluationLease, WeightUpdates
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.records import WeightUpdateSuccess
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.news import PushStats
-from pipelinerl.weights.plan import TakePlan
-from pipelinerl.weights.probe import ProbeText
+from pipelinerl.weights.publish.announcements import PushStats
+from pipelinerl.weights.publish.versions import SnapshotPlan
+from pipelinerl.weights.verify.probe import Continuation, ProbeText
 from pipelinerl.world import Job
 
 SERVER = "actor_llm_0"
@@ -54,13 +53,15 @@ class FakeSender:
         self._announce = announce
         return self, self
 
-    def take(self, version: int, params: Iterable[tuple[str, Tensor]], specs: Sequence[Any], plan: TakePlan) -> None:
+    def take_snapshot(
+        self, version: int, params: Iterable[tuple[str, Tensor]], specs: Sequence[Any], plan: SnapshotPlan
+    ) -> None:
         """Reads the parameters, as a rank above 0 does."""
         for _ in params:
             pass
 
-    def plan(self) -> TakePlan:
-        return TakePlan()
+    def plan(self) -> SnapshotPlan:
+        return SnapshotPlan()
 
     def wants_scores(self, *, is_idle: bool) -> bool:
         return self.due and (is_idle or self.needs_scores)
@@ -73,7 +74,10 @@ class FakeSender:
         tokens = np.random.default_rng(seed).integers(0, vocab_size, shape)
         return ProbeText(token_ids=tokens.astype(np.int32))
 
-    def attest_with(self, text: ProbeText) -> None:
+    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None:
+        return None
+
+    def check_with(self, text: ProbeText) -> None:
         self.text = text
 
     def wait_for_servers(self, count: int, timeout_s: float) -> int:
@@ -85,7 +89,7 @@ class FakeSender:
         params: Iterable[tuple[str, Tensor]],
         specs: Sequence[Any],
         scores: "Future[np.ndarray] | None" = None,
-        plan: TakePlan | None = None,
+        plan: SnapshotPlan | None = None,
     ) -> None:
         assert not self.is_busy
         told, taken = iter(specs), {}

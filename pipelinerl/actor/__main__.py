@@ -1,7 +1,7 @@
 """``python -m pipelinerl.actor --run-dir R --job actor_0``"""
 
 from pipelinerl.actor.role import run
-from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.membership.role import RoleContext, run_role
 
 
 def main(ctx: RoleContext) -> None:

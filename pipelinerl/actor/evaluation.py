@@ -78,7 +78,7 @@ class Evaluation:
         self.under_way += 1
         return self.queue.popleft()
 
-    def take(
+    def add_results(
         self, item: TestItem, rollouts: Iterable[Rollout], *, worth_repeating: bool, suspect: bool = False
     ) -> None:
         """Records the rollouts of an item that has ended.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluation import Evaluation, TestItem, TestProblem
+from pipelinerl.actor.groups import problem_text
 from pipelinerl.actor.messages import Failure, StartGroup
-from pipelinerl.actor.probation import newest_used
-from pipelinerl.actor.training import problem_text
+from pipelinerl.actor.publish_gate import newest_used
 from pipelinerl.actor.work import Work, WorkEnded, WorkTable
 from pipelinerl.observability import spans
 from pipelinerl.records import EvaluationDone, EvaluationStarted, RolloutGroup
@@ -85,7 +85,7 @@ class Evaluator:
         return self._current.progress if self._current else None
 
     @property
-    def awaits_proof(self) -> bool:
+    def awaits_check(self) -> bool:
         """Whether a complete evaluation waits for a weight probe."""
         return self._complete is not None
 
@@ -144,14 +144,14 @@ class Evaluator:
             )
             self._table.submit(TestWork(start=start, item=item, suspect=item.suspect))
 
-    def take(self, ended: WorkEnded) -> None:
+    def handle_ended(self, ended: WorkEnded) -> None:
         """Adds the outcome of an item to the running evaluation and publishes its rollouts."""
         work, current = ended.work, self._current
         assert isinstance(work, TestWork)
         if current is None:
             return
         repeat = all(failure.reason in failures.WORTH_REPEATING for failure in ended.failures)
-        current.take(work.item, ended.rollouts, worth_repeating=repeat, suspect=work.suspect)
+        current.add_results(work.item, ended.rollouts, worth_repeating=repeat, suspect=work.suspect)
         if ended.rollouts:
             self._topics.publish(self._group(work, ended, current.version))
 
@@ -174,7 +174,7 @@ class Evaluator:
     def finish(self) -> EvaluationDone | None:
         """Publishes and returns the result of an evaluation that is complete or past its deadline, else None."""
         current = self._current
-        if current is None or not (current.expired or (current.finished and self._is_proved(current))):
+        if current is None or not (current.expired or (current.finished and self._is_verified(current))):
             return None
         self._table.cancel(TestWork)
         done = current.done()
@@ -187,14 +187,14 @@ class Evaluator:
         )
         return done
 
-    def _is_proved(self, current: Evaluation) -> bool:
+    def _is_verified(self, current: Evaluation) -> bool:
         """Whether no result of the complete evaluation waits for the weight probe of its server."""
         now = time.monotonic()
         if self._complete is None:
             used = newest_used(rollout for rollouts in current.rollouts.values() for rollout in rollouts)
             self._complete = now, used
         finished, used = self._complete
-        return not self._table.proofs.holds(used, finished=finished, now=now)
+        return not self._table.gate.holds(used, finished=finished, now=now)
 
     def _group(self, work: TestWork, ended: WorkEnded, version: int) -> RolloutGroup:
         problem = work.item.problem

@@ -9,13 +9,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.actor import failures
+from pipelinerl.actor.growth import FOLLOW_S, Growth
 from pipelinerl.actor.messages import (
     Failure,
     FromWorker,
@@ -24,9 +27,9 @@ from pipelinerl.actor.messages import (
     RolloutFailed,
     StartGroup,
 )
+from pipelinerl.actor.router import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
 from pipelinerl.actor.sequences import to_rollout
-from pipelinerl.actor.servers import ServerPool
-from pipelinerl.actor.transport import Client, GroupRoute, GroupTransport, JoinPolicy, is_cancelled
+from pipelinerl.actor.servers import ServerLoads
 from pipelinerl.async_llm import llm_async_generate
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import RolloutState, TrainableLLM
@@ -45,6 +48,48 @@ class RolloutRules:
     timeout_s: float
     seq_length: int
     rewards: RewardMode = "rollout"
+
+
+class RolloutLimit:
+    """Ends a rollout at its time limit, unless the answer that it then waits for is growing. While it lasts.
+
+    It may await that answer and use it for as long again, but no further one: so long answers are as likely to be
+    trained as short ones, and a rollout that asks for ever ends.
+
+    Args:
+        deadline: of the rollout. It is set to now when the limit is reached.
+        limit_s: the time limit.
+        answer: returns the answer that the rollout waits for, if any.
+    """
+
+    def __init__(self, deadline: asyncio.Timeout, limit_s: float, answer: Callable[[], Growth | None]):
+        self._deadline, self._limit_s, self._answer = deadline, limit_s, answer
+        self._last: Growth | None = None
+        self._answered: float | None = None
+        """When the last answer had come."""
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._may_go_on(time.monotonic()):
+            self._timer = loop.call_later(min(FOLLOW_S, self._limit_s), self._check)
+        else:
+            self._deadline.reschedule(loop.time())
+
+    def _may_go_on(self, now: float) -> bool:
+        answer = self._answer()
+        if answer is None:
+            if self._last is not None and self._answered is None:
+                self._answered = now
+            return self._answered is not None and now - self._answered < self._limit_s
+        if self._last is None:
+            self._last = answer
+        return answer is self._last and answer.is_growing(now)
 
 
 class Executor:
@@ -71,7 +116,10 @@ class Executor:
         self._train_llm, self._eval_llm = llms
         self._client, self._rules = client, rules
         self._policy = JoinPolicy()
-        self.servers = ServerPool()
+        self._domains: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self.servers = ServerLoads()
+        self.ended = 0
+        """Attempts at training problems that have ended."""
 
     async def stream_group(self, start: StartGroup, report: TakeOutcome) -> int:
         """Reports every attempt as it ends. Returns how many requests ended without a completion.
@@ -86,26 +134,34 @@ class Executor:
 
         async def run(attempt: int, server_url: str) -> None:
             llm = self._llm(start, attempt, transport, server_url)
-            await report(await self._run_attempt(start, attempt, llm, route))
+            outcome = await self._run_attempt(start, attempt, llm, route, transport)
+            route.end_attempt()
+            self.ended += not start.evaluation
+            await report(outcome)
 
         try:
-            server = await route.settle()
+            server = await route.choose_server()
             async with asyncio.TaskGroup() as group:
                 for attempt in start.attempts:
-                    group.create_task(run(attempt, server.url))
+                    self._domains[group.create_task(run(attempt, server.url))] = start.domain
         finally:
             transport.close()
         return route.aborted_requests
 
+    def domain_of(self, task: asyncio.Task[Any]) -> int | None:
+        """Returns the index of the domain of which the task runs an attempt. None: it runs none. For any thread."""
+        return self._domains.get(task)
+
     async def _run_attempt(
-        self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute
+        self, start: StartGroup, attempt: int, llm: TrainableLLM, route: GroupRoute, transport: GroupTransport
     ) -> Rollout | Failure:
         function = self._functions[start.domain]
         started, began = time.monotonic(), time.time_ns()
         trace = f"{start.group_id}/{attempt}"
         try:
-            async with asyncio.timeout(self._rules.timeout_s) as deadline:
-                result = await function(self._cfg, llm, start.problem, self._client.session)
+            async with asyncio.timeout(None) as deadline:
+                with RolloutLimit(deadline, self._rules.timeout_s, partial(transport.answer_of, llm.state.name)):
+                    result = await function(self._cfg, llm, start.problem, self._client.session)
             if llm.state.failure is not None:
                 raise llm.state.failure
             rollout = self._checked(result, start, attempt, llm, time.monotonic() - started)
@@ -162,33 +218,33 @@ def function_name(function: Callable) -> str:
 
 
 class GroupTasks:
-    """The running groups of a worker, by ticket. An error outside a domain's function ends the task group ``tasks``."""
+    """The running groups of a worker, by task id. An error outside a domain's function ends ``tasks``."""
 
     def __init__(self, executor: Executor, send: Callable[[FromWorker], Awaitable[None]], tasks: asyncio.TaskGroup):
         self._executor, self._send, self._tasks = executor, send, tasks
         self._groups: dict[int, asyncio.Task] = {}
 
     def start(self, start: StartGroup) -> None:
-        self._groups[start.ticket] = self._tasks.create_task(self._run(start))
+        self._groups[start.task_id] = self._tasks.create_task(self._run(start))
 
-    def cancel(self, ticket: int) -> None:
-        group = self._groups.pop(ticket, None)
+    def cancel(self, task_id: int) -> None:
+        group = self._groups.pop(task_id, None)
         if group is not None:
             group.cancel()
 
     def close(self) -> None:
-        for ticket in list(self._groups):
-            self.cancel(ticket)
+        for task_id in list(self._groups):
+            self.cancel(task_id)
 
     async def _run(self, start: StartGroup) -> None:
-        ticket = start.ticket
+        task_id = start.task_id
 
         async def report(outcome: Rollout | Failure) -> None:
             if isinstance(outcome, Rollout):
-                await self._send(RolloutDone(ticket=ticket, rollout=outcome))
+                await self._send(RolloutDone(task_id=task_id, rollout=outcome))
             else:
-                await self._send(RolloutFailed(ticket=ticket, failure=outcome))
+                await self._send(RolloutFailed(task_id=task_id, failure=outcome))
 
         aborted_requests = await self._executor.stream_group(start, report)
-        await self._send(GroupEnded(ticket=ticket, aborted_requests=aborted_requests))
-        self._groups.pop(ticket, None)
+        await self._send(GroupEnded(task_id=task_id, aborted_requests=aborted_requests))
+        self._groups.pop(task_id, None)

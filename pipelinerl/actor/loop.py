@@ -4,8 +4,8 @@ Consumes: the trainer's state (version, servers, end), the preprocessor's drops,
 Produces: ``RolloutGroup`` or ``GroupDropped`` for every dispatched problem on topic ``actor``, and evaluations on
 ``evaluation`` and ``actor_test``.
 Waits for: a version and a server, room under the pacing rule, or completions. With several domains it also waits for
-the domain that is furthest behind its weight (see ``mixing``), and finished groups wait for the weight probes of their
-servers (see ``probation``). The role's status names the current wait.
+the domain that is furthest behind its weight (see ``pacing``), and finished groups wait for the weight probes of their
+servers (see ``publish_gate``). The role's status names the current wait.
 Ends: when training is done and the last evaluation is published, when asked to stop, or with a ``DomainError``.
 """
 
@@ -16,10 +16,9 @@ from typing import Protocol
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.evaluator import Evaluator, TestWork
+from pipelinerl.actor.groups import TrainingGroup, TrainingGroups
 from pipelinerl.actor.messages import Failure, Servers
-from pipelinerl.actor.metrics import ActorMetrics
-from pipelinerl.actor.reporting import Reporter
-from pipelinerl.actor.training import TrainingGroup, TrainingGroups
+from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.actor.work import WorkEnded, WorkTable
 from pipelinerl.membership.lease import LiveServer
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
@@ -30,13 +29,13 @@ log = logging.getLogger(__name__)
 MIN_POLL_S, MAX_POLL_S = 0.005, 0.05
 
 
-class TrainerNews(Protocol):
+class TrainerView(Protocol):
     """The part of ``state.TrainerState`` that the loop reads."""
 
     @property
     def weights(self) -> tuple[int | None, Mapping[str, int]]: ...
     @property
-    def proved(self) -> Mapping[str, int]: ...
+    def verified(self) -> Mapping[str, int]: ...
     @property
     def training_done(self) -> bool: ...
     def take_misses(self) -> Sequence[ProbeMissed]: ...
@@ -52,7 +51,7 @@ class ActorLoop:
     def __init__(
         self,
         *,
-        trainer: TrainerNews,
+        trainer: TrainerView,
         live: Callable[[], Mapping[str, LiveServer]],
         table: WorkTable,
         training: TrainingGroups,
@@ -71,6 +70,7 @@ class ActorLoop:
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Runs until training is done or ``should_stop`` returns true."""
+        self._reporter.progress()  # ready: the first weights are the trainer's to bring
         try:
             while not should_stop() and not self._ended():
                 self._refresh()
@@ -78,7 +78,7 @@ class ActorLoop:
                 self._metrics.generating(time.monotonic(), self._table.runs(TrainingGroup))
                 for ended in self._table.poll(self._poll_timeout_s()):
                     self._last_event = time.monotonic()
-                    self._take(ended)
+                    self._handle_ended(ended)
                 if self._training.publish_in_turn():
                     self._reporter.progress(published=self._training.published)
                 if (done := self._evaluator.finish()) is not None:
@@ -105,12 +105,12 @@ class ActorLoop:
 
     def _refresh(self) -> None:
         """Adopts the trainer's newest version and servers."""
-        proved = self._trainer.proved  # before the misses: a server that missed is then not taken for an unprobed one
+        verified = self._trainer.verified  # before the misses: else a server that missed would pass for an unprobed one
         self._withdraw_missed()
         version, serving = self._trainer.weights
         if version is None:
             return
-        self._table.proofs.follow(serving=serving, proved=proved, now=time.monotonic())
+        self._table.gate.follow(serving=serving, verified=verified, now=time.monotonic())
         servers = self._usable(version, serving)
         if self._version is not None and servers == self._servers:
             return
@@ -160,16 +160,16 @@ class ActorLoop:
         if not self._finishing:
             self._training.fill(self._version)
 
-    def _take(self, ended: WorkEnded) -> None:
+    def _handle_ended(self, ended: WorkEnded) -> None:
         self._metrics.aborted(ended.aborted_requests)
         for failure in ended.failures:
             self._note(failure)
         if isinstance(ended.work, TestWork):
-            self._evaluator.take(ended)
+            self._evaluator.handle_ended(ended)
             if ended.rollouts:
                 self._reporter.progress(evaluating=self._evaluator.progress)
         else:
-            self._training.take(ended)
+            self._training.handle_ended(ended)
 
     def _note(self, failure: Failure) -> None:
         self._metrics.failure(failure.reason, failure.server)
@@ -184,7 +184,7 @@ class ActorLoop:
             self._reporter.wait_for("the first weights", "finetune_0")
         elif not self._servers.urls:
             self._reporter.wait_for("a server in service", "finetune_0")
-        elif self._training.awaits_proof or self._evaluator.awaits_proof:
+        elif self._training.awaits_check or self._evaluator.awaits_check:
             self._reporter.wait_for("weight probes of the servers of finished rollouts", "finetune_0")
         elif self._training.holds_groups:
             self._reporter.wait_for("completions of the domain that is behind its weight", self._a_server)
@@ -194,7 +194,7 @@ class ActorLoop:
             self._reporter.wait_for("room under max_lag_steps", "finetune_0")
 
     def _poll_timeout_s(self) -> float:
-        if self._training.awaits_proof:  # the trainer's news about it wakes nobody
+        if self._training.awaits_check:  # the trainer's message about it wakes nobody
             return MIN_POLL_S
         return poll_timeout_s(time.monotonic() - self._last_event)
 

@@ -31,7 +31,7 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True, tag="servers"):
 class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Roll out one problem."""
 
-    ticket: int = 0
+    task_id: int = 0
     """The actor's number for this piece of work. Replies carry it."""
     group_id: str
     domain: int
@@ -46,7 +46,7 @@ class StartGroup(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Cancel this work. The worker sends no reply."""
 
-    ticket: int
+    task_id: int
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
@@ -71,23 +71,45 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout"):
     """One attempt has ended with a rollout, which makes room for another."""
 
-    ticket: int
+    task_id: int
     rollout: Rollout
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """One attempt has ended without a rollout, which makes room for another."""
 
-    ticket: int
+    task_id: int
     failure: Failure
 
 
 class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Every attempt of a ``StartGroup`` has been reported."""
 
-    ticket: int
+    task_id: int
     aborted_requests: int = 0
     """Requests that ended without a completion, repeated or not."""
+
+
+class Blocked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a domain has done to the event loop of its worker."""
+
+    seconds: float
+    """For which it has blocked it."""
+    where: str
+    """`FILE:LINE in FUNCTION` of its code that did so last."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
+    """What servers have sampled for this worker so far. Sent when it has changed, at most once a second."""
+
+    tokens: int
+    """Since the worker began, of answers under way too."""
+    longest: int
+    """Tokens of the longest answer under way."""
+    ended: int
+    """Attempts at training problems that have ended since the worker began."""
+    blocked: dict[str, Blocked] = {}
+    """Domains that have blocked the worker's event loop."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -100,14 +122,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
-FromWorker = RolloutDone | RolloutFailed | GroupEnded | Ready | WorkerFailed
+FromWorker = RolloutDone | RolloutFailed | GroupEnded | Sampling | Ready | WorkerFailed
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFinished:
     """All outcomes of a ``StartGroup``."""
 
-    ticket: int
+    task_id: int
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...]
     aborted_requests: int = 0

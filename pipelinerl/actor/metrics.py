@@ -1,11 +1,21 @@
-"""The actor's metrics: a sliding window over finished rollouts, and running totals. Callers pass in the time."""
+"""The actor's metrics, and how they are reported: to the trackers, as a line of progress in the log, in its status.
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+A sliding window over finished rollouts, and running totals. Callers pass in the time.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from pipelinerl.actor.messages import Sampling
 from pipelinerl.observability.catalogue import ActorMetric, MetricName
-from pipelinerl.records import Rollout
+from pipelinerl.observability.status import BLOCKED_AT, CurrentWait
+from pipelinerl.records import EvaluationDone, Rollout
 
 WINDOW = 1024
 TOTALS = (
@@ -17,9 +27,12 @@ TOTALS = (
 )
 
 
+NOTHING = Sampling(tokens=0, longest=0, ended=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    part: str
+    subset: str
     metrics: dict[str, float]
     latency_s: float
     output_tokens: int
@@ -45,6 +58,11 @@ class ActorMetrics:
         self._totals: Counter[MetricName] = Counter()
         self._max_versions = 0
         self._since = (now, 0, 0)
+        self._sampling: dict[int, Sampling] = {}
+        self._sampled = self._ended = 0
+        self._blocked_s: defaultdict[str, float] = defaultdict(float)
+        self.blocked_at: dict[str, str] = {}
+        """Domain that has blocked the event loop of a worker → where it did so last."""
         self._clock, self._generating, self._generating_s = now, False, 0.0
 
     def generating(self, now: float, is_generating: bool) -> None:
@@ -53,18 +71,30 @@ class ActorMetrics:
             self._generating_s += now - self._clock
         self._clock, self._generating = now, is_generating
 
-    def rollouts(self, rollouts: Sequence[Rollout], part: str) -> None:
-        """Adds a published group. ``part`` is its domain or data set. If there are several, each also has its means."""
+    def rollouts(self, rollouts: Sequence[Rollout], subset: str) -> None:
+        """Adds a published group. ``subset``: its domain or data set. If there are several, each also has its means."""
         self._totals[ActorMetric.GROUPS] += 1
         successes = [bool(rollout.metrics["success"]) for rollout in rollouts if "success" in rollout.metrics]
         if successes:
             self._solved.append(sum(successes) / len(successes))
         for rollout in rollouts:
-            seen = _see(rollout, part)
+            seen = _see(rollout, subset)
             self._recent.append(seen)
             self._totals[ActorMetric.ROLLOUTS] += 1
             self._totals[ActorMetric.TOKENS_GENERATED] += seen.output_tokens
             self._max_versions = max(self._max_versions, seen.num_versions)
+
+    def sampling(self, worker: int, now: Sampling) -> None:
+        """Takes what a worker says about its answers. One that was replaced counts from nothing again."""
+        before = self._sampling.get(worker, NOTHING)
+        self._sampled += now.tokens - (before.tokens if now.tokens >= before.tokens else 0)
+        self._ended += now.ended - (before.ended if now.ended >= before.ended else 0)
+        for domain, blocked in now.blocked.items():
+            earlier = before.blocked[domain].seconds if domain in before.blocked else 0.0
+            self._blocked_s[domain] += blocked.seconds - (earlier if blocked.seconds >= earlier else 0.0)
+            if blocked.seconds != earlier:
+                self.blocked_at[domain] = blocked.where
+        self._sampling[worker] = now
 
     def failure(self, reason: str, server: str = "") -> None:
         """Counts a failed attempt. ``server``: missed the weight probe for it."""
@@ -92,19 +122,23 @@ class ActorMetrics:
         """Returns all metrics. Rates cover the time since the previous snapshot."""
         then, rollouts, tokens = self._since
         totals: dict[MetricName, int] = {name: self._totals[name] for name in TOTALS}
-        self._since = (now, totals[ActorMetric.ROLLOUTS], totals[ActorMetric.TOKENS_GENERATED])
+        sampled = max(tokens, self._sampled, totals[ActorMetric.TOKENS_GENERATED])
+        self._since = (now, totals[ActorMetric.ROLLOUTS], sampled)
         elapsed = max(now - then, 1e-9)
         values: dict[MetricName, float] = {
             **totals,
             ActorMetric.ROLLOUTS_PER_S: (totals[ActorMetric.ROLLOUTS] - rollouts) / elapsed,
             ActorMetric.GENERATING_S: self._generating_s,
-            ActorMetric.TOKENS_GENERATED_PER_S: (totals[ActorMetric.TOKENS_GENERATED] - tokens) / elapsed,
+            ActorMetric.TOKENS_GENERATED_PER_S: (sampled - tokens) / elapsed,
+            ActorMetric.ROLLOUTS_ENDED: self._ended,
+            ActorMetric.LONGEST_UNDER_WAY: max((each.longest for each in self._sampling.values()), default=0),
             ActorMetric.VERSIONS_IN_ONE_ROLLOUT_MAX: self._max_versions,
         }
         values |= {ActorMetric.FAILURES.of(reason=reason): count for reason, count in self._failures.items()}
         values |= {
             ActorMetric.GROUPS_DROPPED.of(reason=reason): count for reason, count in self._dropped_groups.items()
         }
+        values |= {ActorMetric.LOOP_BLOCKED_S.of(domain=domain): s for domain, s in self._blocked_s.items()}
         values |= {ActorMetric.REFUSED.of(server=server): count for server, count in self._refused.items()}
         values |= {
             ActorMetric.PUBLISHED_BEFORE_MISS.of(server=server): count
@@ -132,12 +166,12 @@ class ActorMetrics:
         if self._solved:
             values[ActorMetric.GROUPS_ALWAYS_SOLVED] = sum(share == 1.0 for share in self._solved) / len(self._solved)
             values[ActorMetric.GROUPS_NEVER_SOLVED] = sum(share == 0.0 for share in self._solved) / len(self._solved)
-        parts = sorted({seen.part for seen in recent})
-        for part in parts if len(parts) > 1 else ():
-            own = [seen for seen in recent if seen.part == part]
-            values[ActorMetric.PART_LATENCY_S.of(part=part)] = sum(seen.latency_s for seen in own) / len(own)
+        subsets = sorted({seen.subset for seen in recent})
+        for subset in subsets if len(subsets) > 1 else ():
+            own = [seen for seen in recent if seen.subset == subset]
+            values[ActorMetric.SUBSET_LATENCY_S.of(subset=subset)] = sum(seen.latency_s for seen in own) / len(own)
             means = _domain_means(own)
-            values |= {ActorMetric.OF_PART.of(part=part, metric=name): value for name, value in means.items()}
+            values |= {ActorMetric.OF_SUBSET.of(subset=subset, metric=name): value for name, value in means.items()}
         return values
 
 
@@ -168,10 +202,10 @@ def _given(seen: Iterable[_Seen]) -> dict[str, list[float]]:
     return given
 
 
-def _see(rollout: Rollout, part: str) -> _Seen:
+def _see(rollout: Rollout, subset: str) -> _Seen:
     sampled = sum(len(sequence.logprobs) for sequence in rollout.sequences)
     return _Seen(
-        part=part,
+        subset=subset,
         metrics=rollout.metrics,
         latency_s=rollout.latency_s,
         output_tokens=sampled,
@@ -183,3 +217,94 @@ def _see(rollout: Rollout, part: str) -> _Seen:
         cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
     )
+
+
+log = logging.getLogger(__name__)
+
+SHOWN = (
+    ActorMetric.ROLLOUTS,
+    ActorMetric.ROLLOUTS_PER_S,
+    ActorMetric.TOKENS_GENERATED_PER_S,
+    ActorMetric.REWARD,
+    ActorMetric.SUCCESS,
+    ActorMetric.ROLLOUTS_UNDER_WAY,
+)
+
+
+class Status(Protocol):
+    """The part of the role's status that the actor writes."""
+
+    def progress(self, **fields: Any) -> None: ...
+    def note(self, **fields: Any) -> None: ...
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager: ...
+
+
+class MetricsLog(Protocol):
+    """Where metrics are written: ``observability.metrics.MetricsLogger``."""
+
+    def log(self, values: dict[MetricName, float], *, step: int) -> None: ...
+
+
+class Reporter:
+    """Writes metrics every ``every_s`` seconds and shows what the actor waits for."""
+
+    def __init__(
+        self,
+        metrics: ActorMetrics,
+        metrics_log: MetricsLog,
+        status: Status,
+        every_s: float,
+    ):
+        self._metrics, self._metrics_log, self._status, self._every_s = metrics, metrics_log, status, every_s
+        self._next = time.monotonic() + every_s
+        self._wait = CurrentWait(status)
+        self._noted: dict[str, str] = {}
+
+    def progress(self, **fields: Any) -> None:
+        """Shows fields in the role's status."""
+        self._status.progress(**fields)
+
+    def wait_for(self, what: str, on: str) -> None:
+        """Shows the current wait: ``what``, and the job that it is ``on``. Does nothing if it is unchanged."""
+        self._wait.be(what, on)
+
+    def stop_waiting(self) -> None:
+        self._wait.end()
+
+    def log(self, numbers: Callable[[], dict[MetricName, float]], step: int, *, force: bool = False) -> None:
+        """Writes the metrics and the progress line if they are due, or always with ``force``.
+
+        Args:
+            numbers: returns further metrics.
+            step: live weight version.
+        """
+        if self._noted != self._metrics.blocked_at:
+            self._noted = dict(self._metrics.blocked_at)
+            self._status.note(**{BLOCKED_AT: self._noted})
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + self._every_s
+        values = self._metrics.snapshot(now) | numbers()
+        self._metrics_log.log(values, step=step)
+        log.info("event=progress %s", " ".join(f"{key}={_short(values[key])}" for key in SHOWN if key in values))
+
+    def evaluation(self, done: EvaluationDone) -> None:
+        """Writes the metrics of an evaluation."""
+        self._metrics_log.log(evaluation_metrics(done), step=done.version)
+
+
+def evaluation_metrics(done: EvaluationDone) -> dict[MetricName, float]:
+    """An evaluation's metrics: over all its rollouts, and of each data set."""
+    values: dict[MetricName, float] = {}
+    if done.success is not None and done.reward is not None:
+        values |= {ActorMetric.EVAL_SUCCESS: done.success, ActorMetric.EVAL_REWARD: done.reward}
+    for name, value in done.metrics.items():
+        dataset, _, metric = name.rpartition("/")
+        of_dataset = ActorMetric.EVAL_OF_DATASET.of(dataset=dataset, metric=metric)
+        values[of_dataset if dataset else ActorMetric.EVAL_COMPLETE] = value
+    return values
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) and value == int(value) else f"{value:.3f}"

@@ -41,22 +41,22 @@ def epoch_places(
 
 
 class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The settled positions of one epoch (for restarts)."""
+    """The resolved positions of one epoch (for restarts)."""
 
     epoch: int
-    removed: tuple[int, ...]
+    removed_when_begun: tuple[int, ...] = msgspec.field(name="removed")
     """Problems that had left the pool when the epoch began."""
-    settled: tuple[int, ...]
+    resolved: tuple[int, ...] = msgspec.field(name="settled")
     """Positions of this epoch that are published or dropped."""
 
 
 @dataclass(eq=False)
 class _Epoch:
-    """An epoch that has begun and is not completely settled."""
+    """An epoch that has begun and is not completely resolved."""
 
-    removed: tuple[int, ...]
+    removed_when_begun: tuple[int, ...]
     size: int
-    settled: set[int] = field(default_factory=set)
+    resolved: set[int] = field(default_factory=set)
 
 
 class ProblemSource:
@@ -64,7 +64,7 @@ class ProblemSource:
 
     Example:
         >>> source = ProblemSource(num_problems=3, seed=0, name="guessing")
-        >>> sorted(source.take().problem_index for _ in range(3))
+        >>> sorted(source.next_problem().problem_index for _ in range(3))
         [0, 1, 2]
     """
 
@@ -81,27 +81,27 @@ class ProblemSource:
         self._queue: deque[Place] = deque()
         self._next_epoch = 0
 
-    def take(self) -> Place:
-        """Returns the place of the next problem that is not settled."""
+    def next_problem(self) -> Place:
+        """Returns the place of the next problem that is not resolved."""
         while True:
             while not self._queue:
                 self._begin_epoch(self._next_epoch, self._removed)
             place = self._queue.popleft()
             epoch = self._epochs.get(place.epoch)
-            if epoch is not None and place.position not in epoch.settled:
+            if epoch is not None and place.position not in epoch.resolved:
                 return place
 
     def size_of(self, epoch: int) -> int:
-        """Returns this actor's number of problems in an epoch that has begun and is not completely settled."""
+        """Returns this actor's number of problems in an epoch that has begun and is not completely resolved."""
         return self._epochs[epoch].size
 
-    def settle(self, place: Place) -> None:
-        """Marks a place as settled, because its group was published or dropped."""
+    def mark_resolved(self, place: Place) -> None:
+        """Marks a place as resolved, because its group was published or dropped."""
         epoch = self._epochs.get(place.epoch)
         if epoch is None:
             return
-        epoch.settled.add(place.position)
-        if len(epoch.settled) == epoch.size:
+        epoch.resolved.add(place.position)
+        if len(epoch.resolved) == epoch.size:
             del self._epochs[place.epoch]
 
     def remove(self, problem_index: int) -> None:
@@ -114,7 +114,7 @@ class ProblemSource:
 
     @property
     def epoch(self) -> int:
-        """The newest epoch that ``take`` has reached."""
+        """The newest epoch that ``next_problem`` has reached."""
         return max(0, self._next_epoch - 1)
 
     @property
@@ -123,42 +123,46 @@ class ProblemSource:
         return self._next_epoch
 
     def progress(self) -> tuple[EpochProgress, ...]:
-        """Returns the epochs that are not completely settled. All other epochs before ``next_epoch`` are."""
+        """Returns the epochs that are not completely resolved. All other epochs before ``next_epoch`` are."""
         return tuple(
-            EpochProgress(epoch=number, removed=epoch.removed, settled=tuple(sorted(epoch.settled)))
+            EpochProgress(
+                epoch=number, removed_when_begun=epoch.removed_when_begun, resolved=tuple(sorted(epoch.resolved))
+            )
             for number, epoch in sorted(self._epochs.items())
         )
 
     def restore(self, *, next_epoch: int, progress: Iterable[EpochProgress], removed: Iterable[int]) -> None:
-        """Continues where an earlier process stopped. Places of its epochs that are not settled come first."""
+        """Continues where an earlier process stopped. Places of its epochs that are not resolved come first."""
         self._removed = set(removed)
         self._queue.clear()
         self._epochs.clear()
         for begun in sorted(progress, key=lambda item: item.epoch):
-            self._begin_epoch(begun.epoch, begun.removed)
-            self._epochs[begun.epoch].settled.update(begun.settled)
+            self._begin_epoch(begun.epoch, begun.removed_when_begun)
+            self._epochs[begun.epoch].resolved.update(begun.resolved)
         self._next_epoch = next_epoch
 
-    def resume(self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]) -> None:
-        """Continues after a checkpoint. Places of its epochs that it has not settled come again.
+    def resume_from_checkpoint(
+        self, order: DomainOrder, removed: Iterable[int], removed_at: Mapping[int, Iterable[int]]
+    ) -> None:
+        """Continues after a checkpoint. Places of its epochs that it has not resolved come again.
 
         Args:
-            order: what the checkpoint has settled of this domain.
+            order: what the checkpoint has resolved of this domain.
             removed: problems that have left the pool.
             removed_at: epoch → problems that had left the pool when it began, where that is known.
         """
         done = numbers(order.done)
         begun = max([*done, *order.epochs], default=-1) + 1
-        settled = {
+        resolved = {
             epoch: numbers(order.epochs[epoch].settled) if epoch in order.epochs else set() for epoch in range(begun)
         }
         progress = [
             EpochProgress(
                 epoch=epoch,
-                removed=tuple(removed_at.get(epoch, ())),
-                settled=tuple(sorted(self._actor + turn * self._num_actors for turn in turns)),
+                removed_when_begun=tuple(removed_at.get(epoch, ())),
+                resolved=tuple(sorted(self._actor + turn * self._num_actors for turn in turns)),
             )
-            for epoch, turns in settled.items()
+            for epoch, turns in resolved.items()
             if epoch not in done
         ]
         self.restore(next_epoch=begun, progress=progress, removed=removed)
@@ -169,7 +173,7 @@ class ProblemSource:
             removed = ()
             self._removed.clear()
             places = self._places(epoch, ())
-        self._epochs[epoch] = _Epoch(removed=tuple(sorted(removed)), size=len(places))
+        self._epochs[epoch] = _Epoch(removed_when_begun=tuple(sorted(removed)), size=len(places))
         self._queue.extend(places)
         self._next_epoch = epoch + 1
 

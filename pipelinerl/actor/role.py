@@ -4,35 +4,34 @@ import logging
 import time
 from collections.abc import Sequence
 
-from pipelinerl.actor.alone import ONLY_VERSION, OneVersion
+from pipelinerl.actor.drops import DropListener
 from pipelinerl.actor.evaluation import TestProblem
 from pipelinerl.actor.evaluator import EvaluationRules, EvaluationTopics, Evaluator
 from pipelinerl.actor.failures import DomainErrors
-from pipelinerl.actor.journal import DropListener, TopicJournal
-from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.groups import GroupRules, TrainDomain, TrainingGroups
+from pipelinerl.actor.journal import TopicJournal
 from pipelinerl.actor.loop import ActorLoop
-from pipelinerl.actor.metrics import ActorMetrics
+from pipelinerl.actor.metrics import ActorMetrics, Reporter
+from pipelinerl.actor.pacing import Pacing
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.progress import ActorProgress
-from pipelinerl.actor.reporting import Reporter
-from pipelinerl.actor.resume import await_trainer, earlier_evaluations, order_resumed
+from pipelinerl.actor.resume import ActorProgress, await_trainer, earlier_evaluations, order_resumed
 from pipelinerl.actor.setup import request_limits
-from pipelinerl.actor.training import GroupRules, TrainDomain, TrainingGroups
+from pipelinerl.actor.without_trainer import ONLY_VERSION, OneVersion
 from pipelinerl.actor.work import WorkTable
-from pipelinerl.actor.workers import RolloutWorkers
+from pipelinerl.actor.worker_pool import RolloutWorkers
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import first_capacity, most_rollouts
+from pipelinerl.config.servers import first_capacity, most_rollouts, requests_per_worker
 from pipelinerl.domains.contract import domains_of
 from pipelinerl.errors import DomainError
-from pipelinerl.host.process import raise_open_files
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.metrics import MetricsLogger
-from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import ActorRecord, RolloutGroup, topics
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.state import TrainerState
 from pipelinerl.streams import SingleStreamSpec, TopicWriter, open_reader, open_writer
 from pipelinerl.streams.epoch import lost_folder, read_epoch
 from pipelinerl.utils import is_healthy
+from pipelinerl.world.process import raise_open_files
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +50,22 @@ def run(context: RoleContext) -> None:
     drops = DropListener(run_dir, replica)
     metrics_log = MetricsLogger(cfg, run_dir, "actor" if replica == 0 else f"actor_{replica}")
     warn_of_open_files(cfg, len(context.world.servers_of(context.job)))
-    workers = RolloutWorkers(run_dir, context.job.name, cfg.actor.rollout_workers, cfg.launcher.heartbeat_timeout_s)
-    table, metrics = WorkTable(workers, first_capacity(cfg)), ActorMetrics(time.monotonic())
+    metrics = ActorMetrics(time.monotonic())
+    silence_s = cfg.launcher.heartbeat_timeout_s
+    workers = RolloutWorkers(run_dir, context.job.name, cfg.actor.rollout_workers, silence_s, metrics.sampling)
+    table = WorkTable(workers, first_capacity(cfg))
     try:
         with (
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR, instance=replica), ActorRecord) as groups,
             open_writer(SingleStreamSpec(run_dir, topics.ACTOR_TEST, instance=replica), RolloutGroup) as test_groups,
-            open_writer(SingleStreamSpec(run_dir, topics.EVALUATION, instance=replica), EvaluationMessage) as news,
-            open_reader(groups.spec, ActorRecord, name=None if cfg.debug.mode else context.job.name) as keeper,
+            open_writer(
+                SingleStreamSpec(run_dir, topics.EVALUATION, instance=replica), EvaluationMessage
+            ) as evaluations,
+            open_reader(groups.spec, ActorRecord, name=None if cfg.debug.mode else context.job.name) as cursor,
         ):
-            journal = TopicJournal(run_dir / context.job.name, groups, None if cfg.debug.mode else keeper, progress)
+            journal = TopicJournal(run_dir / context.job.name, groups, None if cfg.debug.mode else cursor, progress)
             journal.replay()
-            if isinstance(trainer, TrainerState) and not begin_again(context, trainer, journal, groups, news):
+            if isinstance(trainer, TrainerState) and not begin_again(context, trainer, journal, groups, evaluations):
                 return
             ActorLoop(
                 trainer=trainer,
@@ -78,7 +81,7 @@ def run(context: RoleContext) -> None:
                     table=table,
                     metrics=metrics,
                 ),
-                evaluator=make_evaluator(cfg, replica, news, test_groups, table),
+                evaluator=make_evaluator(cfg, replica, evaluations, test_groups, table),
                 domain_errors=DomainErrors(cfg.actor.max_domain_errors),
                 metrics=metrics,
                 reporter=Reporter(metrics, metrics_log, context.status, cfg.actor.log_every_s),
@@ -127,7 +130,7 @@ def begin_again(
     trainer: TrainerState,
     journal: TopicJournal,
     groups: TopicWriter[ActorRecord],
-    news: TopicWriter[EvaluationMessage],
+    evaluations: TopicWriter[EvaluationMessage],
 ) -> bool:
     """On new streams, adopts the trainer's checkpoint and copies the evaluations before it.
 
@@ -140,9 +143,9 @@ def begin_again(
     if message is None:
         return False
     lost = lost_folder(context.run_dir, epoch.number - 1)
-    if not replica and not news.next_offset:
+    if not replica and not evaluations.next_offset:
         for evaluation in earlier_evaluations(lost, message.step):
-            news.write(evaluation)
+            evaluations.write(evaluation)
     record = order_resumed(
         message,
         lost,
@@ -160,7 +163,7 @@ def warn_of_open_files(cfg: Config, num_servers: int) -> None:
     """Warns if the system's limit on open files allows fewer concurrent requests than the configuration asks for."""
     limit = raise_open_files()
     per_server = most_rollouts(cfg)
-    wanted = -(-num_servers * per_server // cfg.actor.rollout_workers)
+    wanted = requests_per_worker(cfg, num_servers)
     possible = request_limits(cfg).max_requests
     if possible < wanted:
         log.warning(
@@ -216,18 +219,18 @@ test_problems.__test__ = False  # type: ignore[attr-defined]
 def make_evaluator(
     cfg: Config,
     replica: int,
-    news: TopicWriter[EvaluationMessage],
+    evaluations: TopicWriter[EvaluationMessage],
     test_groups: TopicWriter[RolloutGroup],
     table: WorkTable,
 ) -> Evaluator:
     """Makes the evaluator. Only the first actor gets problems, because it evaluates for all actors."""
-    last = news.last()
+    last = evaluations.last()
     return Evaluator(
         problems=test_problems(cfg) if replica == 0 else [],
         rules=evaluation_rules(cfg),
         domains=[domain.section.name for domain in domains_of(cfg)],
         actor=replica,
-        topics=EvaluationTopics(announce=news.write, publish=test_groups.write),
+        topics=EvaluationTopics(announce=evaluations.write, publish=test_groups.write),
         table=table,
         last=last[1] if last else None,
     )

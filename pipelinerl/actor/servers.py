@@ -47,7 +47,7 @@ class InferenceServer:
         self.cool_until = time.monotonic() + COOL_DOWN_S
 
 
-class ServerPool:
+class ServerLoads:
     """The servers in service, with load and recent failures. Sends no requests itself."""
 
     def __init__(self) -> None:

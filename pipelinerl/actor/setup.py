@@ -7,22 +7,19 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pipelinerl.actor.executor import RolloutFunction, RolloutRules
-from pipelinerl.actor.transport import RequestLimits
+from pipelinerl.actor.router import RequestLimits
 from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts
 from pipelinerl.domains.contract import domains_of
-from pipelinerl.host.process import raise_open_files
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.world import WorldMap
+from pipelinerl.world.process import connections_of, raise_open_files
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 32000
 POLICY_NAME = "policy"
-RESERVED_FILES = 256
-"""Open files of a worker that are not connections: logs, libraries, data sets, files of a domain."""
-MIN_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +68,6 @@ def request_limits(cfg: Config) -> RequestLimits:
         max_completions=most_rollouts(cfg),
         max_connections=connections_of(raise_open_files()),
     )
-
-
-def connections_of(open_files: int) -> int:
-    """Returns how many connections a worker may have with this limit on open files."""
-    return max(
-        MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2
-    )  # half, because as many idle connections may stay open
 
 
 def load_rollout_side(run_dir: Path) -> RolloutSide:

@@ -1,4 +1,4 @@
-"""The table of work at the workers. Every piece has a ticket and comes back exactly once unless it is cancelled.
+"""The table of work at the workers. Every piece has a task id and comes back exactly once unless it is cancelled.
 
 The table does not know the purpose of the work. When a worker dies, all of its work is suspect and runs again, half of
 it at once. Each death among suspects halves that number, and each suspect that ends raises it by one. A piece has
@@ -15,21 +15,21 @@ import msgspec
 
 from pipelinerl.actor import failures
 from pipelinerl.actor.messages import Failure, GroupFinished, Servers, StartGroup
-from pipelinerl.actor.probation import Misses, Proofs
-from pipelinerl.actor.workers import Lost
+from pipelinerl.actor.publish_gate import Misses, PublishGate
+from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.records import Rollout
 
 log = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
-    """The part of ``workers.RolloutWorkers`` that the table uses."""
+    """The part of ``worker_pool.RolloutWorkers`` that the table uses."""
 
     @property
     def num_rollouts(self) -> int: ...
     def set_servers(self, servers: Servers) -> None: ...
     def start(self, start: StartGroup) -> None: ...
-    def cancel(self, ticket: int) -> None: ...
+    def cancel(self, task_id: int) -> None: ...
     def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]: ...
 
 
@@ -38,7 +38,7 @@ class Work:
     """A piece of work. Each kind of work is a subclass."""
 
     start: StartGroup
-    """``submit`` sets its ticket."""
+    """``submit`` sets its task id."""
     suspect: bool = False
     """Whether its worker died while it ran, and it has not ended since."""
 
@@ -71,11 +71,11 @@ class WorkTable:
         self._workers, self._rollouts_per_server = workers, rollouts_per_server
         self._room = 0
         self._works: dict[int, Work] = {}
-        self._next_ticket = 0
+        self._next_task_id = 0
         self._suspects: deque[Work] = deque()
         """Suspects that wait."""
         self._suspects_at_once = 1
-        self.misses, self.proofs = Misses(), Proofs()
+        self.misses, self.gate = Misses(), PublishGate()
 
     @property
     def num_rollouts(self) -> int:
@@ -114,9 +114,9 @@ class WorkTable:
 
     def cancel(self, kind: type[Work]) -> None:
         """Cancels all work of this kind."""
-        for ticket in [ticket for ticket, work in self._works.items() if isinstance(work, kind)]:
-            del self._works[ticket]
-            self._workers.cancel(ticket)
+        for task_id in [task_id for task_id, work in self._works.items() if isinstance(work, kind)]:
+            del self._works[task_id]
+            self._workers.cancel(task_id)
         self._suspects = deque(work for work in self._suspects if not isinstance(work, kind))
 
     def poll(self, timeout_s: float) -> list[WorkEnded]:
@@ -129,7 +129,7 @@ class WorkTable:
         for result in self._workers.poll(timeout_s):
             if isinstance(result, Lost):
                 ended += self._lost(result)
-            elif (work := self._works.pop(result.ticket, None)) is not None:
+            elif (work := self._works.pop(result.task_id, None)) is not None:
                 self._suspects_at_once += work.suspect
                 work.suspect = False
                 rollouts, refused = self.misses.sort(result.rollouts)
@@ -144,9 +144,9 @@ class WorkTable:
         return ended
 
     def _start(self, work: Work) -> None:
-        self._next_ticket += 1
-        work.start = msgspec.structs.replace(work.start, ticket=self._next_ticket)
-        self._works[self._next_ticket] = work
+        self._next_task_id += 1
+        work.start = msgspec.structs.replace(work.start, task_id=self._next_task_id)
+        self._works[self._next_task_id] = work
         self._workers.start(work.start)
 
     def _start_suspects(self) -> None:
@@ -159,19 +159,19 @@ class WorkTable:
 
     def _lost(self, lost: Lost) -> list[WorkEnded]:
         """Has the work of a dead worker run again, or blames the only suspect in it."""
-        works = [work for ticket in lost.tickets if (work := self._works.pop(ticket, None)) is not None]
+        works = [work for task_id in lost.task_ids if (work := self._works.pop(task_id, None)) is not None]
         if not works:
             return []
-        accused, others = [work for work in works if work.suspect], [work for work in works if not work.suspect]
-        if not accused:
-            accused, others = others, []
+        suspected, others = [work for work in works if work.suspect], [work for work in works if not work.suspect]
+        if not suspected:
+            suspected, others = others, []
         self._suspects.extend(others)
-        self._suspects_at_once = max(1, len(accused) // 2)
+        self._suspects_at_once = max(1, len(suspected) // 2)
         for work in works:
             work.suspect = True
-        if len(accused) == 1:
-            return [_blamed(accused[0], lost)]
-        self._suspects.extendleft(reversed(accused))
+        if len(suspected) == 1:
+            return [_blamed(suspected[0], lost)]
+        self._suspects.extendleft(reversed(suspected))
         log.warning("event=suspects groups=%d at_once=%d", len(self._suspects), self._suspects_at_once)
         return []
 

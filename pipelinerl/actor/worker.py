@@ -15,16 +15,32 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pipelinerl.actor.connection import WorkerConnection
-from pipelinerl.actor.messages import Cancel, FromWorker, Ready, Servers, StartGroup, Stop, ToWorker, WorkerFailed
-from pipelinerl.actor.pictures import unpack_pictures
+from pipelinerl.actor.growth import FOLLOW_S
+from pipelinerl.actor.images import unpack_pictures
+from pipelinerl.actor.loop_probe import LoopProbe
+from pipelinerl.actor.messages import (
+    Cancel,
+    FromWorker,
+    Ready,
+    Sampling,
+    Servers,
+    StartGroup,
+    Stop,
+    ToWorker,
+    WorkerFailed,
+)
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.streams.codec import Codec
 from pipelinerl.world.tls import client_context
+
+if TYPE_CHECKING:
+    from pipelinerl.actor.executor import Executor
+    from pipelinerl.actor.router import Client
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +59,9 @@ def worker_main(run_dir: str, job_name: str, index: int, sock: socket.socket, he
         sock: this worker's end of the connection.
         heartbeat: shared double that receives the monotonic time.
     """
-    from pipelinerl.host.process import die_with_parent, raise_open_files
     from pipelinerl.observability import spans
     from pipelinerl.observability.logging import setup_role_logging
+    from pipelinerl.world.process import die_with_parent, raise_open_files
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -95,10 +111,11 @@ async def _serve(
     """Reads the actor's messages, starts groups and sends their outcomes. ``name``: the process's, in its spans."""
     import aiohttp
 
-    from pipelinerl.actor.alone import ONLY_VERSION
     from pipelinerl.actor.executor import Executor, GroupTasks
+    from pipelinerl.actor.router import Client
     from pipelinerl.actor.setup import load_rollout_side
-    from pipelinerl.actor.transport import Client
+    from pipelinerl.actor.without_trainer import ONLY_VERSION
+    from pipelinerl.domains.contract import domains_of
     from pipelinerl.observability import spans
 
     side = load_rollout_side(run_dir)
@@ -113,6 +130,13 @@ async def _serve(
         executor = Executor(side.cfg, side.functions, side.llms, client, side.rules)
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
+        names = [domain.section.name for domain in domains_of(side.config)]
+        probe = LoopProbe(
+            dict(zip(names, side.functions, strict=True)),
+            lambda task: None if (index := executor.domain_of(task)) is None else names[index],
+        )
+        probe.start()
+        following = tasks.create_task(_follow(client, executor, probe, send))
         async for payload in connection.messages():
             match _to_worker.decode(payload):
                 case Servers() as servers:
@@ -122,7 +146,28 @@ async def _serve(
                 case StartGroup() as start:
                     groups.start(msgspec.structs.replace(start, problem=unpack_pictures(start.problem)))
                 case Cancel() as cancel:
-                    groups.cancel(cancel.ticket)
+                    groups.cancel(cancel.task_id)
                 case Stop():
                     break
         groups.close()
+        following.cancel()
+        probe.stop()
+
+
+async def _follow(
+    client: "Client", executor: "Executor", probe: LoopProbe, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
+) -> None:
+    """Follows the answers under way and reports what was sampled, once a second. Ends when it is cancelled."""
+    told = None
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        await client.follow()
+        sampling = Sampling(
+            tokens=client.followed.tokens,
+            longest=client.followed.longest,
+            ended=executor.ended,
+            blocked=dict(probe.blocked),
+        )
+        if sampling != told:
+            await send(sampling)
+            told = sampling

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from pipelinerl.agents.threads import in_thread
+from pipelinerl.agents.run import in_thread
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult

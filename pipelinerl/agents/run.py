@@ -1,4 +1,7 @@
-"""Runs an agent against a recording endpoint. The agent is a Python function (sync or async) or a program."""
+"""Runs an agent against a recording endpoint. The agent is a Python function (sync or async) or a program.
+
+Users' synchronous code runs in a new thread per call, never in the event loop's small thread pool.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import fnmatch
 import inspect
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +17,40 @@ from typing import Any
 import aiohttp
 
 from pipelinerl.agents.endpoint import RecordedAgent, record_agent
-from pipelinerl.agents.threads import in_thread
 from pipelinerl.config.environment import ROLE_VARIABLE, RUN_VARIABLE
 from pipelinerl.errors import DomainError
-from pipelinerl.host.process import die_with_parent
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
+from pipelinerl.world.process import die_with_parent
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function(*args, **kwargs)`` in a thread, and returns or raises its outcome.
+
+    A function that never returns only occupies its thread. It delays neither other calls nor the end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def set_outcome(result: Any, error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result((result, error))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:  # noqa: BLE001 — the boundary of the user's code: raised again by the caller below
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no waiter
+            loop.call_soon_threadsafe(set_outcome, result, error)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "agent"), daemon=True).start()
+    result, error = await ended
+    if error is not None:
+        raise error
+    return result
+
 
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX",

@@ -19,7 +19,7 @@ STARTED: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of roles by mode, besides the run's own redis."""
 WORKING = {"actor": "actor", "evaluation": "actor", "preprocessor": "preprocessor", "finetune": "finetune"}
-"""The kind of role whose end is the end of the run, by mode. Servers alone end when they are asked to."""
+"""The kind of role whose end is the end of the run, by mode. Standalone servers end when they are asked to."""
 READS = {"preprocessor": ACTOR, "finetune": TRAINING_DATA}
 """The recorded topic that a mode reads."""
 NOT_SENT: dict[str, Any] = {"weights.probe": False, "weights.backend": "auto"}
@@ -125,14 +125,17 @@ def existing_servers_come_with_rollouts(config: Config) -> str | None:
     return None
 
 
-def alone_on_one_node(config: Config) -> str | None:
+def standalone_on_one_node(config: Config) -> str | None:
     mode, engine = config.debug.mode, config.launcher.engine
     if mode is not None and engine != "local":
-        return f"`debug.mode` is {mode} but `launcher.engine` is {engine}: roles alone run on one node; set it to local"
+        return (
+            f"`debug.mode` is {mode} but `launcher.engine` is {engine}: standalone roles run on one node; "
+            "set it to local"
+        )
     return None
 
 
-def alone_from_the_beginning(config: Config) -> str | None:
+def standalone_from_the_beginning(config: Config) -> str | None:
     if config.debug.mode is not None and config.resume == "checkpoint":
         return f"`resume` is checkpoint but `debug.mode` is {config.debug.mode}: only a whole run can; use streams"
     return None
@@ -156,8 +159,8 @@ DEBUG_RULES = (
     streams_come_with_their_mode,
     recorded_streams_become_files,
     existing_servers_come_with_rollouts,
-    alone_on_one_node,
-    alone_from_the_beginning,
+    standalone_on_one_node,
+    standalone_from_the_beginning,
     evaluation_has_problems,
     subset_is_not_empty,
 )

@@ -121,7 +121,7 @@ def renamed_keys() -> str:
 
 
 def renamed_row(row: Rename) -> str:
-    here = {"moved": f"`{row.new}`", "needless": "not needed", "missing": "no equivalent", "own": "as there"}[row.fate]
+    here = {"moved": f"`{row.new}`", "needless": "not needed", "missing": "no equivalent", "own": "as there"}[row.kind]
     return f"| `{row.old}` | {here} | {explained(row)} |"
 
 

@@ -5,6 +5,7 @@ Everything else that knows about keys reads them from here: the YAML files and t
 (`pipelinerl.config.docs`), the check of a resumed run (`pipelinerl.config.resume`).
 """
 
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -143,6 +144,14 @@ def _flat(metadata: Sequence[Any]) -> list[Any]:
     return [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
 
 
+def _pattern_in_words(pattern: str) -> str:
+    """`^(files|redis|<a dotted name>)$` → `files`, `redis` or a dotted name. A table's cell holds no `|`."""
+    names = re.fullmatch(r"\^\(((?:\w+\|)+)\[A-Za-z_\].*\)\$", pattern)
+    if names is None:
+        return "with `" + pattern.replace("\\", "") + "`"
+    return ", ".join(f"`{name}`" for name in names[1].strip("|").split("|")) + " or a dotted name"
+
+
 def _bounds_in_words(annotation: Any, metadata: Sequence[Any]) -> str:
     words = []
     for constraint in metadata:
@@ -153,5 +162,5 @@ def _bounds_in_words(annotation: Any, metadata: Sequence[Any]) -> str:
                 words.append(f"{'≥' if above else sign} {bound + 1 if above else bound}")
         pattern = getattr(constraint, "pattern", None)
         if pattern:
-            words.append("with `" + pattern.replace("\\", "") + "`")
+            words.append(_pattern_in_words(pattern))
     return " " + ", ".join(words) if words else ""

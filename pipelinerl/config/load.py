@@ -4,8 +4,7 @@ Every refusal is a `ConfigError` that names key, value, constraint and fix. Noth
 """
 
 import difflib
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.keys import REQUIRED, declared
-from pipelinerl.config.paths import CONF_DIR, RUN_CONFIG
+from pipelinerl.config.origin import make_importable, with_moved_paths
+from pipelinerl.config.paths import CONF_DIR, RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.renames import hint, rename_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.units import in_steps
@@ -161,13 +161,19 @@ def suggestion(key: str) -> str:
 
 
 def load_run_dictconfig(run_dir: Path | str) -> DictConfig:
-    """The resolved configuration of a run folder, as the domain's rollout function receives it."""
+    """The resolved configuration of a run folder, as the domain's rollout function receives it.
+
+    Paths within a folder that was moved follow it, and the run's own modules can be imported from then on.
+    """
     path = Path(run_dir) / RUN_CONFIG
     if not path.is_file():
         raise ConfigError(f"`{run_dir}` is not a run folder: {RUN_CONFIG} is missing; start it with pipelinerl.launch")
     cfg = OmegaConf.load(path)
     assert isinstance(cfg, DictConfig)
-    return cfg
+    make_importable(Path(run_dir))
+    if (Path(run_dir) / RUN_ADDRESS).is_file():
+        return cfg  # of a run elsewhere: the paths are those of its launcher
+    return OmegaConf.create(with_moved_paths(to_container(cfg), Path(run_dir)))
 
 
 def load_run(run_dir: Path | str) -> Config:
@@ -216,29 +222,3 @@ def compose(
     set_search_path(str(config_dir) if config_dir else None, own=own)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return hydra_compose(config_name, overrides=list(overrides))
-
-
-def resolve_function(dotted: str) -> Callable[..., Any]:
-    """Imports `package.module.function`. Each part after the package may also be a class."""
-    parts = dotted.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        module_name, attributes = ".".join(parts[:split]), parts[split:]
-        try:
-            target: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-                raise ConfigError(
-                    f"`{dotted}` cannot be imported: {module_name} needs module {error.name!r}"
-                ) from error
-            continue
-        for attribute in attributes:
-            if not hasattr(target, attribute):
-                raise ConfigError(f"`{dotted}` does not exist: {target.__name__} has no {attribute!r}")
-            target = getattr(target, attribute)
-        if not callable(target):
-            raise ConfigError(f"`{dotted}` is not a function but {type(target).__name__}")
-        return target
-    raise ConfigError(
-        f"`{dotted}` cannot be imported: no module {parts[0]!r} on sys.path; write package.module.function "
-        "and add its folder to PYTHONPATH"
-    )

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from pipelinerl.config.keys import declared
-from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES
+from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from pipelinerl.config.sections import Config, RLSection
 
 
@@ -47,7 +47,17 @@ def loss_keys_are_used(config: Config) -> str | None:
         return None
     return (
         f"{changed} has no effect: `finetune.rl.policy_loss` is {loss}, which takes "
-        f"{' and '.join(POLICY_LOSSES[loss].keys)}; remove it"
+        f"{' and '.join(POLICY_LOSSES[loss].keys) or 'none of these keys'}; remove it"
+    )
+
+
+def dual_clip_is_beyond_the_clip(config: Config) -> str | None:
+    rl = config.finetune.rl
+    if rl.policy_loss not in POLICY_LOSSES or rl.dual_clip > 1 + rl.epsilon_high:
+        return None
+    return (
+        f"`finetune.rl.dual_clip` is {rl.dual_clip:g}, but the clip ends at 1 + `finetune.rl.epsilon_high` = "
+        f"{1 + rl.epsilon_high:g}: the bound for A < 0 lies beyond the clip; raise the first or lower the second"
     )
 
 
@@ -68,12 +78,20 @@ def ratio_is_counted_once(config: Config) -> str | None:
             f"`finetune.rl.token_tis`={rl.token_tis} and `finetune.rl.sequence_tis`={rl.sequence_tis}: the weight is "
             "the token's ratio or the sequence's, truncated; remove one"
         )
-    if known and known.proximal == "optional" and rl.proximal_every is None and truncated:
-        return (
-            f"`finetune.rl.{truncated[0]}`={getattr(rl, truncated[0])}: {loss} already holds π/μ in its clip, so that "
-            "truncating it would count it twice; use token_mis, sequence_mis or veto, or set finetune.rl.proximal_every"
-        )
-    return None
+    if known is None or known.reads_weight or config.proximal_steps is not None or not truncated:
+        return None
+    given = f"`finetune.rl.{truncated[0]}`={getattr(rl, truncated[0])}"
+    if known.proximal == "never":
+        return f"{given} has no effect: {loss} has no weight π/μ that it could bound; remove it"
+    return (
+        f"{given}: {loss} already holds π/μ in its clip, so that truncating it would count it twice; use token_mis, "
+        "sequence_mis or veto, or set finetune.rl.proximal_every"
+    )
+
+
+def objective_is_default(config: Config) -> bool:
+    """Whether the policy loss is the default without corrections, and no advantage is the user's."""
+    return config.finetune.rl.advantage in ADVANTAGES and not _changed(config, "policy_loss", *CORRECTIONS)
 
 
 def proximal_policy_is_used(config: Config) -> str | None:
@@ -160,6 +178,7 @@ def block_of_steps_can_be_there(config: Config) -> str | None:
 OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     objective_is_known,
     loss_keys_are_used,
+    dual_clip_is_beyond_the_clip,
     ratio_clamp_is_not_replaced,
     ratio_is_counted_once,
     proximal_policy_is_used,

@@ -22,15 +22,29 @@ class BuiltInLoss:
     """Keys of `finetune.rl` that it takes: its keyword-only parameters."""
     proximal: Literal["never", "optional", "always"]
     """Whether it clips a ratio to a proximal policy (`finetune.rl.proximal_every`)."""
+    bounds: tuple[str, str]
+    """Largest |∂ loss / ∂ log π| of a token with A = 1, and with A = −1: formulas of its keys, without corrections."""
+    reads_weight: bool = False
+    """Whether its factor is `weight_K`, which truncations and masks then bound. False: only a mask can act on it, and
+    with a proximal policy a truncation of π_prox/μ."""
 
 
-_CLIP = ("epsilon_low", "epsilon_high")
+_CLIP = ("epsilon_low", "epsilon_high", "dual_clip")
+_CLIP_BOUNDS = ("1 + epsilon_high", "dual_clip")
 POLICY_LOSSES: Mapping[str, BuiltInLoss] = {
-    "reinforce": BuiltInLoss("pipelinerl.finetune.rl.reinforce.reinforce", ("ratio_clamp",), "never"),
-    "ppo": BuiltInLoss("pipelinerl.finetune.rl.ppo.ppo", _CLIP, "optional"),
-    "gspo": BuiltInLoss("pipelinerl.finetune.rl.gspo.gspo", _CLIP, "optional"),
-    "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.ppo.ppo", _CLIP, "always"),
+    "reinforce": BuiltInLoss(
+        "pipelinerl.finetune.rl.losses.reinforce",
+        ("ratio_clamp",),
+        "never",
+        ("ratio_clamp", "ratio_clamp"),
+        reads_weight=True,
+    ),
+    "ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", _CLIP, "optional", _CLIP_BOUNDS),
+    "gspo": BuiltInLoss("pipelinerl.finetune.rl.losses.gspo", _CLIP, "optional", _CLIP_BOUNDS),
+    "decoupled_ppo": BuiltInLoss("pipelinerl.finetune.rl.losses.ppo", _CLIP, "always", _CLIP_BOUNDS),
 }
+CORRECTIONS = ("token_tis", "sequence_tis", "token_mis", "sequence_mis", "veto")
+"""Keys of `finetune.rl` that correct a ratio. Null = off."""
 ADVANTAGES: Mapping[str, str] = {
     "loo": "pipelinerl.preprocess.advantages.leave_one_out",
     "group_mean": "pipelinerl.preprocess.advantages.group_mean",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Fate = Literal["moved", "needless", "missing", "own"]
+RenameKind = Literal["moved", "needless", "missing", "own"]
 LEFT_OUT = "(left out)"
 """Value of a row: this is what happens here anyway."""
 NO_EQUIVALENT = "(no equivalent)"
@@ -24,7 +24,7 @@ class Rename:
     old: str
     new: str | None = None
     """Dotted key; None = there is none."""
-    fate: Fate
+    kind: RenameKind
     why: str = ""
     """Without a final full stop; continues "it is `new` here: …" or "it is not needed: …"."""
     values: Mapping[Any, Any] = field(default_factory=dict)
@@ -34,23 +34,22 @@ class Rename:
 
 
 def moved(old: str, new: str, why: str = "", *, values: Mapping[Any, Any] | None = None, unit: str = "") -> Rename:
-    return Rename(old=old, new=new, fate="moved", why=why, values=values or {}, unit=unit)
+    return Rename(old=old, new=new, kind="moved", why=why, values=values or {}, unit=unit)
 
 
 def needless(old: str, why: str) -> Rename:
-    return Rename(old=old, fate="needless", why=why)
+    return Rename(old=old, kind="needless", why=why)
 
 
 def missing(old: str, why: str) -> Rename:
-    return Rename(old=old, fate="missing", why=why)
+    return Rename(old=old, kind="missing", why=why)
 
 
 def own(old: str) -> Rename:
-    return Rename(old=old, fate="own", why=f"it is the domain's own: add it to `extra_keys: [{old}]`")
+    return Rename(old=old, kind="own", why=f"it is the domain's own: add it to `extra_keys: [{old}]`")
 
 
 BUFFERS = "stages wait for each other through bounded streams, sized by `preprocess.max_ready_steps` and the lag"
-TRAINER_START = "the launcher starts the trainer's ranks and writes the engine's settings"
 OWN_JOBS = "the launcher writes the world map, and roles read it"
 QUANTISED = (
     "servers sample from the whole base, so a rounded one in the trainer would be another policy. "
@@ -70,7 +69,7 @@ EXPERIMENT = (
     ),
     needless("pop_old_data", "what `max_lag_steps` allows is trained in order, and nothing else is taken away"),
     moved("fp32_layer_prefix", "fp32_lm_head", "the head is found in the model", values={"lm_head": True}),
-    needless("accelerate_config", TRAINER_START + " (`finetune.engine`)"),
+    missing("accelerate_config", "the launcher starts the ranks: set `use_deepspeed`, `use_fsdp`, or neither of them"),
     needless("fsdp.*", "FSDP2 computes in `finetune.dtype` and reduces in float32"),
     needless("jobs", OWN_JOBS),
     needless("me.*", OWN_JOBS),
@@ -225,7 +224,8 @@ TRAINER = (
         values={True: LEFT_OUT, False: 1},
     ),
     missing(
-        "finetune.interrupt_train_steps", "`finetune.max_train_steps` ends the run and the learning rate's schedule"
+        "finetune.interrupt_train_steps",
+        "`finetune.max_train_steps` ends the run, `finetune.schedule_steps` the learning rate's schedule",
     ),
     moved("finetune.seed", "seed", "one seed for all"),
     moved("finetune.trust_remote_code", "trust_remote_code"),
@@ -279,7 +279,10 @@ OBJECTIVE = (
     moved("finetune.rl.clamp_log_ratio_ref_new_value", "finetune.rl.kl_clamp"),
     moved("finetune.rl.overlong_filtering", "preprocess.overlong_filtering"),
     moved(
-        "finetune.rl.aggregate_loss", "finetune.rl.aggregation", values={"sum": "sum_over_batch", "mean": "sample_mean"}
+        "finetune.rl.aggregate_loss",
+        "finetune.rl.aggregation",
+        "PipelineRL sums, whatever this key says",
+        values={"sum": "sum_over_batch", "mean": "sum_over_batch"},
     ),
     moved(
         "finetune.rl.group_normalization",
@@ -311,16 +314,21 @@ GROUPS: Mapping[str, tuple[Rename, ...]] = {
     "wandb": WANDB,
 }
 RENAMES: Mapping[str, Rename] = {row.old: row for rows in GROUPS.values() for row in rows}
+GAMES = "pipelinerl.domains.pipelinerl_games."
 DOTTED_NAMES = {
     "pipelinerl.domains.math.load_datasets": "pipelinerl.domains.math.load_problems",
-    "pipelinerl.domains.coding.dataset.load_problems": "pipelinerl.domains.coding.load_problems",
-    "pipelinerl.domains.coding.generate_coding_rollout": "pipelinerl.domains.coding.generate_rollout",
-    "pipelinerl.domains.ifeval.dataset.load_problems": "pipelinerl.domains.instructions.load_problems",
-    "pipelinerl.domains.ifeval.generate_ifeval_rollout": "pipelinerl.domains.instructions.generate_rollout",
-    "pipelinerl.domains.fn_calling.dataset.load_problems": "pipelinerl.domains.tool_use.load_problems",
-    "pipelinerl.domains.fn_calling.generate_fn_calling_rollout": "pipelinerl.domains.tool_use.generate_rollout",
+    "pipelinerl.domains.guessing.load_problems": f"{GAMES}guessing.load_problems",
+    "pipelinerl.domains.guessing.guessing.load_problems": f"{GAMES}guessing.load_problems",
+    "pipelinerl.domains.guessing.generate_guessing_rollout": f"{GAMES}guessing.generate_rollout",
+    "pipelinerl.domains.guessing.guessing.generate_guessing_rollout": f"{GAMES}guessing.generate_rollout",
+    "pipelinerl.domains.counting.load_problems": f"{GAMES}counting.load_problems",
+    "pipelinerl.domains.counting.counting.load_problems": f"{GAMES}counting.load_problems",
+    "pipelinerl.domains.counting.generate_counting_rollout": f"{GAMES}counting.generate_rollout",
+    "pipelinerl.domains.counting.counting.generate_counting_rollout": f"{GAMES}counting.generate_rollout",
 }
-"""Functions of PipelineRL's domains that have another name here."""
+"""Functions of PipelineRL's domains that have another name here. Data, prompts and judge are the same."""
+SAME_DOMAINS = ("math", "dispatcher", "multidomain", "pipelinerl_games")
+"""Folders and modules of `pipelinerl.domains` whose names mean the same there and here."""
 
 
 def rename_of(key: str) -> Rename | None:
@@ -335,11 +343,11 @@ def rename_of(key: str) -> Rename | None:
 def hint(row: Rename) -> str:
     """Returns the hint for a user who writes the old key."""
     said = explained(row)
-    if row.fate == "moved":
+    if row.kind == "moved":
         return f"PipelineRL's key is `{row.new}` here" + (f" ({said})" if said else "")
-    if row.fate == "own":
+    if row.kind == "own":
         return said
-    return f"PipelineRL's key {'is not needed' if row.fate == 'needless' else 'has no equivalent'} here: {said}"
+    return f"PipelineRL's key {'is not needed' if row.kind == 'needless' else 'has no equivalent'} here: {said}"
 
 
 def explained(row: Rename) -> str:

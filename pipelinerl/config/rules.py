@@ -10,10 +10,9 @@ from typing import Any
 
 from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import DEBUG_RULES
-from pipelinerl.config.engine import deepspeed_file, engine_of, zero_stage
+from pipelinerl.config.engine import TRAITS, engine_of
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
-from pipelinerl.config.paths import CONF_DIR
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import max_model_len, server_options
 from pipelinerl.errors import ConfigError
@@ -177,11 +176,10 @@ def one_engine(config: Config) -> str | None:
     return None
 
 
-def deepspeed_file_exists(config: Config) -> str | None:
-    if engine_of(config, ranks=2) != "deepspeed" or deepspeed_file(config).is_file():
-        return None
-    names = sorted(path.stem for path in (CONF_DIR / "deepspeed").glob("*.json"))
-    return f"`deepspeed_config` is {config.deepspeed_config!r}: conf/deepspeed has {', '.join(names) or 'no files'}"
+def engine_runs_with_settings(config: Config) -> str | None:
+    """Of a built-in engine. One of the user's own is asked by the launcher, because its class imports torch."""
+    traits = TRAITS.get(engine_of(config, ranks=2))
+    return traits.check(config) if traits else None
 
 
 def sequence_parallel_needs_packing(config: Config) -> str | None:
@@ -194,9 +192,9 @@ def sequence_parallel_needs_packing(config: Config) -> str | None:
 
 
 def compiled_layers_are_whole(config: Config) -> str | None:
-    finetune, zero3 = config.finetune, engine_of(config, 2) == "deepspeed" and zero_stage(config) == 3
-    if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto" or zero3):
-        return "`finetune.compile` needs `finetune.engine` fsdp2 or ddp, `attn_implementation` auto, no `router_replay`"
+    finetune = config.finetune
+    if finetune.compile and (finetune.router_replay or finetune.attn_implementation != "auto"):
+        return "`finetune.compile` needs `attn_implementation` auto and no `router_replay`"
     return None
 
 
@@ -307,7 +305,7 @@ RULES: tuple[Rule, ...] = (
     lag_allows_updates,
     intervals_fit_the_run,
     one_engine,
-    deepspeed_file_exists,
+    engine_runs_with_settings,
     sequence_parallel_needs_packing,
     compiled_layers_are_whole,
     overlong_buffer_fits,
@@ -368,10 +366,12 @@ def engine_overrides_choice(config: Config) -> str | None:
     return None
 
 
-def gradient_shards_without_fsdp2(config: Config) -> str | None:
-    if not config.finetune.shard_gradients or engine_of(config, ranks=2) == "fsdp2":
+def gradient_shards_without_reader(config: Config) -> str | None:
+    engine = engine_of(config, ranks=2)
+    if not config.finetune.shard_gradients or engine not in TRAITS or "shard_gradients" in TRAITS[engine].reads:
         return None
-    return "`finetune.shard_gradients` has no effect: only finetune.engine=fsdp2 reads it"
+    readers = " or ".join(name for name, traits in TRAITS.items() if "shard_gradients" in traits.reads)
+    return f"`finetune.shard_gradients` has no effect: only finetune.engine={readers} reads it"
 
 
 def cluster_without_ray(config: Config) -> str | None:
@@ -395,6 +395,6 @@ HINTS: tuple[Rule, ...] = (
     interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,
-    gradient_shards_without_fsdp2,
+    gradient_shards_without_reader,
     cluster_without_ray,
 )

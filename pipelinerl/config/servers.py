@@ -12,6 +12,9 @@ FIRST_ROLLOUTS = 32
 MOST_ROLLOUTS = 1024
 """With `actor.llm_max_rollouts=auto`: rollouts at a time that a server takes at first, and at most."""
 
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+"""Nats, of `weights.probe_tolerance=auto`: float32 at both ends, or a narrower type at one of them."""
+
 
 def first_capacity(config: Config) -> int:
     """Rollouts at a time that a server takes before it has said by its lease how many."""
@@ -23,6 +26,11 @@ def most_rollouts(config: Config) -> int:
     """Rollouts at a time that a server takes at most."""
     wanted = config.actor.llm_max_rollouts
     return MOST_ROLLOUTS if wanted == "auto" else wanted
+
+
+def requests_per_worker(config: Config, num_servers: int) -> int:
+    """Requests that a rollout worker has under way at most when its actor's servers are full."""
+    return -(-num_servers * most_rollouts(config) // config.actor.rollout_workers)
 
 
 def server_options(config: Config) -> dict[str, Any]:
@@ -61,6 +69,15 @@ def max_model_len(config: Config) -> int | None:
     if not str(length).isdecimal() or int(length) < 1:
         raise ConfigError(f"`vllm_config.vllm_kwargs.max_model_len` is {length!r}: give a number of tokens, or null")
     return int(length)
+
+
+def probe_tolerance(config: Config) -> float:
+    """Largest deviation of a healthy server in nats, with `weights.probe_tolerance=auto` by the data types."""
+    wanted = config.weights.probe_tolerance
+    if wanted != "auto":
+        return wanted
+    in_float32 = config.finetune.dtype == "float32" and server_options(config).get("dtype") in ("float32", "float")
+    return FLOAT32_TOLERANCE if in_float32 else HALF_TOLERANCE
 
 
 def devices_per_server(config: Config) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.sections import Config, DomainSection, SubsetSection
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import ConfigError, DomainError

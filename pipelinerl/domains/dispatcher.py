@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult

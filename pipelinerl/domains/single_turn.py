@@ -25,13 +25,14 @@ JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
 
 
 def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``.
+    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``, or, by an
+    empty text, leave it out.
 
     Raises:
         DomainError: ``actor.task_template`` has no place for the task.
     """
     actor = cfg.get("actor") or {}
-    system = actor.get("system_prompt") or system_prompt
+    system = system_prompt if actor.get("system_prompt") is None else actor.get("system_prompt")
     template = actor.get("task_template") or "{task}"
     if "{task}" not in template:
         raise DomainError(f"`actor.task_template` is {template!r}: it must hold {{task}}, the problem's question")

@@ -6,6 +6,7 @@ ever a reward.
 """
 
 import asyncio
+import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import DomainError, VerifierError
-from pipelinerl.records.verdicts import Check, Verdict
+from pipelinerl.records.verdicts import Check, Verdict, unparsable
 
 RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
@@ -27,6 +29,22 @@ TIMEOUT_S = 120.0
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
 _clients: dict[tuple[str, ...], "VerifierClient"] = {}
+
+
+class RequestTooLargeError(VerifierError):
+    """The service refuses the size of the request."""
+
+
+PARTS = {
+    "math": "pipelinerl.domains.math.judge.part_to_judge",
+    "countdown": "pipelinerl.domains.countdown.judge.part_to_judge",
+}
+"""Judge → the function that returns what it reads of an output. By name, because the domains import this module."""
+
+
+def part_to_send(kind: str, prediction: str) -> str:
+    """The part of an output that its judge reads. The rest is not sent."""
+    return resolve_function(PARTS[kind])(prediction) if kind in PARTS else prediction
 
 
 class VerifierClient:
@@ -66,8 +84,11 @@ class VerifierClient:
         Raises:
             VerifierError: no replica answered within the retries, or the judge failed.
         """
-        body = _ENCODER.encode(Check(kind=kind, prediction=prediction, gold=gold, options=options))
-        return judged(_VERDICT.decode(await self._post(session, "/", body)))
+        check = Check(kind=kind, prediction=part_to_send(kind, prediction), gold=gold, options=options)
+        try:
+            return judged(_VERDICT.decode(await self._post(session, "/", _ENCODER.encode(check))))
+        except RequestTooLargeError:
+            return unparsable("an answer larger than `verifier.max_body_kb`")
 
     async def _post(self, session: aiohttp.ClientSession, route: str, body: bytes) -> bytes:
         tried: set[str] = set()
@@ -81,7 +102,9 @@ class VerifierClient:
                 tried = {url}
             self._load[url] = self._load.pop(url) + 1
             try:
-                async with session.post(url + route, data=body, headers=self._headers, timeout=self._timeout) as answer:
+                async with session.post(
+                    url + route, data=io.BytesIO(body), headers=self._headers, timeout=self._timeout
+                ) as answer:
                     content = await answer.read()
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = error
@@ -90,6 +113,8 @@ class VerifierClient:
                 self._load[url] -= 1
             if answer.status == 200:
                 return content
+            if answer.status == 413:
+                raise RequestTooLargeError(f"{url} refuses a body of {len(body)} bytes")
             failure = VerifierError(f"{url} answered {answer.status}: {content[:300].decode(errors='replace')}")
             if answer.status < 500:
                 raise failure

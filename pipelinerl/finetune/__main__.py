@@ -1,6 +1,6 @@
 """`python -m pipelinerl.finetune --run-dir R --job finetune_0`: one rank of the trainer."""
 
-from pipelinerl.observability.role import RoleContext, importing, run_role
+from pipelinerl.membership.role import RoleContext, importing, run_role
 
 
 def main(ctx: RoleContext) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch, check_record, prefers_rows, to_batch
+from pipelinerl.finetune.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.engines import Engine, NonFiniteGradientError
 from pipelinerl.finetune.images import ImageReader
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import slice_batch

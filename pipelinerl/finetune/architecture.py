@@ -1,18 +1,20 @@
 """Checks before a run starts that the trainer's log-probabilities equal those of the model's own ``logits``.
 
 The check runs on a small random copy that is built from the model's configuration. The copy is narrow and has just
-enough layers to hold one of each kind, so a 32B model costs no more than a toy. Three things are measured in float32:
-how the model changes the products of its head, the trainer's log-probs of documents in rows, and those of packed
-documents. An architecture is accepted because its numbers agree, never because of its name.
+enough layers to hold one of each kind, so a 32B model costs no more than a toy. Its thresholds, such as windows and
+rope limits, are so low that its documents cross each one that documents of the run can cross (``thresholds``). Three
+things are measured in float32: how the model changes the products of its head, the trainer's log-probs of documents in
+rows, and those of packed documents. An architecture is accepted because its numbers agree, never because of its name.
 """
 
 import argparse
 import contextlib
+import copy
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,16 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.image_check import check_images
 from pipelinerl.finetune.images import ImageReader, attention_of, takes_images
+from pipelinerl.finetune.longrope import fix_longrope
 from pipelinerl.finetune.model import Policy, Tokens
 from pipelinerl.finetune.rl.head import LogitMap
-from pipelinerl.finetune.small_copy import small_copy
+from pipelinerl.finetune.small_copy import SmallCopy, small_copy
+from pipelinerl.finetune.thresholds import Threshold
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 1e-4
 """Largest allowed difference, in nats, between two computations of one log-prob in float32."""
-LENGTHS = (11, 17, 6)
-"""Tokens of the compared documents. They are longer than the copy's sliding windows."""
 CANDIDATES = (PACKED, "sdpa", "eager")
 """Implementations that `finetune.attn_implementation=auto` tries in this order."""
 ON_DEVICE_ONLY = ("flash_attention_2", "flex_attention")
@@ -48,6 +50,8 @@ class Architecture:
     attention: str
     """Name of the implementation in transformers."""
     logit_map: LogitMap
+    crossed: tuple[Threshold, ...] = field(default=(), compare=False)
+    """Thresholds that documents of the run can cross, in ascending order of their values."""
 
 
 def examine(
@@ -57,6 +61,8 @@ def examine(
     packing: bool = True,
     seq_parallel: int = 1,
     trust_remote_code: bool = False,
+    longest: int | None = None,
+    has_reference: bool = False,
 ) -> Architecture:
     """Find how the trainer computes the model at ``source``.
 
@@ -66,16 +72,25 @@ def examine(
         packing: `finetune.seq_packing`.
         seq_parallel: `finetune.seq_parallel`.
         trust_remote_code: `trust_remote_code`.
+        longest: `max_model_len` of the run's servers, the tokens of its longest document. None: any number.
+        has_reference: whether the run has reference servers.
     Raises:
         ConfigError: the trainer's numbers would differ from the model's. The message says what would work.
     """
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     found = examine_config(
-        config, attention=attention, packing=packing, seq_parallel=seq_parallel, trust_remote_code=trust_remote_code
+        config,
+        attention=attention,
+        packing=packing,
+        seq_parallel=seq_parallel,
+        trust_remote_code=trust_remote_code,
+        longest=longest,
+        has_reference=has_reference,
     )
+    fix_longrope(config, longest)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        lm = small_copy(config, trust_remote_code).eval()
+        lm = small_copy(config, trust_remote_code, longest).lm
     if takes_images(lm):
         if seq_parallel > 1:
             raise ConfigError(
@@ -94,19 +109,31 @@ def examine_config(
     packing: bool = True,
     seq_parallel: int = 1,
     trust_remote_code: bool = False,
+    longest: int | None = None,
+    has_reference: bool = False,
 ) -> Architecture:
     """As ``examine``, for a transformers configuration that is already loaded."""
     register_attention(PACKED, packed_attention)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        comparison = Comparison(small_copy(config, trust_remote_code))
+    config = copy.deepcopy(config)
+    fix_longrope(config, longest, has_reference=has_reference)
+
+    def compare(longest: int | None) -> Comparison:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            return Comparison(small_copy(config, trust_remote_code, longest))
+
+    comparison = compare(longest)
     if seq_parallel > 1:
         names: tuple[str, ...] = (PACKED,)
     else:
         names = CANDIDATES if attention == "auto" else (attention,)
-    found = comparison.choose(names, packing, seq_parallel > 1)
+    found = comparison.choose(names, packing, seq_parallel > 1, compare)
     log.info(
-        "event=model_compared model=%s attention=%s %s", type(comparison.lm).__name__, found.attention, found.logit_map
+        "event=model_compared model=%s attention=%s %s crossed=%s",
+        type(comparison.lm).__name__,
+        found.attention,
+        found.logit_map,
+        ",".join(f"{threshold.name}:{threshold.value}" for threshold in found.crossed) or None,
     )
     return found
 
@@ -114,24 +141,32 @@ def examine_config(
 class Comparison:
     """Compares the log-probs of a small model with those that the trainer computes for it."""
 
-    def __init__(self, lm: PreTrainedModel):
-        self.lm = lm.eval()
-        self.name = type(lm).__name__
-        vocab_size = lm.config.get_text_config().vocab_size
-        self.documents = [torch.randint(1, min(vocab_size, 200), (1, length)) for length in LENGTHS]
-        self.logit_map = measure_logit_map(lm, self.documents[0])
+    def __init__(self, copied: SmallCopy):
+        self.lm = lm = copied.lm.eval()
         with contextlib.suppress(ValueError):  # eager is the reference, sdpa ignores softcaps
             lm.set_attn_implementation("eager")
-        with torch.no_grad():
-            self.own = [self._own_logprobs(ids) for ids in self.documents]
+        self.name = type(lm).__name__
+        self.crossed = tuple(threshold for threshold in copied.thresholds if threshold.is_crossed)
+        self.lengths = copied.lengths
+        vocab_size = lm.config.get_text_config().vocab_size
+        self.documents = [torch.randint(1, min(vocab_size, 200), (1, length)) for length in self.lengths]
+        self.logit_map = measure_logit_map(_unused(lm), self.documents[0])
+        self.own = [self._own_logprobs(ids) for ids in self.documents]
 
-    def choose(self, names: Sequence[str], packing: bool, sharing: bool = False) -> Architecture:
+    def choose(
+        self,
+        names: Sequence[str],
+        packing: bool,
+        sharing: bool = False,
+        shorter: "Callable[[int], Comparison] | None" = None,
+    ) -> Architecture:
         """Choose the first of ``names`` that reproduces the model's own log-probs.
 
         Args:
             names: implementations of attention in transformers.
             packing: whether documents are packed, or laid out one per row.
             sharing: whether ranks share each pack. They need the implementation in ``names``.
+            shorter: compares documents of at most so many tokens of the run. A refusal names the length that is exact.
         Raises:
             ConfigError: none of them does.
         """
@@ -140,41 +175,58 @@ class Comparison:
         for name in names:
             if name in ON_DEVICE_ONLY:
                 self.choose(CANDIDATES, packing=False)
-                return Architecture(attention=name, logit_map=self.logit_map)
+                return self._accepted(name)
             errors[name] = measure(name)
             if is_exact(errors[name]):
-                return Architecture(attention=name, logit_map=self.logit_map)
-        raise ConfigError(self._refusal(errors, packing, sharing))
+                return self._accepted(name)
+        raise ConfigError(self._refusal(errors, packing, sharing, shorter))
+
+    def _accepted(self, attention: str) -> Architecture:
+        return Architecture(attention=attention, logit_map=self.logit_map, crossed=self.crossed)
 
     def packed_error(self, attention: str) -> float | str:
         """Largest difference of log-probs, in nats, when all documents share one row, or the error that it raised."""
         positions = torch.cat([torch.arange(ids.shape[1]) for ids in self.documents])
         targets = torch.cat([ids[0].roll(-1) for ids in self.documents])
         tokens = Tokens(torch.cat(self.documents, 1), positions[None], targets)
-        return self._error(attention, tokens, torch.arange(sum(LENGTHS)))
+        return self._error(attention, tokens, torch.arange(sum(self.lengths)))
 
     def rows_error(self, attention: str) -> float | str:
         """The same with one document per row, padded at the end."""
-        width = max(LENGTHS)
+        width = max(self.lengths)
         ids = torch.cat([nn.functional.pad(x, (0, width - x.shape[1])) for x in self.documents])
-        positions = torch.arange(width).expand(len(LENGTHS), width)
-        places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(LENGTHS)])
+        positions = torch.arange(width).expand(len(self.lengths), width)
+        places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(self.lengths)])
         return self._error(attention, Tokens(ids, positions, ids.roll(-1, 1).flatten()), places)
 
     @torch.no_grad()
     def _error(self, attention: str, tokens: Tokens, places: Tensor) -> float | str:
         """``places``: int64, flat grid indices of the documents' tokens. The last of each document has no target."""
         try:
-            self.lm.set_attn_implementation(attention_of(self.lm.config, attention))
-            policy = Policy(self.lm, chunk=64, logit_map=self.logit_map).eval()
-            parts = policy(tokens)[places].split(list(LENGTHS))
-        except Exception as error:  # the model's code may raise anything: it cannot be computed this way
-            return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+            lm = _unused(self.lm)
+            lm.set_attn_implementation(attention_of(lm.config, attention))
+            policy = Policy(lm, chunk=64, logit_map=self.logit_map).eval()
+            parts = policy(tokens)[places].split(list(self.lengths))
+        except Exception as error:  # noqa: BLE001 — the model's code may raise anything: it cannot be computed this way
+            return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:120]}"
         return max((ours[:-1] - own).abs().max().item() for ours, own in zip(parts, self.own, strict=True))
 
-    def _refusal(self, errors: dict[str, float | str], packing: bool, sharing: bool) -> str:
+    def _refusal(
+        self,
+        errors: dict[str, float | str],
+        packing: bool,
+        sharing: bool,
+        shorter: "Callable[[int], Comparison] | None",
+    ) -> str:
         tried = ", ".join(f"{n}: {e if isinstance(e, str) else f'off by {e:.2g} nats'}" for n, e in errors.items())
         rows = any(is_exact(self.rows_error(name)) for name in CANDIDATES)
+        if not rows and shorter is not None and (limit := self._exact_up_to(shorter, packing)) is not None:
+            return (
+                f"model_path: the trainer's log-probs of a document of more than {limit.name}={limit.value} tokens are "
+                f"not those of {self.name} alone ({tried}; {MAX_ERROR} is allowed): they depend on the documents "
+                "beside it, or on the order of equal scores; set vllm_config.vllm_kwargs.max_model_len to at most "
+                f"{limit.value}"
+            )
         if not rows:
             return (
                 f"model_path: the trainer's log-probs are not those of {self.name}'s own logits ({tried}; {MAX_ERROR} "
@@ -190,9 +242,24 @@ class Comparison:
         layout = "packed documents" if packing else "one document per row"
         return f"model_path: {self.name} is not computed right with {layout} ({tried}); set {cure}"
 
+    def _exact_up_to(self, shorter: "Callable[[int], Comparison]", packing: bool) -> Threshold | None:
+        """The largest threshold up to whose value documents are exact. None: not even the shortest are."""
+        for threshold in reversed(self.crossed):
+            other = shorter(threshold.value)
+            measure = other.packed_error if packing else other.rows_error
+            if any(is_exact(measure(name)) for name in CANDIDATES):
+                return threshold
+        return None
+
+    @torch.no_grad()
     def _own_logprobs(self, ids: Tensor) -> Tensor:
-        logits = self.lm(input_ids=ids, use_cache=False).logits[0]
+        logits = _unused(self.lm)(input_ids=ids, use_cache=False).logits[0]
         return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def _unused(lm: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares the parameters, but not what a forward pass leaves, such as frequencies of dynamic rope."""
+    return copy.deepcopy(lm, {id(parameter): parameter for parameter in lm.parameters()})
 
 
 def is_exact(error: float | str) -> bool:
@@ -254,6 +321,8 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="`finetune.attn_implementation`")
     parser.add_argument("--rows", action="store_true", help="`finetune.seq_packing` is false")
     parser.add_argument("--seq-parallel", type=int, default=1, help="`finetune.seq_parallel`")
+    parser.add_argument("--longest", type=int, help="`max_model_len` of the servers")
+    parser.add_argument("--has-reference", action="store_true", help="the run has reference servers")
     parser.add_argument("--trust-remote-code", action="store_true", help="`trust_remote_code`")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -264,6 +333,8 @@ def main() -> None:
             packing=not args.rows,
             seq_parallel=args.seq_parallel,
             trust_remote_code=args.trust_remote_code,
+            longest=args.longest,
+            has_reference=args.has_reference,
         )
     )
     print(json.dumps({"refusal": refusal}))

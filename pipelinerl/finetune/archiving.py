@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipelinerl.archive import StepArchive, chosen, open_archive
 from pipelinerl.finetune.data import index_tokens
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
+from pipelinerl.observability.archive import StepArchive, chosen, open_archive
 from pipelinerl.records import MicroBatch, ScoredSequence, ScoredStep
 
 SCORES_SHARE = 1 / 3

@@ -4,7 +4,7 @@
 CUDA, torch's variable-length kernel computes this, elsewhere one `scaled_dot_product_attention` per document. A sliding
 window is computed in bands of queries. No fused kernel of torch supports softcaps and attention sinks, so these are
 computed from the scores of one block of queries at a time. The backward pass recomputes the scores to save memory.
-With sequence parallelism a rank has parts of documents and gathers the keys and values of all ranks (``sequence``).
+With sequence parallelism a rank has slices of documents and gathers the keys and values of all ranks (``sequence``).
 
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import to_device
 from pipelinerl.finetune.rl.tokens import SequenceGroup
-from pipelinerl.finetune.sequence import gather_tokens, parts_of, places_of_rows
+from pipelinerl.finetune.sequence import gather_tokens, places_of_rows, slices_of
 
 PACKED = "pipelinerl_packed"
 """The name of this implementation in transformers."""
@@ -36,7 +36,7 @@ VARLEN_HEAD_SIZE = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents that lie one after the other in a row of tokens, or a rank's parts of them."""
+    """Documents that lie one after the other in a row of tokens, or a rank's slices of them."""
 
     lengths: tuple[int, ...]
     """Queries of each."""
@@ -44,18 +44,18 @@ class Documents:
     """Keys of each. The last query is at the place of the last key."""
     device: torch.device
     group: SequenceGroup | None = None
-    """Ranks that hold the other parts. None: this rank has whole documents."""
+    """Ranks that hold the other slices. None: this rank has whole documents."""
     key_rows: Tensor | None = None
     """int64: where these keys are among those of all ranks."""
 
     @classmethod
     def shared(cls, lengths: tuple[int, ...], device: torch.device, group: SequenceGroup) -> "Documents":
-        """This rank's parts of documents of these lengths."""
-        parts = parts_of(lengths, group)
+        """This rank's slices of documents of these lengths."""
+        slices = slices_of(lengths, group)
         places = places_of_rows(lengths, group)
-        rows = to_device(torch.cat([places[part.keys] for part in parts]), device)
-        keys = tuple(part.keys.stop - part.keys.start for part in parts)
-        return cls(tuple(part.queries for part in parts), keys, device, group, rows)
+        rows = to_device(torch.cat([places[one.keys] for one in slices]), device)
+        keys = tuple(one.keys.stop - one.keys.start for one in slices)
+        return cls(tuple(one.queries for one in slices), keys, device, group, rows)
 
     def seen(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[1, G, Σ keys, D]: this rank's and the other ranks' keys and values, document by document. Collective."""

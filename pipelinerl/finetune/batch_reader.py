@@ -16,7 +16,10 @@ class TopicEnd(Protocol):
     """The methods of a topic reader that ``BatchReader`` uses."""
 
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """Offset of the next record to poll, which may lie steps ahead of what was trained."""
+        ...
+
     def poll(self, timeout_s: float) -> Sequence[tuple[int, MicroBatch]]: ...
     def commit(self, offset: int) -> None: ...
     def sync(self) -> None: ...
@@ -32,7 +35,7 @@ class BatchReader:
         Each reader stands at or before the first step to train.
         """
         self._readers = readers
-        self._next = {key: reader.position for key, reader in readers}
+        self._resume_offsets = {key: reader.position for key, reader in readers}
         self._taken: tuple[int, dict[int, tuple[int, MicroBatch]]] = (-1, {})
         self._waiting: dict[int, dict[int, tuple[int, MicroBatch]]] = defaultdict(dict)
 
@@ -47,7 +50,7 @@ class BatchReader:
         self._taken = (step, self._waiting.pop(step))
         found = self._taken[1]
         key, _ = self._readers[step % len(self._readers)]
-        self._next[key] = 1 + max(offset for offset, _ in found.values())
+        self._resume_offsets[key] = 1 + max(offset for offset, _ in found.values())
         return [found[index][1] for index in sorted(found)]
 
     def has_steps(self, step: int, timeout_s: float, last: int | None = None) -> bool:
@@ -71,15 +74,15 @@ class BatchReader:
         """Number of the preprocessor that packs ``step``."""
         return step % len(self._readers)
 
-    def positions(self) -> dict[str, int]:
+    def resume_offsets(self) -> dict[str, int]:
         """Next offset of each reader after the steps that were taken, from which a resumed trainer reads."""
-        return dict(self._next)
+        return dict(self._resume_offsets)
 
-    def commit(self, positions: dict[str, int]) -> None:
-        """Release the records below ``positions``, which no checkpoint needs any more."""
+    def commit(self, offsets: dict[str, int]) -> None:
+        """Release the records below ``offsets``, which no checkpoint needs any more."""
         for key, reader in self._readers:
-            if key in positions:
-                reader.commit(positions[key])
+            if key in offsets:
+                reader.commit(offsets[key])
 
     def sync(self) -> None:
         """Wait until the records that were read are on disk. Safe to call from any thread."""
@@ -127,6 +130,7 @@ class BatchReader:
         later = [s for s, records in self._waiting.items() if records and s > step and s % turns == step % turns]
         if later:
             raise CorruptStreamError(
-                f"training_data has step {min(later)} where step {step} must come: the steps between were lost"
+                f"training_data has step {min(later)} where step {step} must come: the steps between were lost, "
+                f"or the checkpoint stands behind step {step}"
             )
         return False

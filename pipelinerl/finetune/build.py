@@ -1,24 +1,44 @@
-"""Builds the policy in its engine, and the rules by which micro-batches are laid out for it."""
+"""Builds the policy in its engine, and the rules by which micro-batches are laid out for it.
+
+With `finetune.compile` torch compiles the decoder layers. Layers of one shape share their compiled code, so the time
+that this takes does not grow with their number. The number of tokens is a symbol in it, because every micro-batch has
+another. Packed attention reads the lengths of documents from the host and has its own kernels. It stays outside and
+divides each layer's code into what comes before and after it.
+"""
 
 import logging
 
 import torch
+from torch import nn
 
-from pipelinerl.config.engine import engine_of
+from pipelinerl.config.engine import engine_of, traits_of
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.accumulate import BatchRules
 from pipelinerl.finetune.architecture import examine
-from pipelinerl.finetune.attention import PACKED
-from pipelinerl.finetune.compiling import compile_layers
+from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.engines import Engine, build_engine, join_ranks
 from pipelinerl.finetune.images import ImageReader, takes_images
 from pipelinerl.finetune.loading import load_model, stream_weights
 from pipelinerl.finetune.model import Policy, decoder_layers, isolation_error
-from pipelinerl.finetune.routing import RouterReplay
+from pipelinerl.finetune.router_replay import RouterReplay
 from pipelinerl.finetune.sequence import make_sequence_group
-from pipelinerl.world.memory import head_chunk
-from pipelinerl.world.model_shape import find_model_shape
+from pipelinerl.plan.memory import head_chunk
+from pipelinerl.plan.model_shape import find_model_shape
+
+
+def compile_layers(lm: nn.Module, backend: str = "inductor") -> None:
+    """Let every decoder layer be compiled when it is first called.
+
+    Args:
+        lm: attends with ``attention.PACKED``.
+        backend: of torch.compile.
+    """
+    register_attention(PACKED, torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(lm):
+        layer.compile(backend=backend, dynamic=True)
+
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +49,7 @@ def make_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
     """The policy at `model_path` in the configured engine. Verifies that packed documents are isolated."""
     engine = load_engine(cfg, device, world_size)
     if cfg.finetune.seq_packing:
-        verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)
+        verify_isolation(engine, engine.policy.lm.config.get_text_config()._attn_implementation)  # noqa: SLF001 — has no public name
     return engine
 
 
@@ -48,8 +68,12 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         packing=finetune.seq_packing,
         seq_parallel=finetune.seq_parallel,
         trust_remote_code=cfg.trust_remote_code,
+        longest=max_model_len(cfg),
+        has_reference=cfg.world.preprocessor_fraction > 0,
     )
-    lm, files = load_model(cfg, found.attention, whole=finetune.lora.enabled and name == "deepspeed")
+    lm, files = load_model(
+        cfg, found.attention, whole=finetune.lora.enabled and traits_of(name).loads_whole_with_adapters
+    )
     if finetune.compile:
         _require_packed_attention(found.attention)
         compile_layers(lm)
@@ -64,6 +88,7 @@ def load_engine(cfg: Config, device: torch.device, world_size: int) -> Engine:
         logit_map=found.logit_map,
         routing=RouterReplay(decoder_layers(lm)) if finetune.router_replay else None,
         images=ImageReader(lm, cfg.model_path, cfg.trust_remote_code) if takes_images(lm) else None,
+        crossed=found.crossed,
     )
     engine = build_engine(name, policy, cfg, device)
     if files is not None:
@@ -100,7 +125,7 @@ def verify_isolation(engine: Engine, attention: str) -> None:
 def make_rules(policy: Policy, cfg: Config) -> BatchRules:
     """The rules by which micro-batches are checked and laid out for this policy."""
     config = policy.lm.config.get_text_config()
-    attention = config._attn_implementation
+    attention = config._attn_implementation  # noqa: SLF001 — has no public name
     cuda = next(policy.parameters()).is_cuda
     per_document = "flash" in attention or (attention == PACKED and cuda)
     return BatchRules(

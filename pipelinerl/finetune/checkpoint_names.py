@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.digest import View
+from pipelinerl.weights.transfer.shard import View
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class CheckpointNames:
         except Exception as error:  # a conversion of transformers may raise anything
             raise self._refusal(name) from error
         blocks = tuple(Block(key, View.of(tensor)) for key, tensor in found.items())
-        storages = {tensor.untyped_storage()._cdata for tensor in found.values()}
-        if storages != {whole.untyped_storage()._cdata} or sum(block.numel for block in blocks) != whole.numel():
+        storages = {tensor.untyped_storage()._cdata for tensor in found.values()}  # noqa: SLF001 — storages on meta have no address
+        if storages != {whole.untyped_storage()._cdata} or sum(block.numel for block in blocks) != whole.numel():  # noqa: SLF001 — storages on meta have no address
             raise self._refusal(name)
         return blocks
 

@@ -6,7 +6,8 @@ publishes it:
     manifest.json                              counters, stream positions, files with size and CRC
     shard-<rank>-model-<n>-of-<N>.safetensors  that rank's pieces of the flattened states `<parameter>.param`,
                                                `.exp_avg`, `.exp_avg_sq` in float32, and its generators
-                                               `rng.<rank>.<device>`
+                                               `rng.<rank>.<device>`, and inside a block of steps with one
+                                               proximal policy its log-probabilities, `proximal.<rank>`
 
 The files have the format of torch's distributed checkpoint in its Hugging Face storage. Each file records which ranges
 it holds, so any engine on any number of ranks can resume. Nothing on disk is pickled.
@@ -26,10 +27,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from pipelinerl.config.paths import CHECKPOINTS
 from pipelinerl.errors import CheckpointError
-from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, PieceLoadPlanner, Pieces, PieceSavePlanner
-from pipelinerl.host.disk import make_folder, sync_path
+from pipelinerl.finetune.rendezvous import Peers
 from pipelinerl.records import DataOrder, MicroBatch
+from pipelinerl.world.disk import make_folder, sync_path
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +52,21 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 1
     """Epoch of the streams that the positions belong to (`streams.epoch`)."""
     orders: dict[int, DataOrder] = {}
-    """Which problems are settled, by actor replica. A run with new streams resumes from this."""
+    """Which problems are resolved, by actor replica. A run with new streams resumes from this."""
+    proximal_made_at: int | None = None
+    """Inside a block of steps that share a proximal policy: the step whose weights this is. The checkpoint then holds
+    its log-probabilities for the rest of the block, in these streams."""
 
-    def after(self, first: MicroBatch, positions: dict[str, int], replica: int) -> "Counters":
+    def after(
+        self, first: MicroBatch, positions: dict[str, int], replica: int, proximal_made_at: int | None = None
+    ) -> "Counters":
         """The counters after one more optimizer step.
 
         Args:
             first: first micro-batch of the step.
             positions: of the streams after the step.
             replica: number of the preprocessor that packed the step.
+            proximal_made_at: the field of the new counters.
         """
         return Counters(
             step=self.step + 1,
@@ -68,6 +75,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             positions=positions,
             epoch=self.epoch,
             orders=self.orders | ({replica: first.order} if first.order is not None else {}),
+            proximal_made_at=proximal_made_at,
         )
 
 
@@ -247,6 +255,25 @@ def read(path: Path, pieces: Pieces, optional: Pieces | None = None) -> set[str]
     planner = PieceLoadPlanner(found, metadata)
     storage.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
     return set(found)
+
+
+def byte_piece(data: bytes) -> Piece:
+    """A piece of a rank's own, of any length."""
+    return Piece(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, len(data))
+
+
+def read_bytes(path: Path, name: str) -> bytes | None:
+    """The bytes of a `byte_piece` in the checkpoint at ``path``. None: it has none of this name."""
+    known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    if name not in known:
+        return None
+    tensor = torch.empty(known[name].size, dtype=torch.uint8)
+    read(path, {name: Piece(tensor, 0, len(tensor))})
+    return tensor.numpy().tobytes()
+
+
+def proximal_name(rank: int) -> str:
+    return f"proximal.{rank}"
 
 
 def prune(root: Path, keep: int) -> list[Path]:

@@ -25,10 +25,11 @@ from pipelinerl.config.paths import EXPORTS
 from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune.checkpoints import begin, publish, unpublished_name
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.peers import Peers
-from pipelinerl.host.disk import sync_path
+from pipelinerl.finetune.longrope import restore_longrope
+from pipelinerl.finetune.rendezvous import Peers
 from pipelinerl.weights.layout import spec_bytes
 from pipelinerl.weights.protocol import ParamSpec
+from pipelinerl.world.disk import sync_path
 
 LM_PREFIX = "lm."
 VALUE_PREFIX = "value_head."
@@ -196,6 +197,7 @@ def _write_surroundings(
 ) -> None:
     """Write everything but the model's weights: configuration, code, tokenizer and value head."""
     config = copy.deepcopy(lm.config)
+    restore_longrope(config)
     config.architectures = [type(lm).__name__.removeprefix("FSDP")]
     if lm.is_remote_code():
         custom_object_save(lm, folder, config=config)

@@ -24,25 +24,26 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.servers import probe_tolerance
 from pipelinerl.finetune.accumulate import train_step
-from pipelinerl.finetune.alone import connect_nobody
 from pipelinerl.finetune.archiving import open_scores
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.engines import Engine, read_ranks
+from pipelinerl.finetune.learning_rate import learning_rate
 from pipelinerl.finetune.model import DTYPES, PolicyOutput
-from pipelinerl.finetune.optim import learning_rate
 from pipelinerl.finetune.outputs import Outputs
+from pipelinerl.finetune.progress import report_progress
 from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.resume import in_present_streams
 from pipelinerl.finetune.rl.objective import settings_at
-from pipelinerl.finetune.saves import SaveSchedule
-from pipelinerl.finetune.saving import Saver, SaveRules
+from pipelinerl.finetune.saving import Saver, SaveRules, SaveSchedule
 from pipelinerl.finetune.tracing import StepSpans
 from pipelinerl.finetune.updates import Announce, Sender, StripeHolder, WeightUpdates, last_needed
+from pipelinerl.finetune.without_servers import connect_nobody
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.membership.watch import MembershipWatch
 from pipelinerl.observability.catalogue import TrainerMetric
-from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.topics import TRAINING_DATA
 from pipelinerl.streams import SingleStreamSpec, open_reader
@@ -67,12 +68,15 @@ class Trainer:
         rank, world_size, device = read_ranks(ctx.world.accelerator)
         torch.manual_seed(self.cfg.seed + rank)
         self.engine = make_engine(self.cfg, device, world_size)
-        saver = make_saver(ctx, self.engine, lambda: self.feed.sync())
+        report_progress(self.engine.policy, ctx.status.progress, compiled=self.cfg.finetune.compile)
+        self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
+        saver = make_saver(ctx, self.engine, self.sync, self.proximal.state)
         self.counters = in_present_streams(saver.resume(), ctx.run_dir)
+        if (left_of_block := saver.read_proximal(self.counters)) is not None:
+            self.proximal.restore(left_of_block, device)
         self.feed = open_feed(ctx, rank, self.counters.positions)
         self.saves = SaveSchedule(saver, self.engine, self.cfg.finetune, ctx.status, self.feed.commit)
         self.rules = make_rules(self.engine.policy, self.cfg)
-        self.proximal = ProximalPolicy(self.cfg.proximal_steps, self.cfg.finetune.max_train_steps)
         self.scores = open_scores(ctx, rank, world_size)
         connect_rank = partial(connect, ctx, self.engine)
         self.outputs = Outputs(ctx, connect_rank, self.counters) if rank == 0 else None
@@ -89,6 +93,7 @@ class Trainer:
             stay: after the last step, stay until stopped. A server that dies during the last evaluation restarts with
                 the weights on disk, and only the trainer can send it the last version.
         """
+        self.ctx.status.progress()  # ready: the first data may take hours to sample
         try:
             self.saves.export_again(self.counters)
             self.updates.start(self.counters.step, len(self.ctx.world.get("actor_llm")), resumed=self.counters.step > 0)
@@ -103,6 +108,7 @@ class Trainer:
                 with self.ctx.status.waiting("the last evaluation", on="actor"):
                     self.ctx.stop.wait()
         finally:
+            gc.unfreeze()
             self.close()
 
     def advance(self) -> bool:
@@ -126,7 +132,10 @@ class Trainer:
         metrics = train_step(self.engine, records, settings, self.rules, rate, proximal, observe)
         spans.end()
         self.scores.write(step)
-        self.counters = self.counters.after(records[0], self.feed.positions(), self.feed.instance_of(step))
+        left_of = self.proximal.made_at if self.proximal.is_inside_block else None
+        self.counters = self.counters.after(
+            records[0], self.feed.resume_offsets(), self.feed.instance_of(step), left_of
+        )
         push_wait_s = self.updates.after_step(step + 1, self._has_data)
         metrics |= {TrainerMetric.WAIT_S: waited, TrainerMetric.PUSH_WAIT_S: push_wait_s}
         self.ctx.status.progress(step=step + 1, samples=self.counters.samples_processed, saved=False)
@@ -179,12 +188,20 @@ class Trainer:
         step = self.counters.step
         return step < self.cfg.finetune.max_train_steps and self.feed.has_steps(step, 0.0, self._last_needed(step))
 
+    def sync(self) -> None:
+        """Make durable what a checkpoint builds on: the records that were read, and the metrics of its steps."""
+        self.feed.sync()
+        if self.outputs:
+            self.outputs.sync()
+
     def _last_needed(self, step: int) -> int:
         return max(last_needed(step, self.cfg), self.proximal.last_needed(step))
 
 
-def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None]) -> Saver:
-    """Make the saver of this run's checkpoints and exports. ``sync_streams`` as in ``Saver``."""
+def make_saver(
+    ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None], proximal_state: Callable[[], bytes | None]
+) -> Saver:
+    """Make the saver of this run's checkpoints and exports. ``sync_streams`` and ``proximal_state`` as in ``Saver``."""
     cfg = ctx.cfg
     rules = SaveRules(
         run_dir=ctx.run_dir,
@@ -193,7 +210,7 @@ def make_saver(ctx: RoleContext, engine: Engine, sync_streams: Callable[[], None
         keep_exports=cfg.finetune.keep_exports,
     )
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_path, trust_remote_code=cfg.trust_remote_code)
-    return Saver(engine, rules, tokenizer, sync_streams)
+    return Saver(engine, rules, tokenizer, sync_streams, proximal_state)
 
 
 def open_feed(ctx: RoleContext, rank: int, positions: dict[str, int]) -> BatchReader:
@@ -215,13 +232,13 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
     Args:
         announce: writes the sender's messages to topic `trainer`. None on all ranks but 0.
     """
-    from pipelinerl.weights.origin import Origin, SenderSettings, store_settings
-    from pipelinerl.weights.sender import WeightSender
+    from pipelinerl.weights.publish.origin import Origin, SenderSettings, store_settings
+    from pipelinerl.weights.publish.sender import WeightSender
 
     weights = ctx.cfg.weights
     settings = SenderSettings(
         secret=os.environ[SECRET_VARIABLE],
-        carriage=ctx.world.transfer_backend(weights.backend),
+        transport=ctx.world.transfer_backend(weights.backend),
         bucket_bytes=int(weights.bucket_mb * 2**20),
         timeout_s=weights.timeout_s,
         stall_s=weights.stall_s,
@@ -229,7 +246,7 @@ def connect_weights(ctx: RoleContext, engine: Engine, announce: Announce | None)
         port=ctx.world.weight_port if engine.rank == 0 else 0,
         device="cuda" if ctx.world.accelerator == "cuda" else "cpu",
         delta=weights.delta,
-        probe_tolerance=weights.probe_tolerance if weights.probe else None,
+        probe_tolerance=probe_tolerance(ctx.cfg) if weights.probe else None,
         store=store_settings(weights, ctx.run_dir) if weights.backend == "store" else None,
     )
     name = engine.broadcast_object(uuid.uuid4().hex)
@@ -257,5 +274,5 @@ def server_reports(watch: MembershipWatch) -> dict[str, WeightInfo]:
 def run(ctx: RoleContext) -> None:
     """Run the trainer role on this rank until it is asked to stop."""
     transformers.utils.logging.disable_progress_bar()
-    alone = ctx.cfg.debug.mode is not None
-    Trainer(ctx, connect_nobody if alone else connect_weights).run(stay=not alone)
+    standalone = ctx.cfg.debug.mode is not None
+    Trainer(ctx, connect_nobody if standalone else connect_weights).run(stay=not standalone)

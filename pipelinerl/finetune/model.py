@@ -20,19 +20,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from pipelinerl.config.sections import Config, LoraSection
+from pipelinerl.config.servers import max_model_len
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import announce, document_lengths
 from pipelinerl.finetune.checkpoint_names import CheckpointNames
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.images import ImageReader, attention_of, embed
+from pipelinerl.finetune.longrope import fix_longrope
 from pipelinerl.finetune.rl.head import LogitMap, OutputHead, head_logprobs, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import SequenceGroup, TokenInputs
-from pipelinerl.finetune.routing import RouterReplay
+from pipelinerl.finetune.router_replay import RouterReplay
+from pipelinerl.finetune.thresholds import Threshold
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class Policy(nn.Module):
         logit_map: LogitMap | None = None,
         routing: RouterReplay | None = None,
         images: ImageReader | None = None,
+        crossed: tuple[Threshold, ...] = (),
     ):
         """Replace the head of ``lm``, and add a value head if needed.
 
@@ -90,6 +95,7 @@ class Policy(nn.Module):
             logit_map: how the model changes its head's products, as ``architecture`` measures it.
             routing: replays the servers' choice of experts. None: the model chooses.
             images: makes the vision tower's inputs. None: every batch is text.
+            crossed: lengths at which the model's computation may change and which documents of the run exceed.
         """
         super().__init__()
         head = lm.get_output_embeddings()
@@ -99,7 +105,7 @@ class Policy(nn.Module):
         self.names = CheckpointNames(lm)
         self.temperature, self.chunk, self.fp32_head = temperature, chunk, fp32_head
         self.value_loss_coef, self.lora_scaling, self.sequence = value_loss_coef, lora_scaling, sequence
-        self.routing, self.images = routing, images
+        self.routing, self.images, self.crossed = routing, images, crossed
         self.value_head = None
         if value_loss_coef is not None:
             self.value_head = nn.Linear(
@@ -198,15 +204,23 @@ def auto_class(config: Any) -> type[AutoModelForCausalLM] | type[AutoModelForIma
     return AutoModelForCausalLM
 
 
+def load_config(source: str | Path, cfg: Config) -> PreTrainedConfig:
+    """The model's configuration, with longrope as the run's servers compute it."""
+    config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
+    fix_longrope(config, max_model_len(cfg), has_reference=cfg.world.preprocessor_fraction > 0)
+    return config
+
+
 def load_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
     """Load the causal LM at ``source`` in float32 and set it up for training with implementation ``attention``.
 
     Raises:
         ConfigError: the files lack a parameter. transformers would fill it with random values, others on every rank.
     """
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
+    config = load_config(source, cfg)
     lm, found = auto_class(config).from_pretrained(
         str(source),
+        config=config,
         dtype=torch.float32,
         attn_implementation=attention_of(config, attention),
         trust_remote_code=cfg.trust_remote_code,
@@ -225,7 +239,7 @@ def empty_lm(source: str | Path, cfg: Config, attention: str) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=cfg.trust_remote_code)
+    config = load_config(source, cfg)
     with no_init_weights(), init_empty_weights(include_buffers=False):
         lm = auto_class(config).from_config(
             config,
@@ -246,13 +260,13 @@ def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype | No
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
-        for key, parameter in part._parameters.items():
+        for key, parameter in part._parameters.items():  # noqa: SLF001 — sets a parameter without registering it again
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
                 memory = torch.empty_like(parameter, device=device, dtype=dtype or parameter.dtype)
                 made[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
-            part._parameters[key] = made[id(parameter)]
+            part._parameters[key] = made[id(parameter)]  # noqa: SLF001 — sets a parameter without registering it again
     module.to(device)
 
 

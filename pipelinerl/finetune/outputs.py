@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.finetune.checkpoints import Counters
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.diagnostics import clip_warning
 from pipelinerl.finetune.resume import resumed_message
-from pipelinerl.finetune.rl.diagnostics import clip_warning
-from pipelinerl.finetune.updates import Announce, Sender, StripeHolder
+from pipelinerl.finetune.updates import Announce, EvaluationLease, Sender, StripeHolder
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.catalogue import MetricName, TrainerMetric, as_texts
 from pipelinerl.observability.metrics import MetricsLogger
-from pipelinerl.observability.role import RoleContext
 from pipelinerl.records import SamplesProcessed, TrainerMessage, TrainingDone
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION, TRAINER
@@ -100,6 +99,10 @@ class Outputs:
         self._metrics.log(metrics | {TrainerMetric.SAMPLES: samples}, step=step)
         self._warn_once(clip_warning(metrics))
         log.info("event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
+
+    def sync(self) -> None:
+        """Wait until the metrics of every reported step are on disk. Safe to call from any thread."""
+        self._metrics.sync()
 
     def training_done(self, counters: Counters) -> None:
         """Announce that the last step is saved and its weights are live."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pipelinerl.config.environment import RANKS_FILE_VARIABLE
-from pipelinerl.host.process import die_with_parent
+from pipelinerl.world.process import die_with_parent
 
 
 def rank_environments(args: argparse.Namespace, folder: str) -> list[dict[str, str]]:

@@ -15,10 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def in_present_streams(found: Counters | None, run_dir: Path) -> Counters:
-    """The checkpoint's counters, or zeros if ``found`` is None. Drops positions in streams of an earlier epoch."""
+    """The checkpoint's counters, or zeros if ``found`` is None. Drops what is about streams of an earlier epoch."""
     number = read_epoch(run_dir).number
     counters = found or Counters()
-    return counters if counters.epoch == number else msgspec.structs.replace(counters, epoch=number, positions={})
+    if counters.epoch == number:
+        return counters
+    return msgspec.structs.replace(counters, epoch=number, positions={}, proximal_made_at=None)
 
 
 def resumed_message(run_dir: Path, counters: Counters) -> TrainingResumed | None:

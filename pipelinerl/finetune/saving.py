@@ -1,7 +1,8 @@
-"""Saves checkpoints and exports while training continues, and loads a checkpoint into an engine.
+"""Saves the trainer's state: when (every n steps, when the newest checkpoint is old, at a stop, at the end) and how.
 
 ``start`` blocks only while it copies the state to host memory. A thread on every rank then writes, syncs and publishes
-the copy during training. One state is written at a time. All methods are collective.
+the copy during training. One state is written at a time. All methods are collective. Once a checkpoint is published,
+the stream records that no checkpoint needs are released. A checkpoint is loaded into an engine here too.
 """
 
 import logging
@@ -14,12 +15,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine
 from pipelinerl.finetune.export import StagedExport, export_root, stage_export, write_export
-from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece, Pieces
+from pipelinerl.finetune.rendezvous import Peers
+from pipelinerl.observability.status import RoleStatus
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +60,14 @@ class Saver:
         rules: SaveRules,
         tokenizer: PreTrainedTokenizerBase,
         sync_streams: Callable[[], None] = lambda: None,
+        proximal_state: Callable[[], bytes | None] = lambda: None,
     ):
-        """``sync_streams`` makes the records before a checkpoint's positions durable. Collective."""
+        """``sync_streams`` makes durable the records that were read, and the metrics. Collective.
+
+        ``proximal_state``: `ProximalPolicy.state` of this rank.
+        """
         self._engine, self._rules, self._tokenizer = engine, rules, tokenizer
-        self._sync_streams = sync_streams
+        self._sync_streams, self._proximal_state = sync_streams, proximal_state
         self._peers = Peers(engine.rank, engine.world_size)
         self._host: dict[str, Piece] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -75,6 +82,16 @@ class Saver:
         if counters is not None:
             self.step = counters.step
         return counters
+
+    def read_proximal(self, counters: Counters) -> bytes | None:
+        """This rank's state of the proximal policy in the checkpoint of ``counters``. Collective.
+
+        None on all ranks if the checkpoint, or a rank of it, has none.
+        """
+        if counters.proximal_made_at is None:
+            return None
+        path = self._rules.checkpoints / f"step_{counters.step}"
+        return read_proximal(self._peers, path)
 
     def has_export(self, step: int) -> bool:
         """Whether the model of ``step`` has been exported. Collective."""
@@ -131,7 +148,10 @@ class Saver:
             self._host[name].tensor.copy_(piece.tensor, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize(self._engine.device)
-        return self._host
+        proximal = self._proximal_state()
+        if proximal is None:
+            return self._host
+        return self._host | {checkpoints.proximal_name(self._engine.rank): checkpoints.byte_piece(proximal)}
 
     def _write(self, state: Pieces | None, model: StagedExport | None, counters: Counters) -> Positions:
         """In the thread: write, publish, and delete states that are not kept. Collective."""
@@ -168,5 +188,79 @@ def load_newest(engine: Engine, peers: Peers, root: Path) -> Counters | None:
     return counters
 
 
+def read_proximal(peers: Peers, path: Path) -> bytes | None:
+    """This rank's state of the proximal policy in a checkpoint. None on all ranks if any has none. Collective."""
+    found = peers.together(lambda: checkpoints.read_bytes(path, checkpoints.proximal_name(peers.rank)))
+    return None if None in found else found[peers.rank]
+
+
 def _rng_of(engine: Engine) -> dict[str, Piece]:
     return checkpoints.rng_pieces(engine.rank, engine.device)
+
+
+class SaveSchedule:
+    """Decides when ``saver`` saves. Calls ``release`` with the positions below which the stream is no longer needed."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        engine: Engine,
+        finetune: FinetuneSection,
+        status: RoleStatus,
+        release: Callable[[Positions], None],
+    ):
+        self._saver, self._engine, self._finetune = saver, engine, finetune
+        self._status, self._release_stream = status, release
+
+    def after_step(self, counters: Counters) -> None:
+        """Start the save that is due after a step, if any. Training continues while it is written."""
+        if self._is_export_step(counters.step):
+            self._save(counters, export=True)
+        elif self._is_rolling_due():
+            self._save(counters, export=False)
+        else:
+            self._release(self._saver.poll(), counters.step)
+
+    def export_again(self, counters: Counters) -> None:
+        """Export the model of the resumed step if the run died between its checkpoint and its export."""
+        if counters.step and self._is_export_step(counters.step) and not self._saver.has_export(counters.step):
+            self._save(counters, export=True)
+
+    def at_stop(self, counters: Counters) -> None:
+        """Save the last finished step, after a request to stop. Returns when it is on disk."""
+        if self._saver.step != counters.step:
+            self._save(counters, export=False)
+        self.wait(counters.step)
+        log.info("event=stopped step=%d saved=%d", counters.step, self._saver.step)
+
+    def at_end(self, counters: Counters) -> None:
+        """Start to save and export the last step. Call ``wait`` to complete it."""
+        self.wait(counters.step)
+        if self._saver.step != counters.step or not self._saver.has_export(counters.step):
+            self._save(counters, export=True)
+
+    def wait(self, step: int) -> None:
+        """Wait until the save in progress is published. ``step``: finished optimizer steps."""
+        with self._status.waiting("the checkpoint to be written"):
+            self._release(self._saver.finish(), step)
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def _save(self, counters: Counters, *, export: bool) -> None:
+        self.wait(counters.step)
+        self._saver.start(counters, export=export)
+
+    def _is_export_step(self, step: int) -> bool:
+        return step % self._finetune.save_checkpoint_steps == 0
+
+    def _is_rolling_due(self) -> bool:
+        """Whether on every rank the newest checkpoint is older than `save_checkpoint_minutes`."""
+        minutes = self._finetune.save_checkpoint_minutes
+        return minutes is not None and self._engine.lowest(int(self._saver.is_idle_since(60 * minutes))) == 1
+
+    def _release(self, needed: Positions | None, step: int) -> None:
+        """Release the stream records before the positions of the oldest kept checkpoint."""
+        if needed is not None:
+            self._release_stream(needed)
+            self._status.progress(saved=self._saver.step == step)

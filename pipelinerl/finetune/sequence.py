@@ -71,24 +71,24 @@ def _units(lengths: Sequence[int]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class DocumentPart:
+class DocumentSlice:
     """A run of a rank's queries, all of one document, and the keys that they see causally."""
 
     queries: int
-    """Number of queries. The parts of a rank fill its L rows."""
+    """Number of queries. The slices of a rank fill its L rows."""
     keys: slice
-    """Rows of the micro-batch, from the document's first token to the part's last."""
+    """Rows of the micro-batch, from the document's first token to the slice's last."""
 
 
-def parts_of(lengths: Sequence[int], group: SequenceGroup) -> list[DocumentPart]:
-    """This rank's parts of documents. ``lengths`` as in ``rows_of_ranks``."""
+def slices_of(lengths: Sequence[int], group: SequenceGroup) -> list[DocumentSlice]:
+    """This rank's slices of documents. ``lengths`` as in ``rows_of_ranks``."""
     bounds = list(pairwise(accumulate(lengths, initial=0)))
     cuts = (
         (start, max(start, rows.start), min(end, rows.stop))
         for rows in rows_of_ranks(lengths, group.size)[group.index]
         for start, end in bounds
     )
-    return [DocumentPart(last - first, slice(start, last)) for start, first, last in cuts if first < last]
+    return [DocumentSlice(last - first, slice(start, last)) for start, first, last in cuts if first < last]
 
 
 def places_of_rows(lengths: Sequence[int], group: SequenceGroup) -> Tensor:

@@ -1,9 +1,14 @@
-"""Random models of any architecture that are as small as their code allows, for checks of the architecture."""
+"""Random models of any architecture that are as small as their code allows, for checks of the architecture.
+
+The copy is narrow and has one layer of each kind. Its thresholds are so low that short documents cross all those that
+documents of the run can cross.
+"""
 
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.model import auto_class, decoder_layers
+from pipelinerl.finetune.thresholds import Setting, Threshold, arrange, candidates, crossing_lengths, lower
 
 log = logging.getLogger(__name__)
 
@@ -19,35 +25,101 @@ MAX_PARAMETERS = 2**30
 """Largest number of parameters in a copy. A larger one would take too much of the launcher's memory."""
 
 SIZES = {
-    **{"vocab_size": 256, "vocab_size_per_layer_input": 256, "sliding_window": 5, "attention_chunk_size": 5},
+    **{"vocab_size": 256, "vocab_size_per_layer_input": 256},
     **{"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     **{"num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "chunk_size": 16, "mamba_chunk_size": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "index_n_heads": 2},
     **{"attn_logit_softcapping": 2.0},
 }
-"""Largest values in a copy. Windows are narrower than documents and caps lower than scores, to have an effect."""
+"""Largest values in a copy. Caps are lower than scores, to have an effect. With two heads, keys that sparse attention
+chooses among have equal scores, as they have in bfloat16."""
 
 
-def small_copy(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A random float32 model of the same architecture, as small as its code allows.
+@dataclass(frozen=True, eq=False)
+class SmallCopy:
+    """A random float32 model of the same architecture, as small as its code allows."""
 
+    lm: PreTrainedModel
+    thresholds: tuple[Threshold, ...]
+    """Settings that are lowered in it."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of documents that cross every threshold that the run's documents can cross."""
+        return crossing_lengths(t.lowered for t in self.thresholds if t.is_crossed)
+
+
+def small_copy(config: Any, trust_remote_code: bool = False, longest: int | None = None) -> SmallCopy:
+    """Make a small copy.
+
+    Args:
+        longest: tokens of the run's longest document. None: any number.
     Raises:
         ConfigError: no smaller configuration can be computed.
     """
     problems = []
     for small in small_configs(config):
         try:
-            lm = _build(_shortened(small, trust_remote_code), trust_remote_code)
-            ids = torch.ones(1, 2, dtype=torch.int64)
-            with torch.no_grad():
-                lm.eval()(input_ids=ids, use_cache=False)
-        except Exception as error:  # incompatible sizes may raise anything in the model's code
+            short = _shortened(small, trust_remote_code)
+            lm = _build(short, trust_remote_code)
+            _compute(copy.deepcopy(lm), 2)
+        except Exception as error:  # noqa: BLE001 — incompatible sizes may raise anything in the model's code
             problems.append(f"{type(error).__name__}: {error}")
             log.debug("event=no_copy_of_this_size", exc_info=True)
             continue
-        randomise(lm)
-        return lm
+        copied = _with_thresholds(lm, short, trust_remote_code, longest)
+        randomise(copied.lm)
+        return copied
     raise ConfigError(f"model_path: no small copy of {config.model_type} can be computed: {problems[-1]}")
+
+
+def _with_thresholds(lm: PreTrainedModel, config: Any, trust_remote_code: bool, longest: int | None) -> SmallCopy:
+    """The copy ``lm`` of ``config`` with every threshold lowered that leaves its parts as they are and computes."""
+    parts = _parts(lm)
+
+    def changed(values: Mapping[Setting, int]) -> Any:
+        lowered = copy.deepcopy(config)
+        lower(lowered.get_text_config(), values)
+        return lowered
+
+    def leaves_parts(setting: Setting) -> bool:
+        for value in (setting[1] - 1, setting[1] // 2):
+            with contextlib.suppress(Exception):  # the value does not fit the others
+                if _parts(_planned(changed({setting: value}), trust_remote_code)) == parts:
+                    return True
+        return False
+
+    def attempt(settings: Sequence[Setting]) -> SmallCopy | None:
+        thresholds = arrange(settings, longest)
+        with contextlib.suppress(Exception):  # the model's code may raise anything
+            small = changed({(t.name, t.value): t.lowered for t in thresholds})
+            copied = SmallCopy(_build(small, trust_remote_code), thresholds)
+            tried = copy.deepcopy(copied.lm)  # a forward pass may leave something in it
+            _compute(tried, max(copied.lengths))
+            return copied if _parts(tried) == parts else None
+        return None
+
+    found = [setting for setting in candidates(config.get_text_config()) if setting[0] not in SIZES]
+    settings = [setting for setting in found if leaves_parts(setting)]
+    copied = attempt(settings)
+    if copied is not None:
+        return copied
+    copied = SmallCopy(lm, ())
+    for setting in settings:
+        accepted = [(t.name, t.value) for t in copied.thresholds]
+        copied = attempt([*accepted, setting]) or copied
+    return copied
+
+
+def _parts(lm: PreTrainedModel) -> Any:
+    """Names and types of a model's modules, and names and shapes of what it saves."""
+    modules = [(name, type(module).__name__) for name, module in lm.named_modules()]
+    return modules, [(name, tuple(tensor.shape)) for name, tensor in lm.state_dict().items()]
+
+
+@torch.no_grad()
+def _compute(lm: PreTrainedModel, length: int) -> None:
+    lm.eval()(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False)
 
 
 def small_configs(config: Any) -> Iterator[Any]:
@@ -107,8 +179,7 @@ def _shortened(config: Any, trust_remote_code: bool) -> Any:
     text = config.get_text_config()
     if getattr(text, "num_kv_shared_layers", 0):
         return config
-    with torch.device("meta"):
-        layers = decoder_layers(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+    layers = decoder_layers(_planned(config, trust_remote_code))
     kinds = [_kind(layer) for layer in layers]
     needed = max(2, 1 + max(kinds.index(kind) for kind in set(kinds)))
     total = text.num_hidden_layers
@@ -131,12 +202,16 @@ def _kind(layer: nn.Module) -> str:
 
 
 def _build(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    with torch.device("meta"):
-        planned = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    count = sum(p.numel() for p in planned.parameters())
+    count = sum(p.numel() for p in _planned(config, trust_remote_code).parameters())
     if count > MAX_PARAMETERS:
         raise ConfigError(f"the copy has {count} parameters, more than {MAX_PARAMETERS}")
     return auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+def _planned(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+    """The model without memory."""
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 @torch.no_grad()

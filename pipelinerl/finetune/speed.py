@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from pipelinerl.observability.catalogue import MetricName, TrainerMetric
+from pipelinerl.plan.model_shape import shape_from_config
 from pipelinerl.plan.rates import GPUS
-from pipelinerl.world.model_shape import shape_from_config
 
 FLOPS_PER_PARAMETER = 6
 """2 of the forward pass and 4 of the backward pass. Attention and recomputed activations do not count."""

@@ -19,20 +19,51 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len
-from pipelinerl.errors import DeadlineError
+from pipelinerl.config.servers import max_model_len, probe_tolerance
+from pipelinerl.errors import ConfigError, DeadlineError
 from pipelinerl.finetune.engines import Engine
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.export import exported_parameters, exported_specs
 from pipelinerl.finetune.model import DTYPES, Tokens
 from pipelinerl.observability import spans
 from pipelinerl.observability.status import RoleStatus
-from pipelinerl.weights.news import Announcement, PushStats
-from pipelinerl.weights.plan import TakePlan
-from pipelinerl.weights.probe import MAX_LENGTH, ProbeText, text_shape
+from pipelinerl.records import EvaluationDone, EvaluationStarted
 from pipelinerl.weights.protocol import ParamSpec
+from pipelinerl.weights.publish.announcements import Announcement, PushStats
+from pipelinerl.weights.publish.versions import SnapshotPlan
+from pipelinerl.weights.verify.calibration import check_lengths
+from pipelinerl.weights.verify.probe import (
+    COMPLETION,
+    MAX_LENGTH,
+    SHORT_PROMPT,
+    Continuation,
+    ProbeText,
+    prompt_lengths,
+    text_shape,
+)
 
 log = logging.getLogger(__name__)
+
+
+class EvaluationLease:
+    """Follows topic `evaluation` to tell whether the servers' weights may change."""
+
+    def __init__(self, poll: Callable[[], Sequence[object]], clock: Callable[[], float] = time.time):
+        """``poll`` returns the messages since its last call. ``clock`` returns seconds since 1970."""
+        self._poll, self._clock = poll, clock
+        self._open: EvaluationStarted | None = None
+
+    def held(self, version: int) -> bool:
+        """Whether an evaluation of another version than ``version`` has neither ended nor expired."""
+        for message in self._poll():
+            if isinstance(message, EvaluationStarted):
+                self._open = message
+            elif isinstance(message, EvaluationDone) and self._open and message.version == self._open.version:
+                self._open = None
+        if self._open and self._clock() >= self._open.deadline:
+            log.warning("event=evaluation_lease_expired version=%d", self._open.version)
+            self._open = None
+        return self._open is not None and self._open.version != version
+
 
 POLL_S = 0.2
 BUSY_POLL_S = 0.005
@@ -43,20 +74,20 @@ Announce = Callable[[Announcement], object]
 
 
 class StripeHolder(Protocol):
-    """The methods of `pipelinerl.weights.origin.Origin` used here."""
+    """The methods of `pipelinerl.weights.publish.origin.Origin` used here."""
 
-    def take(
+    def take_snapshot(
         self,
         version: int,
         params: Iterable[tuple[str, Tensor]],
         specs: Sequence[ParamSpec],
-        plan: TakePlan,
+        plan: SnapshotPlan,
     ) -> object: ...
     def close(self) -> None: ...
 
 
 class Sender(Protocol):
-    """The methods of `pipelinerl.weights.sender.WeightSender` used here. Each may raise the sender's error."""
+    """The methods of `pipelinerl.weights.publish.sender.WeightSender` used here. Each may raise the sender's error."""
 
     @property
     def stats(self) -> PushStats: ...
@@ -64,9 +95,10 @@ class Sender(Protocol):
     def is_busy(self) -> bool: ...
     def wants_scores(self, *, is_idle: bool) -> bool: ...
     def check(self) -> None: ...
-    def plan(self) -> TakePlan: ...
+    def plan(self) -> SnapshotPlan: ...
     def sample_text(self, shape: tuple[int, int], vocab_size: int, seed: int, timeout_s: float) -> ProbeText | None: ...
-    def attest_with(self, text: ProbeText) -> None: ...
+    def continue_text(self, text: ProbeText, lengths: Sequence[int], seed: int) -> list[Continuation] | None: ...
+    def check_with(self, text: ProbeText) -> None: ...
     def wait_for_servers(self, count: int, timeout_s: float) -> int: ...
     def send(
         self,
@@ -74,7 +106,7 @@ class Sender(Protocol):
         params: Iterable[tuple[str, Tensor]],
         specs: Sequence[ParamSpec],
         scores: "Future[np.ndarray] | None" = None,
-        plan: TakePlan | None = None,
+        plan: SnapshotPlan | None = None,
     ) -> None: ...
     def wait_live(self, version: int, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
@@ -179,11 +211,42 @@ class WeightUpdates:
         if self._text is None:
             return
         if is_new and version == 0:
+            self._compare_lengths(self._text)
             self._text = self._text.with_scores(score_text(self._engine, self._text))
         if self._sender is not None:
             if is_new:
                 self._text.save(self._run_dir)
-            self._sender.attest_with(self._text)
+            self._sender.check_with(self._text)
+
+    def _compare_lengths(self, text: ProbeText) -> None:
+        """Compare how a server and the trainer compute the model's file beyond its thresholds. Collective.
+
+        Raises:
+            ConfigError: they differ there.
+        """
+        longest = max_model_len(self._cfg) or self._cfg.finetune.seq_length
+        crossed = [t for t in self._engine.policy.crossed if t.value < longest]
+        lengths = prompt_lengths([t.value for t in crossed], longest)
+        if lengths is None:
+            return
+        found = None if self._sender is None else self._sender.continue_text(text, lengths, self._cfg.seed)
+        found = self._engine.broadcast_object(found)
+        if found is None:
+            return
+        pairs = []
+        for continuation in found:
+            scored = score_text(self._engine, ProbeText(token_ids=continuation.token_ids[None]))
+            pairs.append((continuation.logprobs, scored[-len(continuation.logprobs) :]))
+        verdict = check_lengths(pairs[0], pairs[1], probe_tolerance(self._cfg))
+        log.info("event=lengths_compared prompts=%s verdict=%s", lengths, verdict)
+        if verdict is not None and verdict.fault:
+            names = ", ".join(f"{t.name}={t.value}" for t in crossed if t.value >= SHORT_PROMPT + COMPLETION)
+            raise ConfigError(
+                f"model_path: a server computes a document of {lengths[1] + COMPLETION} tokens in another way than the "
+                f"trainer: their log-probs differ by {verdict.difference:.2g} nats there, {verdict.limit:.2g} are "
+                f"allowed, while they agree at its beginning; such a document is longer than {names}: set "
+                "vllm_config.vllm_kwargs.max_model_len to the smallest of them, or raise it from there step by step"
+            )
 
     def after_step(self, step: int, has_data: Callable[[], bool]) -> float:
         """Send version ``step`` if an update is due and allowed. Returns the seconds in which training stood still.
@@ -235,7 +298,7 @@ class WeightUpdates:
     def _specs(self) -> list[ParamSpec]:
         return exported_specs(self._engine, self._dtype)
 
-    def _send(self, version: int, scored: bool, plan: TakePlan) -> float:
+    def _send(self, version: int, scored: bool, plan: SnapshotPlan) -> float:
         """Send first, then score the probe: servers are asked for their scores only once they hold the version.
 
         Returns the seconds in which the probe was scored.
@@ -248,7 +311,7 @@ class WeightUpdates:
             self._sender.send(version, parameters, specs, scores if scored else None, plan)
             spans.record("snapshot", f"version {version}", began, root=True, version=version)
         else:
-            self._origin.take(version, parameters, specs, plan)
+            self._origin.take_snapshot(version, parameters, specs, plan)
         if not scored:
             return 0.0
         assert self._text is not None

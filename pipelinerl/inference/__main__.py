@@ -4,7 +4,7 @@ import os
 
 import msgspec
 
-from pipelinerl.observability.role import RoleContext, importing, run_role
+from pipelinerl.membership.role import RoleContext, importing, run_role
 
 
 def main(context: RoleContext) -> None:
@@ -19,13 +19,13 @@ def main(context: RoleContext) -> None:
     with importing():
         from pipelinerl.inference.part import serve_part
         from pipelinerl.inference.server import Service, serve
-        from pipelinerl.weights.store.follower import follower_settings
+        from pipelinerl.weights.load.store_follower import follower_settings
 
     context.wait_for_model()
     gpu_bytes = min(gpu_memory_bytes(), default=0)
     job = msgspec.structs.replace(context.job, kind=context.job.kind.removesuffix("_part"))
     arguments = vllm_arguments(context.cfg, context.world, job, gpu_bytes)
-    if job.span is not None and job.span.is_part:
+    if job.span is not None and job.span.has_workers_only:
         serve_part(arguments, job.span, context)
         return
     if tls := server_files(context.cfg.world, context.job.hostname):

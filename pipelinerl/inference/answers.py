@@ -24,25 +24,33 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from pipelinerl.errors import StreamError
 from pipelinerl.inference.images import ImagePrompts, image_spans_of
-from pipelinerl.inference.scheduler import PINNED, STARTS, WHOLE
+from pipelinerl.inference.scheduler import NAME, PINNED, STARTS, WHOLE
 from pipelinerl.records.answers import (
     ANSWER_FORMAT,
     ANSWER_PATH,
     IMAGE_FORMAT,
+    REQUEST_NAME,
+    UNDER_WAY_PATH,
     Answer,
     AnswerRequest,
     Completion,
+    RequestUnderWay,
+    UnderWay,
 )
 from pipelinerl.streams.codec import Codec
 
 SAMPLING_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
 MEDIA_TYPE = "application/msgpack"
+MAX_NAME = 100
+"""Characters of a request's name."""
 LONG_TOKENS = 4000
 """Answers of at least this many tokens are encoded in a thread: they would block the event loop."""
 
 
 class AnswerEngine(Protocol):
-    """The part of vLLM's engine client that the route uses."""
+    """The part of vLLM's engine client that the routes use."""
+
+    engine_core: Any
 
     def generate(self, prompt: Any, sampling_params: SamplingParams, request_id: str) -> Any: ...
 
@@ -121,15 +129,15 @@ class Answers:
         self._answer_codec: Codec[Answer] = Codec(Answer)
         self._numbers = itertools.count()
 
-    async def answer(self, body: bytes) -> bytes:
-        """Returns the encoded answer. Raises ``BadRequest``."""
+    async def answer(self, body: bytes, name: str = "") -> bytes:
+        """Returns the encoded answer. Raises ``BadRequest``. ``name``: the client's, for ``under_way``."""
         try:
             request = self._request_codec.decode(body)
         except StreamError as error:
             raise BadRequest(422, f"not an answer request: {error}") from error
         try:
             prompts = await self._engine_prompts(request)
-            outputs = await self._sample(request, prompts)
+            outputs = await self._sample(request, prompts, name)
         except GracefulHTTPError as error:
             raise BadRequest(503, str(error)) from error
         except (VLLMClientError, ValueError, TypeError) as error:
@@ -150,24 +158,35 @@ class Answers:
     def _salt(self, request: AnswerRequest) -> str | None:
         return str(request.prefix_version) if self._keeps and request.prefix_version is not None else None
 
-    async def _sample(self, request: AnswerRequest, prompts: Sequence[Any]) -> list[RequestOutput]:
+    async def _sample(self, request: AnswerRequest, prompts: Sequence[Any], name: str) -> list[RequestOutput]:
         """One output per prompt."""
-        tasks = [asyncio.create_task(self._generate(request, prompt)) for prompt in prompts]
+        tasks = [asyncio.create_task(self._generate(request, prompt, name)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _generate(self, request: AnswerRequest, prompt: Any) -> RequestOutput:
+    async def _generate(self, request: AnswerRequest, prompt: Any, name: str) -> RequestOutput:
         length = len(prompt["prompt_token_ids"]) if request.images else len(request.token_ids)
         params = msgspec.convert(self._sampling(request, length), SamplingParams)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.extra_args = {WHOLE: not params.stop}  # stop strings are found by vLLM's front, token by token
         if prompt.get("cache_salt") is not None:
             params.extra_args[PINNED] = True
+        if name:
+            params.extra_args[NAME] = name
         outputs = self._engine.generate(prompt, params, f"answer-{next(self._numbers)}")
         return [output async for output in outputs][-1]
+
+    async def under_way(self, prefix: str) -> UnderWay:
+        """Returns how far the answers are to the requests whose names begin so."""
+        sampled, completions = await self._engine.engine_core.call_utility_async("answers_under_way", prefix)
+        requests: dict[str, RequestUnderWay] = {}
+        for name, tokens, waits in completions:
+            before = requests.get(name, RequestUnderWay(tokens=(), waits=False))
+            requests[name] = RequestUnderWay(tokens=(*before.tokens, tokens), waits=before.waits or waits)
+        return UnderWay(sampled=sampled, requests=requests)
 
     def _prompts(self, request: AnswerRequest) -> list[np.ndarray]:
         if request.format > ANSWER_FORMAT:
@@ -253,10 +272,15 @@ def answers_router(answers: Answers) -> APIRouter:
     """The route."""
     router = APIRouter()
 
+    @router.get(UNDER_WAY_PATH)
+    async def under_way(prefix: str = "") -> Response:
+        told = await answers.under_way(prefix)
+        return Response(msgspec.json.encode(told), media_type="application/json")
+
     @router.post(ANSWER_PATH)
     async def answer(raw: Request) -> Response:
         body = await raw.body()
-        work = asyncio.ensure_future(answers.answer(body))
+        work = asyncio.ensure_future(answers.answer(body, raw.headers.get(REQUEST_NAME, "")[:MAX_NAME]))
         gone = asyncio.ensure_future(_gone(raw))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -13,16 +13,16 @@ from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_node, devices_per_server, server_options
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.engines import CHILD_VARIABLE, ENGINE
+from pipelinerl.plan.memory import kv_cache_bytes
+from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, Span, WorldMap
-from pipelinerl.world.memory import kv_cache_bytes
-from pipelinerl.world.model_shape import find_model_shape
 from pipelinerl.world.network import listen_address
 
 SERVED_NAMES = {"actor_llm": "policy", "preprocessor_llm": "reference"}
-GUARD = "pipelinerl.inference.guard.Guard"
+ACCESS_MIDDLEWARE = "pipelinerl.inference.access.RouteAccess"
 SCHEDULER = "pipelinerl.inference.scheduler.AnswerScheduler"
-WEIGHT_EXTENSION = "pipelinerl.weights.worker.WeightUpdateExtension"
+WEIGHT_EXTENSION = "pipelinerl.weights.load.worker.WeightUpdateExtension"
 SCORE_EXTENSION = "pipelinerl.inference.scoring.ScoreExtension"
 
 RESERVED = {
@@ -38,7 +38,7 @@ RESERVED = {
     "enable-scale-out": "the token-in/token-out endpoint is part of it",
     "data-parallel-size": "use more servers: world.actor_fraction",
     "api-server-count": "one API process takes the weight updates",
-    "middleware": "the guard of the control routes is one",
+    "middleware": "the access control of our routes is one",
     "scheduler-cls": "ours keeps cached prompts exact",
     "enable-prefix-caching": "set vllm_config.prefix_caching",
     "api-key": "the run's secret is the key",
@@ -108,7 +108,7 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
         "host": listen_address(job.hostname) or world.bind_host,
         "port": job.port,
         "seed": cfg.seed * 1000 + (job.replica_idx if job.span is None else _common_number(job.span)),
-        "middleware": GUARD,
+        "middleware": ACCESS_MIDDLEWARE,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "return-tokens-as-token-ids": True,
@@ -140,7 +140,7 @@ def _span_settings(span: Span) -> dict[str, Any]:
         "master-addr": span.host,
         "master-port": span.port,
         "distributed-executor-backend": "mp",
-        "headless": span.is_part or None,
+        "headless": span.has_workers_only or None,
     }
 
 
@@ -195,7 +195,7 @@ def _render(key: str, value: Any) -> tuple[str, ...]:
     return (f"--{key}", str(value))
 
 
-PLAIN_FLAGS = frozenset({"disable-uvicorn-access-log", "disable-fastapi-docs"})
+PLAIN_FLAGS = frozenset({"disable-log-stats", "disable-uvicorn-access-log", "disable-fastapi-docs"})
 """Flags without a negated form in vLLM's parser."""
 
 

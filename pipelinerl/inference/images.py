@@ -66,8 +66,8 @@ class ImagePrompts:
     async def _process(self, images: Sequence[bytes], placeholder: int) -> MultiModalInput:
         """Processes the images alone. The cache of their features belongs to the engine, which may not see this."""
         opened = await asyncio.to_thread(_opened, images)
-        alone = TokensPrompt(prompt_token_ids=[placeholder] * len(images), multi_modal_data={"image": opened})
-        (made,) = await self._processor.render_cmpl_async([alone], skip_mm_cache=True)
+        images_only = TokensPrompt(prompt_token_ids=[placeholder] * len(images), multi_modal_data={"image": opened})
+        (made,) = await self._processor.render_cmpl_async([images_only], skip_mm_cache=True)
         return made
 
 

@@ -18,7 +18,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.inference.server import HEARTBEAT_S, parse_arguments, signals_end_the_start
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.world import Span
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with three additions. It runs in the engine's process, the only one that knows the order of events.
+"""vLLM's scheduler with four additions. It runs in the engine's process, the only one that knows the order of events.
 
 1. *Prefix caching that is exact.* Cached blocks are found only under the weight version that was live when they were
    computed: the salt of a request that has not sampled yet is the live version at the moment its prompt is looked up.
@@ -7,7 +7,8 @@
    the conversation began (``PINNED``). It then keeps its history, like a sequence in flight.
 2. *Whole answers.* vLLM reports every token of every step to its front, which costs the front more than the answer
    itself. A request marked ``WHOLE`` is reported once, at its end, with the weight version of every token.
-3. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
+3. *Growth.* Clients ask how many tokens their answers have, because nothing else tells a long answer from a lost one.
+4. *Load.* The server asks how full the cache is, how many requests run and wait, and counts of those that ended and of
    those that lost their place. vLLM's own statistics are off, because they cost every step.
 
 The engine around it gets one more command: the swap of the weights between two decoding steps.
@@ -30,6 +31,8 @@ PINNED = "pipelinerl_pinned"
 """Key of ``SamplingParams.extra_args``: the request's salt is not changed."""
 WHOLE = "pipelinerl_whole"
 """Key of ``SamplingParams.extra_args``: report at the end only."""
+NAME = "pipelinerl_name"
+"""Key of ``SamplingParams.extra_args``: the client's name of the request."""
 STARTS = "pipelinerl_version_starts"
 """Key of the parameters that come with a whole answer: ``[(weight version, index of its first token), …]``."""
 
@@ -80,7 +83,20 @@ class AnswerScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._version = "default"
         self._held: dict[str, _Held] = {}
-        self._finished = self._preempted = 0
+        self._finished = self._preempted = self._sampled = 0
+
+    def under_way(self, prefix: str) -> tuple[int, list[tuple[str, int, bool]]]:
+        """Tokens sampled so far by the server, and of every completion whose request has a name that begins so.
+
+        Returns:
+            The server's tokens, and for each completion the name, its tokens, and whether it waits for its turn.
+        """
+        named = ((_extra(request, NAME), request) for request in self.requests.values() if not request.is_finished())
+        return self._sampled, [
+            (name, request.num_output_tokens, request.status != RequestStatus.RUNNING)
+            for name, request in named
+            if isinstance(name, str) and name.startswith(prefix)
+        ]
 
     def load(self) -> tuple[float, int, int, int, int]:
         """Share of the cache in use, requests that run and wait, and those that ended and were preempted so far."""
@@ -119,6 +135,7 @@ class AnswerScheduler(AsyncScheduler):
         return super()._get_local_prefix_cache_hit(request)
 
     def _salt(self, request: Request) -> None:
+        """Lets a prompt find only what the live version computed. After a swap it is salted again."""
         if _marked(request, PINNED) or request.num_output_tokens or request.cache_salt == self._version:
             return
         request.cache_salt = self._version
@@ -134,6 +151,7 @@ class AnswerScheduler(AsyncScheduler):
         return reports
 
     def _report(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        self._sampled += len(output.new_token_ids)
         held = self._held.get(output.request_id)
         if held is None:
             return output
@@ -145,8 +163,12 @@ class AnswerScheduler(AsyncScheduler):
 
 
 def _marked(request: Request, key: str) -> bool:
+    return bool(_extra(request, key))
+
+
+def _extra(request: Request, key: str) -> Any:
     params = request.sampling_params
-    return params is not None and bool(params.extra_args) and bool(params.extra_args.get(key))
+    return params.extra_args.get(key) if params is not None and params.extra_args else None
 
 
 def _is_prefilling(request: Request) -> bool:
@@ -172,7 +194,7 @@ def swap_weights(core: EngineCoreProc, version: int) -> Future[tuple[float, floa
             core.collective_rpc("swap_weights", args=(version,))
             core.set_weight_version(str(version))
             core.resume_scheduler()
-        except Exception as error:  # the front ends the server
+        except Exception as error:  # noqa: BLE001 — the front ends the server
             failure = f"{type(error).__name__}: {error}"
         ended = time.monotonic()
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))  # the loop waits for a message when idle
@@ -200,6 +222,7 @@ def _extend_engine_core() -> None:
 
     EngineCore.set_weight_version = set_weight_version
     EngineCore.server_load = lambda core: core.scheduler.load()
+    EngineCore.answers_under_way = lambda core, prefix: core.scheduler.under_way(prefix)
     EngineCoreProc.swap_weights = swap_weights
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own application with our routes and guard around it.
+"""vLLM's own application with our routes and access control around it.
 
 Owns the server's process: builds the engine, serves until SIGTERM, tells the heartbeat that the engine answers.
 """
@@ -29,18 +29,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from pipelinerl.chat.images import placeholder_of
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import LeftError, PipelineRLError
-from pipelinerl.host.process import die_with_parent
-from pipelinerl.inference import answers, control
+from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
 from pipelinerl.inference.answers import Answers
-from pipelinerl.inference.control import SwapFailedError, UpdateControl
 from pipelinerl.inference.images import ImagePrompts
+from pipelinerl.inference.weight_update import SwapFailedError, UpdateControl
 from pipelinerl.membership.entry import Membership
 from pipelinerl.membership.lease import count_parts
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollower
 from pipelinerl.weights.protocol import Address, WeightInfo
-from pipelinerl.weights.store.follower import FollowerSettings, StoreFollower
 from pipelinerl.world import Span
+from pipelinerl.world.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -199,11 +199,11 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
         workers = [Address(*address) for address in await client.collective_rpc("weight_address")]
         secret = os.environ.get(SECRET_VARIABLE, "")
         updates = UpdateControl(
-            VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken, told=life.announce_weights
+            VllmEngine(client), workers=workers, secret=secret, on_fatal=_end_broken, announce=life.announce_weights
         )
         if service.follows is not None:
             StoreFollower(updates, asyncio.get_running_loop(), service.follows).start()
-    _replace_routes(app, control.control_router(updates))
+    _replace_routes(app, weight_update.control_router(updates))
     lean = Answers(
         client,
         model=args.served_model_name[0],

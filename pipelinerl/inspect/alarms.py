@@ -5,12 +5,13 @@ write a function and list it in `CHECKS`. All thresholds are constants at the to
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pipelinerl.inspect.progress import last_at
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Points
-from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.records import CalibrationExceeded, ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
 WINDOW = 8
 """Number of points at the beginning and at the end of a curve that are compared, at most a third of them each."""
@@ -46,7 +47,8 @@ READ = (
     TrainerMetric.LOGRATIO_ABS_MAX_LAG0,
     TrainerMetric.LOGRATIO_ABS_MEAN,
 )
-"""The metrics that the checks read."""
+"""The metrics that the checks read, beside those under `READ_OF_DOMAINS`."""
+READ_OF_DOMAINS = ActorMetric.LOOP_BLOCKED_S.partition("{")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class History:
     messages: Sequence[TrainerMessage] = ()
     steps_per_update: int = 1
     """Optimizer steps between two weight updates, as configured."""
+    blocked_at: Mapping[str, str] = field(default_factory=dict)
+    """Domain → where it blocked the event loop of a rollout worker last."""
     unreadable_share: float | None = None
     """Share of sampled tokens that the tokenizer does not know or that are broken characters. None = not measured."""
 
@@ -94,7 +98,21 @@ def expelled_servers(history: History) -> Iterable[Alarm]:
             name="stale server",
             step=first.version,
             text=f"{server} did not use the weights it was sent ({first.reason})",
-            cure=f"It is out of service until it proves them; read {server}/log.txt, restart or replace that server",
+            cure=f"It is out of service until it passes a probe; read {server}/log.txt, restart or replace that server",
+        )
+
+
+def uncalibrated_servers(history: History) -> Iterable[Alarm]:
+    """Alarm if a server and the trainer disagree although both hold the model's file."""
+    found = {message.server: message for message in history.messages if isinstance(message, CalibrationExceeded)}
+    for server, message in found.items():
+        yield Alarm(
+            name="calibration",
+            step=0,
+            text=f"{server} and the trainer differ by {message.difference:.2g} nats before any update, "
+            f"{message.limit:.2g} are allowed",
+            cure="Compare dtype, fp32_lm_head, attention and rope of both ends; if the cause is known and harmless, "
+            "raise weights.probe_tolerance, else the server will miss its probe",
         )
 
 
@@ -103,8 +121,8 @@ def lost_servers(history: History) -> Iterable[Alarm]:
     updates = [message for message in history.messages if isinstance(message, WeightUpdateSuccess)]
     if not updates:
         return
-    accused = {message.server for message in history.messages if isinstance(message, ProbeMissed)}
-    for server in sorted({name for update in updates for name in update.servers} - set(updates[-1].servers) - accused):
+    missed = {message.server for message in history.messages if isinstance(message, ProbeMissed)}
+    for server in sorted({name for update in updates for name in update.servers} - set(updates[-1].servers) - missed):
         last = max(update.version for update in updates if server in update.servers)
         yield Alarm(
             name="server out of service",
@@ -171,6 +189,25 @@ def unreadable_output(history: History) -> Iterable[Alarm]:
             "from the first one on",
             cure="Tokenizer or chat template do not fit the model, or the task does not fit it: look at rollouts, then "
             "take model and tokenizer from one checkpoint",
+        )
+
+
+def blocked_loops(history: History) -> Iterable[Alarm]:
+    """Alarm if a domain blocks the event loop of its worker."""
+    first: dict[str, int] = {}
+    for point in history.actor:
+        for domain in ActorMetric.LOOP_BLOCKED_S.found(point):
+            first.setdefault(domain, point[STEP])
+    for domain, step in first.items():
+        name = ActorMetric.LOOP_BLOCKED_S.of(domain=domain)
+        seconds = max(point.get(name, 0.0) for point in history.actor)
+        yield Alarm(
+            name=f"blocked event loop ({domain})",
+            step=step,
+            text=f"domain {domain} has blocked its rollout workers for {seconds:.1f} s"
+            f"{last_at(history.blocked_at, domain)}: all their rollouts stood still",
+            cure="Run the blocking call in a thread (await asyncio.to_thread(function, ...)) or use an async library; "
+            "event=loop_blocked in actor_*/log.txt has the stack",
         )
 
 
@@ -286,10 +323,12 @@ def mismatch(history: History) -> Iterable[Alarm]:
 
 CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     expelled_servers,
+    uncalibrated_servers,
     other_weights,
     lost_servers,
     stalled_version,
     unreadable_output,
+    blocked_loops,
     reward_without_success,
     entropy_collapse,
     length_explosion,

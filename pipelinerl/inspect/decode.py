@@ -29,17 +29,21 @@ MAX_NESTING = 50
 """Of the values of a problem that is shown by its fields."""
 LONGEST_CHARACTER = 8
 """Number of tokens after which an incomplete character counts as broken."""
+
+
+def _format(header: str, starts: str, ends: str) -> re.Pattern[str]:
+    """One template's messages: ``header`` and the text up to an end mark, the next header, or the end."""
+    return re.compile(rf"{header}(?P<text>.*?)(?:(?:{ends})\n?|(?={starts})|\Z)", re.DOTALL)
+
+
 FORMATS = (
-    re.compile(r"<\|im_start\|>(?P<role>\w+)\n?(?P<text>.*?)(?:<\|im_end\|>\n?|(?=<\|im_start\|>)|\Z)", re.DOTALL),
-    re.compile(
-        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n*(?P<text>.*?)"
-        r"(?:<\|eo[tm]_id\|>|(?=<\|start_header_id\|>)|\Z)",
-        re.DOTALL,
-    ),
-    re.compile(r"<start_of_turn>(?P<role>\w+)\n?(?P<text>.*?)(?:<end_of_turn>\n?|\Z)", re.DOTALL),
-    re.compile(
-        r"<\|start\|>(?P<role>[^<]*(?:<\|channel\|>[^<]*)?)<\|message\|>(?P<text>.*?)(?:<\|(?:end|return|call)\|>|\Z)",
-        re.DOTALL,
+    _format(r"<\|im_start\|>(?P<role>\w+)\n?", r"<\|im_start\|>", r"<\|im_end\|>"),
+    _format(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n*", r"<\|start_header_id\|>", r"<\|eo[tm]_id\|>"),
+    _format(r"<start_of_turn>(?P<role>\w+)\n?", r"<start_of_turn>", r"<end_of_turn>"),
+    _format(
+        r"<\|start\|>(?P<role>[^<\0]*(?:<\|channel\|>[^<\0]*)?)(?:<\|message\|>)?",
+        r"<\|start\|>",
+        r"<\|(?:end|return|call)\|>",
     ),
 )
 """How chat templates mark messages: ChatML (Qwen and others), Llama 3, Gemma, Harmony."""
@@ -196,7 +200,10 @@ def sampled_mask(sequence: TrainingSequence) -> np.ndarray:
 
 
 def messages_in(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]:
-    """Find the messages in a sequence's text. Marks of the template belong to no message, even if they were sampled.
+    """Find the messages in a sequence's text.
+
+    Marks that the template wrote belong to no message. Marks that the policy sampled are text of its message: a policy
+    that samples the beginning of a user's turn has made no turn.
 
     Args:
         pieces: text of each token.
@@ -204,8 +211,9 @@ def messages_in(pieces: Sequence[str], sampled: Sequence[bool]) -> list[Message]
     """
     text = "".join(pieces)
     origin = [flag for piece, flag in zip(pieces, sampled, strict=True) for _ in piece]
+    written = "".join("\0" if flag else character for character, flag in zip(text, origin, strict=True))
     for pattern in FORMATS:
-        found = list(pattern.finditer(text))
+        found = list(pattern.finditer(written))
         if found:
             return [Message(role=m["role"].strip(), parts=_parts(text, origin, *m.span("text"))) for m in found]
     return [Message(role="", parts=_parts(text, origin, 0, len(text)))]
@@ -218,6 +226,8 @@ def _parts(text: str, origin: Sequence[bool], start: int, end: int) -> tuple[tup
         if place == end or origin[place] != origin[begin]:
             parts.append((text[begin:place], bool(origin[begin])))
             begin = place
+    if len(parts) > 1 and parts[-1] == ("\n", False):
+        del parts[-1]  # the template's, behind an end mark that was sampled
     return tuple(parts)
 
 

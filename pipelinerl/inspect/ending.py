@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 
 from pipelinerl.config.paths import ENDING_FILE
-from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.world.disk import replace_file
 
 
 class RunEnding(msgspec.Struct, frozen=True, kw_only=True):

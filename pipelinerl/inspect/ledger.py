@@ -2,15 +2,17 @@
 
 The ledger is derived from the topics. `actor` says which groups were published or dropped, `preprocessor` which
 rollouts were packed for which step or dropped and why, `trainer` how many steps are trained. The command reports a
-violation with a non-zero exit code: a dispatch that was settled twice or lost, a rollout that was trained twice, or a
-published rollout that was passed over (neither trained, nor dropped, nor still ahead of the trainer).
+violation with a non-zero exit code: a dispatch that was resolved twice or lost, a rollout that was trained twice, or a
+published rollout that was passed over (neither trained, nor dropped, nor still ahead of the trainer). What a damaged
+record may have said is no violation: the number of such records is shown, and whom they matter to is what
+`pipelinerl.streams verify` says.
 """
 
 import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config.load import load_old_run
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.records import (
     ActorRecord,
     GroupDropped,
@@ -30,7 +32,7 @@ from pipelinerl.records import (
     TrainingResumed,
     topics,
 )
-from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams import SingleStreamSpec, get_streams_backend, open_reader
 from pipelinerl.streams.epoch import LEDGER_FILE, lost_folder, read_epoch
 
 
@@ -41,7 +43,7 @@ class LedgerEntry:
     sample_id: str
     outcome: str
     """trained, packed (its step is not done yet), dropped, queued (published, not packed yet), lost (its streams were
-    set aside), or in flight (a dispatch that later ones have overtaken)."""
+    set aside), in flight (a dispatch that later ones have overtaken), or unreadable (its record is damaged)."""
     step: int | None = None
     reason: str | None = None
 
@@ -50,11 +52,13 @@ class LedgerEntry:
 class Ledger:
     entries: tuple[LedgerEntry, ...]
     violations: tuple[str, ...]
-    """Dispatches that were settled twice or not at all. Samples that were published or trained twice, trained although
+    """Dispatches that were resolved twice or not at all. Samples that were published or trained twice, trained although
     dropped, packed although not published, or passed over."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Server → rollouts that are not used, because the server missed the weight probe for them. They are no entries:
     their attempts were made again, or their groups were dropped."""
+    unreadable: int = 0
+    """Records of the topics that are damaged."""
 
     def counts(self) -> dict[str, int]:
         """Count rollouts by outcome, and dropped ones by reason."""
@@ -68,6 +72,8 @@ def ledger_of(
     *,
     first_offset: int = 0,
     first_progress: int = 0,
+    unreadable_actor: int = 0,
+    unreadable_progress: int = 0,
 ) -> Ledger:
     """Build the ledger of one replica from the records of its topics. Pure.
 
@@ -75,12 +81,14 @@ def ledger_of(
         steps_trained: number of optimizer steps that are done.
         first_offset: offset of the first record of ``actor``. Older records were deleted after use, so that samples
             packed from them cannot be looked up.
-        first_progress: offset of the first record of ``preprocessor``. The samples that older records settled are
+        first_progress: offset of the first record of ``preprocessor``. The samples that older records resolved are
             unknown.
+        unreadable_actor: number of damaged records of ``actor``, each of which may have resolved one dispatch.
+        unreadable_progress: number of damaged records of ``preprocessor``, which may have resolved any sample.
     """
     published: dict[str, LedgerEntry] = {}
     dispatches = [record for record in actor if not isinstance(record, OrderResumed)]
-    in_flight, violations = _dispatches(dispatches, complete=first_offset == 0)
+    unresolved, violations = _dispatches(dispatches, complete=first_offset == 0, unreadable=unreadable_actor)
     dropped_groups = []
     for record in dispatches:
         if isinstance(record, GroupDropped):
@@ -93,54 +101,67 @@ def ledger_of(
             if sample_id in published:
                 violations.append(f"{sample_id} was published twice")
             published[sample_id] = LedgerEntry(sample_id=sample_id, outcome="queued")
-    settled: dict[str, LedgerEntry] = {}
+    resolved: dict[str, LedgerEntry] = {}
+    unpublished: dict[str, list[LedgerEntry]] = {}
+    """By group."""
     begin = (0, 0)
     for progress in preprocessor:
         for entry in _events(progress, steps_trained):
-            earlier = settled.get(entry.sample_id)
+            earlier = resolved.get(entry.sample_id)
             if earlier is not None and (earlier.outcome, earlier.step) != (entry.outcome, entry.step):
                 violations.append(f"{entry.sample_id} was {_say(earlier)} and {_say(entry)}")
             if entry.sample_id not in published and begin[0] >= first_offset:
-                violations.append(f"{entry.sample_id} was {_say(entry)} but never published")
-            settled[entry.sample_id] = entry
+                unpublished.setdefault(entry.sample_id.rpartition("/")[0], []).append(entry)
+            resolved[entry.sample_id] = entry
         begin = progress.source
+    if len(unpublished) > unreadable_actor:
+        violations += [f"{e.sample_id} was {_say(e)} but never published" for es in unpublished.values() for e in es]
     names = list(published)
     if first_progress:
-        names = list(dropwhile(lambda name: name not in settled, names))
-    violations += _passed_over(names, settled)
-    entries = (*in_flight, *dropped_groups, *(published | settled).values())
+        names = list(dropwhile(lambda name: name not in resolved, names))
+    if not unreadable_progress:
+        violations += _passed_over(names, resolved)
+    entries = (*unresolved, *dropped_groups, *(published | resolved).values())
     refused = sum((Counter(record.refused) for record in dispatches), Counter[str]())
-    return Ledger(entries=entries, violations=tuple(violations), refused=refused)
+    unreadable = unreadable_actor + unreadable_progress
+    return Ledger(entries=entries, violations=tuple(violations), refused=refused, unreadable=unreadable)
 
 
 def _dispatches(
-    records: Sequence[RolloutGroup | GroupDropped], *, complete: bool
+    records: Sequence[RolloutGroup | GroupDropped], *, complete: bool, unreadable: int
 ) -> tuple[list[LedgerEntry], list[str]]:
-    """Return the dispatches in flight and the violations of dispatch numbers. Gaps count only if `complete`."""
+    """Return the dispatches without a record, and the violations of dispatch numbers. Gaps count only if `complete`."""
     times = Counter(record.dispatch_index for record in records)
-    violations = [f"dispatch {number} was settled {count} times" for number, count in times.items() if count > 1]
+    violations = [f"dispatch {number} was resolved {count} times" for number, count in times.items() if count > 1]
     if not complete or not records:
         return [], violations
-    settled = records[-1].settled_before
+    resolved = records[-1].settled_before
     missing = [number for number in range(max(times)) if number not in times]
-    violations += [f"dispatch {number} counts as settled but has no record" for number in missing if number < settled]
-    in_flight = [number for number in missing if number >= settled]
-    return [LedgerEntry(sample_id=f"dispatch {number}/*", outcome="in flight") for number in in_flight], violations
+    lost = [number for number in missing if number < resolved]
+    if len(lost) > unreadable:
+        violations += [f"dispatch {number} counts as resolved but has no record" for number in lost]
+    outcomes = {number: "in flight" if number >= resolved else "unreadable" for number in missing}
+    entries = [
+        LedgerEntry(sample_id=f"dispatch {number}/*", outcome=outcome)
+        for number, outcome in outcomes.items()
+        if outcome == "in flight" or len(lost) <= unreadable
+    ]
+    return entries, violations
 
 
 def _events(progress: PreprocessorProgress, steps_trained: int) -> list[LedgerEntry]:
-    """Return the samples that a record of the preprocessor settles."""
+    """Return the samples that a record of the preprocessor resolves."""
     step = progress.step - 1
     outcome = "trained" if step < steps_trained else "packed"
     packed = [LedgerEntry(sample_id=i, outcome=outcome, step=step) for i in progress.packed_sample_ids]
     return packed + [LedgerEntry(sample_id=i, outcome="dropped", reason=r) for i, r in progress.dropped_sample_ids]
 
 
-def _passed_over(published: Sequence[str], settled: Mapping[str, LedgerEntry]) -> list[str]:
-    """Find samples that were published before a packed one and are not settled, although they must be by then."""
-    packed = (i for i, name in enumerate(published) if name in settled and settled[name].outcome != "dropped")
+def _passed_over(published: Sequence[str], resolved: Mapping[str, LedgerEntry]) -> list[str]:
+    """Find samples that were published before a packed one and are not resolved, although they must be by then."""
+    packed = (i for i, name in enumerate(published) if name in resolved and resolved[name].outcome != "dropped")
     last = max(packed, default=0)
-    return [f"{name} was passed over: neither packed nor dropped" for name in published[:last] if name not in settled]
+    return [f"{name} was passed over: neither packed nor dropped" for name in published[:last] if name not in resolved]
 
 
 def merge(ledgers: Sequence[Ledger]) -> Ledger:
@@ -150,7 +171,8 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
     shared = tuple(f"{name} belongs to several replicas" for name, count in counts.items() if count > 1)
     refused = sum((Counter(ledger.refused) for ledger in ledgers), Counter[str]())
     violations = (*(v for ledger in ledgers for v in ledger.violations), *shared)
-    return Ledger(entries=entries, violations=violations, refused=refused)
+    unreadable = sum(ledger.unreadable for ledger in ledgers)
+    return Ledger(entries=entries, violations=violations, refused=refused, unreadable=unreadable)
 
 
 def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: Ledger) -> Ledger:
@@ -173,7 +195,7 @@ def over_epochs(earlier: Sequence[tuple[int, Sequence[LedgerEntry]]], present: L
     for entry in present.entries:
         violations += _trained_twice(known, entry)
         known[entry.sample_id] = entry
-    return Ledger(entries=tuple(known.values()), violations=tuple(violations), refused=present.refused)
+    return replace(present, entries=tuple(known.values()), violations=tuple(violations))
 
 
 def _trained_twice(known: Mapping[str, LedgerEntry], entry: LedgerEntry) -> list[str]:
@@ -209,22 +231,36 @@ def read_ledger(run_dir: Path) -> Ledger:
 def read_present(run_dir: Path) -> Ledger:
     """Read the ledger of the present streams."""
 
-    def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list]:
+    def records(topic: str, record_type: object, instance: int = 0) -> tuple[int, list, int]:
+        """Return the offset of the first record, the records, and the number of damaged ones behind the first."""
         spec = SingleStreamSpec(exp_path=run_dir, topic=topic, instance=instance)
+        written = get_streams_backend().stats(spec).next_offset
         with open_reader(spec, record_type, name=None, over_damage=True) as reader:
             found: list[tuple[int, Any]] = [(offset, without_tokens(record)) for offset, record in reader.read_each()]
-        return (found[0][0] if found else 0), [record for _, record in found]
+        first, last = (found[0][0], found[-1][0]) if found else (0, -1)
+        return first, [record for _, record in found], max(written, last + 1) - first - len(found)
 
     with look_into(run_dir):
-        _, messages = records(topics.TRAINER, TrainerMessage)
+        _, messages, _ = records(topics.TRAINER, TrainerMessage)
         made = [m.step for m in messages if isinstance(m, SamplesProcessed | TrainingResumed)]
         steps_trained = max(made, default=0)
         ledgers = []
         for replica in range(load_old_run(run_dir).world.replicas):
-            first_progress, preprocessor = records(topics.PREPROCESSOR, PreprocessorProgress, replica)
-            first_offset, actor = records(topics.ACTOR, ActorRecord, replica)
-            firsts = {"first_offset": first_offset, "first_progress": first_progress}
-            ledgers.append(ledger_of(actor, preprocessor, steps_trained, **firsts))
+            first_progress, preprocessor, unreadable_progress = records(
+                topics.PREPROCESSOR, PreprocessorProgress, replica
+            )
+            first_offset, actor, unreadable_actor = records(topics.ACTOR, ActorRecord, replica)
+            ledgers.append(
+                ledger_of(
+                    actor,
+                    preprocessor,
+                    steps_trained,
+                    first_offset=first_offset,
+                    first_progress=first_progress,
+                    unreadable_actor=unreadable_actor,
+                    unreadable_progress=unreadable_progress,
+                )
+            )
     return merge(ledgers)
 
 
@@ -256,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{count:8d}  {outcome}")
         for server, count in sorted(ledger.refused.items()):
             print(f"{count:8d}  not used: {server} missed the weight probe for them")
+        if ledger.unreadable:
+            print(f"{ledger.unreadable:8d}  damaged records: `pipelinerl streams verify {args.run_dir}` says whose")
     for violation in ledger.violations:
         print(f"VIOLATION  {violation}", file=sys.stderr)
     return 1 if ledger.violations else 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.paths import CURVE_FILE, REPORT_FILE, SUMMARY_FILE, metrics_file
-from pipelinerl.host.disk import replace_file
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points, read_metrics
 from pipelinerl.observability.status import StatusRecord, read_statuses
@@ -28,6 +27,7 @@ from pipelinerl.records.messages import (
 from pipelinerl.records.rollouts import ActorRecord, RolloutGroup
 from pipelinerl.records.topics import ACTOR, EVALUATION, TRAINER
 from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.world.disk import replace_file
 
 
 @dataclass(kw_only=True)

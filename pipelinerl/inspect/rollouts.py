@@ -27,7 +27,6 @@ from rich.text import Text
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError, told_in_one_line
-from pipelinerl.inspect.arguments import command_parser
 from pipelinerl.inspect.decode import (
     Message,
     TokenText,
@@ -38,7 +37,7 @@ from pipelinerl.inspect.decode import (
     text_of,
     text_or_numbers,
 )
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import command_parser, look_into
 from pipelinerl.inspect.samples import SeenRollout, matching, read_tests, read_training
 from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams.codec import jsonable
@@ -103,9 +102,10 @@ def select(args: argparse.Namespace, text: TokenText) -> Iterable[SeenRollout]:
         return heapq.nlargest(args.best, found, key=lambda seen: seen.rollout.reward)
     if args.worst is not None:
         return heapq.nsmallest(args.worst, found, key=lambda seen: seen.rollout.reward)
-    if args.json or args.all:
+    if args.all or (args.json and args.last is None):
         return found
-    newest = heapq.nlargest(args.last, enumerate(found), key=lambda entry: (_time(entry[1]), entry[0]))
+    last = SHOWN if args.last is None else args.last
+    newest = heapq.nlargest(last, enumerate(found), key=lambda entry: (_time(entry[1]), entry[0]))
     return [seen for _, seen in reversed(newest)]
 
 
@@ -151,10 +151,10 @@ def whole_text(seen: SeenRollout, text: TokenText) -> str:
 def headline(seen: SeenRollout) -> str:
     """Describe a rollout in one line, without its text."""
     versions = "–".join(map(str, dict.fromkeys((*seen.versions[:1], *seen.versions[-1:])))) or "–"
-    fate = seen.fate if seen.step is None or seen.fate == TRAINED else f"dropped: {seen.fate}"
+    outcome = seen.outcome if seen.step is None or seen.outcome == TRAINED else f"dropped: {seen.outcome}"
     facts = [
         seen.sample_id,
-        fate if seen.step is None else f"{fate}, step {seen.step}",
+        outcome if seen.step is None else f"{outcome}, step {seen.step}",
         f"{seen.domain}/{seen.dataset}",
         f"reward {seen.rollout.reward:.4g}",
         *([f"advantage {seen.advantage:+.3g}"] if seen.advantage is not None else []),
@@ -199,7 +199,7 @@ def as_json(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
         {
             "sample_id": seen.sample_id,
             "step": seen.step,
-            "fate": seen.fate,
+            "fate": seen.outcome,
             "domain": seen.domain,
             "dataset": seen.dataset,
             "problem": problem_fields(seen.problem),
@@ -241,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     some = own.add_mutually_exclusive_group()
     some.add_argument("--best", type=natural, metavar="K", help="the K with the highest rewards")
     some.add_argument("--worst", type=natural, metavar="K", help="the K with the lowest rewards")
-    some.add_argument("--last", type=natural, default=SHOWN, metavar="K", help=f"the newest K ({SHOWN})")
+    some.add_argument("--last", type=natural, metavar="K", help=f"the newest K ({SHOWN}; with --json all)")
     some.add_argument("--all", action="store_true", help="all of them")
     return own
 

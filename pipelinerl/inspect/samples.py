@@ -1,7 +1,7 @@
-"""Reads every rollout of a run that is still recorded, with its fate, from the archive and the topics.
+"""Reads every rollout of a run that is still recorded, with its outcome, from the archive and the topics.
 
 Consumes the archive and the topics `actor`, `actor_test` and `preprocessor`, and changes nothing. The caller must have
-opened the streams (`outside.look_into`). The run may be alive, finished or killed.
+opened the streams (`reading.look_into`). The run may be alive, finished or killed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from pipelinerl.archive import read_archive
+from pipelinerl.observability.archive import read_archive
 from pipelinerl.records import (
     ActorRecord,
     ArchivedRollout,
@@ -25,12 +25,12 @@ from pipelinerl.records.archive import TRAINED
 from pipelinerl.streams import SingleStreamSpec, open_reader
 
 QUEUED = "queued"
-"""Fate of a rollout that was published but not packed yet."""
+"""Outcome of a rollout that was published but not packed yet."""
 EVALUATED = "evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenRollout:  # structure: everything that is known of a rollout
+class SeenRollout:
     """A rollout with all that is recorded about it."""
 
     group_id: str
@@ -38,7 +38,7 @@ class SeenRollout:  # structure: everything that is known of a rollout
     dataset: str
     problem: str
     rollout: Rollout
-    fate: str
+    outcome: str
     """`trained`, the reason why it was dropped, `queued` or `evaluation`."""
     step: int | None
     """Optimizer step for which it was packed or dropped. None if that is not decided, or for an evaluation."""
@@ -54,7 +54,7 @@ class SeenRollout:  # structure: everything that is known of a rollout
 
     @property
     def is_test(self) -> bool:
-        return self.fate == EVALUATED
+        return self.outcome == EVALUATED
 
     @property
     def advantage(self) -> float | None:
@@ -86,16 +86,16 @@ class SeenRollout:  # structure: everything that is known of a rollout
 
 
 @dataclass
-class _Settled:
-    """(fate, step) of each sample according to topic `preprocessor`."""
+class _Outcomes:
+    """(outcome, step) of each sample according to topic `preprocessor`."""
 
-    fates: dict[str, tuple[str, int]] = field(default_factory=dict)
+    by_sample: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, progress: PreprocessorProgress) -> None:
         for sample_id, reason in progress.dropped_sample_ids:
-            self.fates[sample_id] = (reason, progress.step)
+            self.by_sample[sample_id] = (reason, progress.step)
         for sample_id in progress.packed_sample_ids:
-            self.fates[sample_id] = (TRAINED, progress.step - 1)
+            self.by_sample[sample_id] = (TRAINED, progress.step - 1)
 
 
 def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) -> Iterator[SeenRollout]:
@@ -108,18 +108,18 @@ def read_training(run_dir: Path, *, replicas: int = 1, step: int | None = None) 
             if step in (None, number):
                 yield from_archive(found, number, scores)
     for replica in range(replicas):
-        settled = _Settled()
+        outcomes = _Outcomes()
         with open_reader(
             SingleStreamSpec(run_dir, topics.PREPROCESSOR, replica), PreprocessorProgress, name=None
-        ) as news:
-            for _, progress in news.read_all():
-                settled.add(progress)
+        ) as reader:
+            for _, progress in reader.read_all():
+                outcomes.add(progress)
         for group in _groups(run_dir, topics.ACTOR, replica):
             for rollout in group.rollouts:
                 name = f"{group.group_id}/{rollout.attempt}"
-                fate, number_or_none = settled.fates.get(name, (QUEUED, None))
+                outcome, number_or_none = outcomes.by_sample.get(name, (QUEUED, None))
                 if name not in archived and step in (None, number_or_none):
-                    yield _from_group(group, rollout, fate, number_or_none, scores)
+                    yield _from_group(group, rollout, outcome, number_or_none, scores)
 
 
 def read_tests(run_dir: Path, *, replicas: int = 1) -> Iterator[SeenRollout]:
@@ -152,7 +152,7 @@ def from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSequ
         dataset=found.dataset,
         problem=found.problem,
         rollout=found.rollout,
-        fate=found.fate,
+        outcome=found.outcome,
         step=step,
         dispatched_version=found.dispatched_version,
         advantages=found.advantages,
@@ -161,13 +161,13 @@ def from_archive(found: ArchivedRollout, step: int, scores: dict[str, ScoredSequ
     )
 
 
-def seen_group(group: RolloutGroup, fate: str) -> list[SeenRollout]:
-    """Return the rollouts of a group, all with the same fate."""
-    return [_from_group(group, rollout, fate, None, {}) for rollout in group.rollouts]
+def seen_group(group: RolloutGroup, outcome: str) -> list[SeenRollout]:
+    """Return the rollouts of a group, all with the same outcome."""
+    return [_from_group(group, rollout, outcome, None, {}) for rollout in group.rollouts]
 
 
 def _from_group(
-    group: RolloutGroup, rollout: Rollout, fate: str, step: int | None, scores: dict[str, ScoredSequence]
+    group: RolloutGroup, rollout: Rollout, outcome: str, step: int | None, scores: dict[str, ScoredSequence]
 ) -> SeenRollout:
     return SeenRollout(
         group_id=group.group_id,
@@ -175,7 +175,7 @@ def _from_group(
         dataset=group.dataset,
         problem=group.problem,
         rollout=rollout,
-        fate=fate,
+        outcome=outcome,
         step=step,
         dispatched_version=group.dispatched_version,
         scores=_scores_of(f"{group.group_id}/{rollout.attempt}", rollout, scores),

@@ -21,12 +21,13 @@ from pipelinerl.config.environment import ROLE_VARIABLE
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.paths import LOCK_FILE
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.inspect.alone import read_alone
-from pipelinerl.inspect.outside import look_into, process_environment
-from pipelinerl.inspect.report import last_per_step, number, read_records, read_summary
+from pipelinerl.inspect.debug_run import read_debug_run
+from pipelinerl.inspect.progress import blocked_loop_lines, first_answers
+from pipelinerl.inspect.reading import look_into, process_environment
+from pipelinerl.inspect.report import last_per_step, number, read_metrics_tail, read_records, read_summary
 from pipelinerl.observability.catalogue import TrainerMetric
 from pipelinerl.observability.health import wait_chain
-from pipelinerl.observability.status import StatusRecord, read_statuses
+from pipelinerl.observability.status import BLOCKED_AT, StatusRecord, read_statuses
 from pipelinerl.records.messages import TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams import get_streams_backend
 
@@ -58,8 +59,8 @@ def run_state(run_dir: Path, last_step: int, step: int, statuses: Mapping[str, S
     """
     if is_running(run_dir):
         return f"running, step {step} of {last_step}"
-    if alone := read_alone(run_dir):
-        return f"finished, debug.mode={alone['mode']}"
+    if figures := read_debug_run(run_dir):
+        return f"finished, debug.mode={figures['mode']}"
     summary = read_summary(run_dir)
     if summary is not None and summary["optimizer_steps"] >= last_step:
         return f"finished, {summary['optimizer_steps']} steps"
@@ -105,7 +106,7 @@ def describe_wait(status: StatusRecord, now: float) -> str:
 
 
 def fields(status: StatusRecord) -> str:
-    return " ".join(f"{name}={value}" for name, value in status.fields.items())
+    return " ".join(f"{name}={value}" for name, value in status.fields.items() if name != BLOCKED_AT)
 
 
 def chains(statuses: Mapping[str, StatusRecord]) -> list[str]:
@@ -142,15 +143,15 @@ def progress_lines(records: Any) -> list[str]:
     return lines
 
 
-def queue_lines(run_dir: Path) -> list[str]:
-    """Return a table of the records of each stream and how far its readers are behind."""
+def queue_lines(run_dir: Path, *, is_over: bool) -> list[str]:
+    """Return a table of the records of each stream, and how far its readers are behind while the run goes on."""
     backend = get_streams_backend()
     rows = []
     for spec in backend.specs(run_dir):
         stats = backend.stats(spec)
         behind = {reader: stats.next_offset - position for reader, position in sorted(stats.positions.items())}
         unread = ", ".join(f"{reader} {count} behind" for reader, count in behind.items())
-        rows.append((str(spec), str(stats.next_offset), unread))
+        rows.append((str(spec), str(stats.next_offset), "" if is_over else unread))
     return table(("stream", "records", "readers"), rows)
 
 
@@ -187,22 +188,27 @@ def screen(run_dir: Path) -> list[str]:
     """Return the lines of the screen, without stacks."""
     cfg = load_old_run(run_dir)
     statuses = read_statuses(run_dir)
+    is_finished = run_state(run_dir, cfg.finetune.max_train_steps, 0, statuses).startswith("finished")
     step = max((int(status.fields.get("step") or 0) for status in statuses.values()), default=0)
     try:
         with look_into(run_dir):
             records = read_records(run_dir, replicas=cfg.world.replicas, with_rollouts=False)
             step = max([step, *(message.step for message in last_per_step(records.trainer)[-1:])])
-            streams = ["", *progress_lines(records), "", *queue_lines(run_dir)]
+            streams = ["", *progress_lines(records), "", *queue_lines(run_dir, is_over=is_finished)]
     except PipelineRLError as error:
         streams = ["", f"the streams cannot be read: {error}"]
     state = run_state(run_dir, cfg.finetune.max_train_steps, step, statuses)
     if state.startswith("stopped"):
         statuses = as_ended(statuses)
+    metrics = read_metrics_tail(run_dir, "actor") or {}
+    generating = ["  ".join(first_answers(metrics, statuses))]
     lines = [
         f"run {run_dir}: {state}",
+        *(generating if state.startswith("running") and not step else []),
         *table(("role", "state", "progress", "waits for", ""), role_rows(statuses, time.time())),
         *(f"wait chain: {chain}" for chain in chains(statuses)),
         *streams,
+        *blocked_loop_lines(metrics, statuses),
     ]
     hangs = sorted((run_dir / "hangs").glob("*")) if (run_dir / "hangs").is_dir() else []
     return lines + [f"hang report: {path}" for path in hangs]

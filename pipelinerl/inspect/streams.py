@@ -17,10 +17,10 @@ from typing import Any
 
 from pipelinerl.errors import PipelineRLError, StreamError
 from pipelinerl.inspect.decode import text_or_numbers
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.rollouts import rendered, warn_of_numbers
 from pipelinerl.inspect.samples import EVALUATED, seen_group
-from pipelinerl.inspect.verify import told
+from pipelinerl.inspect.verify import finding_lines
 from pipelinerl.inspect.verify import verify as find_damage
 from pipelinerl.records import ActorRecord, GroupDropped, OrderResumed
 from pipelinerl.records.topics import ACTOR, ACTOR_TEST
@@ -88,7 +88,7 @@ def stats(args: argparse.Namespace) -> None:
 def show_damage(args: argparse.Namespace) -> int:
     """Describes damage and whom it matters to, with exit code 1 if there is any."""
     findings = find_damage(args.run)
-    for line in told(findings, args.run):
+    for line in finding_lines(findings, args.run):
         print(line)
     return 1 if findings else 0
 
@@ -148,8 +148,8 @@ def _text_of_records(run_dir: Path, specs: Sequence[SingleStreamSpec]) -> Show:
             return f"── new streams from step {record.step} on"
         if isinstance(record, GroupDropped):
             return f"── {record.group_id} dropped: {record.reason}: {record.detail}"
-        fate = EVALUATED if record.group_id.startswith("test-") else "published"
-        return "\n".join(rendered(seen, text).plain.rstrip("\n") for seen in seen_group(record, fate))
+        outcome = EVALUATED if record.group_id.startswith("test-") else "published"
+        return "\n".join(rendered(seen, text).plain.rstrip("\n") for seen in seen_group(record, outcome))
 
     return show
 

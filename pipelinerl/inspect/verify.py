@@ -107,7 +107,7 @@ def _counters(manifest: Path) -> dict[str, Any]:
         return {}
 
 
-def told(findings: list[Finding], run_dir: Path) -> Iterator[str]:
+def finding_lines(findings: list[Finding], run_dir: Path) -> Iterator[str]:
     """Describe the findings in lines of text."""
     for finding in findings:
         records = (

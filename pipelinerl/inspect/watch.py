@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 
 from pipelinerl.config.paths import metrics_file
-from pipelinerl.inspect.alarms import READ, Alarm, History, alarms
+from pipelinerl.inspect.alarms import READ, READ_OF_DOMAINS, Alarm, History, alarms
+from pipelinerl.inspect.progress import blocked_places
 from pipelinerl.observability.metrics import Point
-from pipelinerl.records import ProbeMissed, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.observability.status import read_statuses
+from pipelinerl.records import CalibrationExceeded, ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
 EVERY_S = 5.0
 
@@ -35,7 +37,9 @@ class MetricsTail:
                 point = json.loads(line)
             except ValueError:
                 continue
-            self.points.append({name: point[name] for name in READ if name in point})
+            self.points.append(
+                {name: value for name, value in point.items() if name in READ or name.startswith(READ_OF_DOMAINS)}
+            )
         self._place += len(whole) + 1 if whole else 0
 
 
@@ -49,15 +53,16 @@ class AlarmWatch:
 
     def __init__(self, run_dir: Path, *, steps_per_update: int = 1, every_s: float = EVERY_S):
         kinds = ("finetune", "actor", "preprocessor")
+        self._run_dir = run_dir
         self._tails = {kind: MetricsTail(metrics_file(run_dir, kind)) for kind in kinds}
         self._messages: list[TrainerMessage] = []
         self._steps_per_update, self._every_s = steps_per_update, every_s
         self._next = 0.0
         self._told: set[tuple[str, int | None]] = set()
 
-    def take(self, message: TrainerMessage) -> None:
+    def add_message(self, message: TrainerMessage) -> None:
         """Take a message of the trainer into account."""
-        if isinstance(message, ProbeMissed | WeightUpdateSuccess):
+        if isinstance(message, ProbeMissed | CalibrationExceeded | WeightUpdateSuccess):
             self._messages.append(message)
         if isinstance(message, ProbeMissed):
             self._next = 0.0  # it may be the last message of the run
@@ -76,6 +81,7 @@ class AlarmWatch:
             preprocessor=self._tails["preprocessor"].points,
             messages=self._messages,
             steps_per_update=self._steps_per_update,
+            blocked_at=blocked_places(read_statuses(self._run_dir)),
         )
         found = [alarm for alarm in alarms(history) if (alarm.name, alarm.step) not in self._told]
         self._told |= {(alarm.name, alarm.step) for alarm in found}

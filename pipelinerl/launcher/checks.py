@@ -6,6 +6,7 @@ warnings.
 """
 
 import os
+import resource
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,22 @@ from typing import Any
 
 from pipelinerl.config import paths, rules
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
-from pipelinerl.config.engine import ADAMW, engine_of
+from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import EXPERT_PARALLEL, server_options
+from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
-from pipelinerl.launcher.existing import check_existing
+from pipelinerl.launcher.existing_servers import check_existing
 from pipelinerl.launcher.recorded import check_recording
 from pipelinerl.observability.wandb import effective_mode
-from pipelinerl.redis_server.server import redis_command
+from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
+from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.training_memory import GIB
+from pipelinerl.streams.redis_server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
-from pipelinerl.world.memory import memory_plan, version_bytes, what_would_fit
-from pipelinerl.world.model_shape import find_model_shape
-from pipelinerl.world.training_memory import GIB
+from pipelinerl.world.process import MAX_OPEN_FILES, connections_of, files_for
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """float32 weights and two float32 moments (12 bytes), and the bfloat16 model (2 bytes)."""
@@ -86,6 +88,22 @@ def run_checks(
     return warnings
 
 
+def open_files(start: Start) -> list[str]:
+    """Compare the hard limit on open files, up to which every role raises its own, with what rollout workers need."""
+    actors = [job for job in start.world.on_node(start.node_rank) if job.kind == "actor"]
+    most = max((requests_per_worker(start.config, len(start.world.servers_of(job))) for job in actors), default=0)
+    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], min(files_for(most), MAX_OPEN_FILES)
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return []
+    cure = f"raise it to {needed} (ulimit -Hn {needed}, LimitNOFILE=, docker --ulimit nofile)"
+    if hard < (least := files_for(0)):
+        raise ConfigError(f"the hard limit on open files is {hard}, and every role needs {least}: {cure}")
+    return [
+        f"the hard limit on open files is {hard}: a rollout worker has at most {connections_of(hard)} requests under "
+        f"way at once, not {most}; {cure}, or raise actor.rollout_workers"
+    ]
+
+
 def settings_without_effect(start: Start) -> list[str]:
     return rules.hints(start.config)
 
@@ -102,14 +120,31 @@ def server_arguments(start: Start) -> list[str]:
     return []
 
 
+def engine(start: Start) -> list[str]:
+    """Refuse an engine of the user's own that cannot be imported or cannot run with the settings or the ranks."""
+    ranks = start.world.trainer_world_size
+    name = engine_of(start.config, ranks)
+    traits = traits_of(name)
+    problem = traits.check(start.config)
+    if problem:
+        raise ConfigError(problem)
+    if traits.max_ranks is not None and ranks > traits.max_ranks:
+        raise ConfigError(
+            f"`finetune.engine` is {name}, which trains on at most {traits.max_ranks} rank(s), but this world has "
+            f"{ranks}: lower world.finetune_fraction, or choose another engine"
+        )
+    return []
+
+
 def optimizer(start: Start) -> list[str]:
     """Refuse an optimizer that the engine cannot run, or whose package is not installed."""
     options, ranks = start.config.finetune.optimizer, start.world.trainer_world_size
     if options.name == ADAMW:
         return ["finetune.optimizer.kwargs has no effect: adamw takes none"] if options.kwargs else []
-    if engine_of(start.config, ranks) == "deepspeed":
+    name = engine_of(start.config, ranks)
+    if traits_of(name).shards_only_adamw:
         raise ConfigError(
-            f"`finetune.optimizer.name` is {options.name}, but DeepSpeed shards the states of adamw only: set "
+            f"`finetune.optimizer.name` is {options.name}, but {name} shards the states of adamw only: set "
             "use_deepspeed=false and use_fsdp=true, or finetune.engine=ddp"
         )
     package = options.name.partition(".")[0]
@@ -242,21 +277,22 @@ def model(start: Start) -> list[str]:
             make_recipe(tiny.recipe, dict(tiny.params))
     else:
         preflight.check_model(start.config.model_path)
+        preflight.check_context(start.config)
         preflight.check_architecture(start.config)
     return []
 
 
-def alone(start: Start) -> list[str]:
-    """Refuse roles alone on several nodes, without servers that answer, or on streams that they cannot read."""
+def standalone_roles(start: Start) -> list[str]:
+    """Refuse standalone roles on several nodes, without servers that answer, or on streams that they cannot read."""
     mode = start.config.debug.mode
     if mode is not None and len(start.world.nodes) > 1:
-        raise ConfigError(f"`debug.mode` is {mode}: roles alone run on one node, and this world has several")
+        raise ConfigError(f"`debug.mode` is {mode}: standalone roles run on one node, and this world has several")
     check_recording(start.config, start.world.trainer_world_size)
     return check_existing(start.config)
 
 
 def objective(start: Start) -> list[str]:
-    preflight.check_own_objective(start.config, start.container)
+    preflight.check_objective(start.config, start.container)
     return []
 
 
@@ -266,10 +302,11 @@ def domain(start: Start) -> list[str]:
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, optimizer, experts)
+OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, engine, optimizer, experts)
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     devices,
-    alone,
+    open_files,
+    standalone_roles,
     memory,
     redis,
     disk,

@@ -22,10 +22,10 @@ FOLDERS = {
     "preprocessor_llm_part": "pipelinerl.inference",
     "actor": "pipelinerl.actor",
     "preprocessor": "pipelinerl.preprocess",
-    "verifier": "pipelinerl.verifier",
-    "environment": "pipelinerl.environments",
+    "verifier": "pipelinerl.domains.verifier",
+    "environment": "pipelinerl.domains.environments",
     "finetune": "pipelinerl.finetune",
-    "redis": "pipelinerl.redis_server",
+    "redis": "pipelinerl.membership.redis_role",
 }
 NOT_INHERITED = (
     "PYTHONDONTWRITEBYTECODE",  # every start would compile everything again

@@ -1,8 +1,12 @@
 """Tries the domain before the run does: `python -m pipelinerl.launcher.domain_check < configuration as JSON`.
 
 Imports the rollout function and the loader, checks how they can be called, loads the problems and plays a few rollouts
-against a scripted model. Prints one JSON object {"refusal": text or null, "warnings": [text]} as its last line.
-It refuses only what would fail in the run as well. A slow loader or a service that is not up gives a warning.
+against a scripted model. Prints one JSON object {"refusal": text or null, "warnings": [text]} as its last line. It
+refuses only what would fail in the run as well. A slow loader or a service that is not up gives a warning.
+
+A `TrialFailure` of these rollouts is *certain* only if the run would fail in the same way: the domain asks a problem
+for a key that the loader did not provide, returns something other than a `RolloutResult`, or raises the same error at
+the same place for every problem and answer. A failure that involves the network is never certain.
 """
 
 import argparse
@@ -12,17 +16,169 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
+import aiohttp
+from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.environment_servers import environment_servers
 from pipelinerl.config.load import parse_container
 from pipelinerl.domains.contract import domains_of
-from pipelinerl.environments.serve import check_class
-from pipelinerl.errors import DomainError
-from pipelinerl.launcher.trial import TrialFailure, try_rollouts
+from pipelinerl.domains.environments.serve import check_class
+from pipelinerl.errors import DomainError, RecordError, TransportError, VerifierError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import check_result
+from pipelinerl.testing import FakeLLM
+
+ROLLOUT_TIMEOUT_S = 3.0
+NOWHERE = "http://127.0.0.1:9"
+ANSWERS = ("<answer>1</answer>", "I do not know.", "\\boxed{2}", "")
+"""The scripted model's answer in each rollout."""
+END_TOKEN = 256
+OUTSIDE_ERRORS = (OSError, aiohttp.ClientError, asyncio.TimeoutError, TransportError, VerifierError)
+
+
+class TrialFailure(Exception):
+    """What a domain did wrong. `certain`: the run would fail too."""
+
+    def __init__(self, message: str, *, certain: bool):
+        super().__init__(message)
+        self.certain = certain
+
+
+class TokenizerLimitError(AttributeError):
+    """The domain uses an attribute of the tokenizer that `ByteTokenizer` lacks."""
+
+
+class WatchedProblem(dict[str, Any]):
+    """A problem that remembers which missing keys were asked for."""
+
+    def __init__(self, problem: dict[str, Any]):
+        super().__init__(problem)
+        self.missing: list[str] = []
+
+    def __missing__(self, key: str) -> Any:
+        self.missing.append(key)
+        raise KeyError(key)
+
+
+async def try_rollouts(cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], problems: list[dict[str, Any]]) -> None:
+    """Play one rollout per scripted answer, concurrently.
+
+    Args:
+        cfg: the configuration as the domain gets it.
+        rollout: the domain's rollout function.
+        problems: the training problems, from which four evenly spaced ones are taken.
+
+    Raises:
+        TrialFailure: a result has the wrong type, or all rollouts failed.
+    """
+    failures: list[tuple[WatchedProblem, BaseException]] = []
+
+    async def play(index: int, session: aiohttp.ClientSession) -> None:
+        problem = WatchedProblem(problems[index * len(problems) // len(ANSWERS)])
+        try:
+            llm = scripted_llm(cfg, ANSWERS[index])
+            result = await asyncio.wait_for(rollout(cfg, llm, problem, session), ROLLOUT_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 — the user's function
+            failures.append((problem, error))
+            return
+        try:
+            check_result(result, OmegaConf.select(cfg, "actor.rewards") or "rollout")
+        except DomainError as error:
+            raise TrialFailure(str(error).removeprefix("it "), certain=True) from error
+        except RecordError as error:
+            failures.append((problem, error))
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)) as session:
+        await asyncio.gather(*(play(index, session) for index in range(len(ANSWERS))))
+    if len(failures) == len(ANSWERS):
+        raise explain_failures(failures)
+
+
+def scripted_llm(cfg: DictConfig, answer: str) -> TrainableLLM:
+    """Return a model that gives the same answer to every request and has the run's sampling parameters."""
+    return FakeLLM.saying(
+        lambda prompt: answer,
+        tokenizer=ByteTokenizer(),
+        base_url=NOWHERE,
+        model_name="policy",
+        parameters=OmegaConf.to_container(cfg.llm.parameters),
+    )
+
+
+def explain_failures(failures: list[tuple[WatchedProblem, BaseException]]) -> TrialFailure:
+    """Return the failure that explains why every rollout failed."""
+    problem, error = failures[0]
+    if isinstance(error, KeyError) and error.args and error.args[0] in problem.missing:
+        return TrialFailure(
+            f"needs {error.args[0]!r}, which the loader's problems do not have; a problem has {sorted(problem)}",
+            certain=True,
+        )
+    if all(isinstance(error, RecordError) for _, error in failures):
+        return TrialFailure(f"returns what cannot be trained: {error}", certain=True)
+    places = {raised_at(error) for _, error in failures}
+    certain = len(places) == 1 and not any(needs_outside(error) for _, error in failures)
+    filename, line, kind = raised_at(error)
+    text = f"raises on every rollout: {kind}: {error} ({filename}:{line})"
+    return TrialFailure(
+        text if certain else f"could not be tried without its services: {kind}: {error}", certain=certain
+    )
+
+
+def raised_at(error: BaseException) -> tuple[str, int | None, str]:
+    """(file, line, error type) of the frame that raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename, frames[-1].lineno, type(error).__name__
+
+
+def needs_outside(error: BaseException | None) -> bool:
+    """Whether an error was caused by the network, a service or the scripted model's limits."""
+    while error is not None:
+        if isinstance(error, (*OUTSIDE_ERRORS, TokenizerLimitError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class ByteTokenizer:
+    """A tokenizer with one token per byte and one that ends a message, which is enough for rendering and parsing.
+
+    A real tokenizer would take a second to import.
+    """
+
+    all_special_ids = (END_TOKEN,)
+    eos_token_id = END_TOKEN
+
+    @property
+    def backend_tokenizer(self) -> "ByteTokenizer":
+        return self
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> "Encoding":
+        return Encoding(list(text.encode()))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        kept = bytes(token for token in token_ids if token < END_TOKEN)
+        end = "<end>" if END_TOKEN in token_ids and not skip_special_tokens else ""
+        return kept.decode(errors="replace") + end
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}<end>" for message in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise TokenizerLimitError(name)
+
+
+class Encoding:
+    def __init__(self, ids: list[int]):
+        self.ids = ids
 
 
 class OutOfTimeError(BaseException):

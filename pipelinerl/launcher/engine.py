@@ -1,6 +1,6 @@
 """What an engine is: it runs the processes of the run's roles, on this node or wherever a platform has room.
 
-The supervisor decides what follows from an exit. An engine only starts, watches and ends processes.
+An engine starts, watches and ends processes, and tells of their losses. `losses` decides what follows.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl.launcher.commands import RoleCommand
+from pipelinerl.launcher.losses import NodeLost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class RoleEngine(Protocol):
         """Start the role, or start it again. Call from the main thread only."""
         ...
 
-    async def exit_of(self, name: str) -> RoleExit:
-        """Wait for the exit of a role that was started. None of its processes is left when this returns."""
+    async def exit_of(self, name: str) -> RoleExit | NodeLost:
+        """Wait for the end of a role that was started: its exit, of which no process is left, or its node's loss."""
         ...
 
     async def watch(self) -> None:

@@ -7,8 +7,8 @@ secret in the environment.
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl.host.disk import replace_file
 from pipelinerl.world import Job
+from pipelinerl.world.disk import replace_file
 
 ROLES_FILE = Path("conf") / "roles.txt"
 

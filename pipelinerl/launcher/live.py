@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipelinerl.inspect.progress import first_answers, longest_answer
 from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.observability.metrics import Point
@@ -54,7 +55,7 @@ class Voice:
         def text() -> str:
             try:
                 return describe()
-            except Exception:  # files that are just being replaced, a role that writes other fields
+            except Exception:  # noqa: BLE001 — files that are just being replaced, a role that writes other fields
                 return ""
 
         def repeat() -> None:
@@ -134,18 +135,18 @@ def describe_run(
     evaluating = next((s.fields["evaluating"] for s in statuses.values() if s.fields.get("evaluating")), None)
     starting = {name: status for name, status in statuses.items() if is_starting(status)}
     if evaluating:
-        parts = [f"evaluating {evaluating}"]
+        parts = [f"evaluating {evaluating}", *longest_answer(metrics)]
     elif step >= last:
         parts = ["ending: the last evaluation and saves"]
     elif starting or not statuses:
         causes = [what_starts(name, s, now) for name, s in sorted(starting.items()) if not waits_for_role(s)]
         parts = [f"starting, {now - since:.0f} s", *causes]
     elif not step:
-        parts = [f"first rollouts, {now - since:.0f} s", f"{number(metrics.get(ActorMetric.ROLLOUTS), 0)} rollouts"]
+        parts = [f"first rollouts, {now - since:.0f} s", *first_answers(metrics, statuses)]
     else:
         parts = [f"training {step}/{last}"]
     if step and step < last:
-        parts += [f"{number(speed, 2)} steps/s", f"{eta(step, last, speed)} to go"]
+        parts += [f"{number(speed, 2)} steps/s", f"{eta(step, last, speed)} to go"] if speed else []
     return "  ".join([*parts, *failing(metrics)])
 
 
@@ -167,9 +168,7 @@ def what_starts(name: str, status: StatusRecord, now: float) -> str:
     return f"{name}: {wait.what} {now - wait.since:.0f} s"
 
 
-def eta(step: int, last: int, speed: float | None) -> str:
-    if not speed:
-        return "–"
+def eta(step: int, last: int, speed: float) -> str:
     seconds = (last - step) / speed
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -1,32 +1,39 @@
-"""Tries an objective that the user wrote: `python -m pipelinerl.launcher.objective_check < configuration as JSON`.
+"""Tries the objective: `python -m pipelinerl.launcher.objective_check < configuration as JSON`.
 
-Calls the policy loss and the advantage with a few made-up numbers, as trainer and preprocessor will. Prints one JSON
-object {"refusal": text or null} as its last line. It is a separate process because it runs the user's code and loads
-torch.
+Calls the policy loss, and an advantage that the user wrote, with a few made-up numbers, as trainer and preprocessor
+will. Prints one JSON object {"refusal": text or null} as its last line. It is a separate process because it runs the
+user's code and loads torch.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipelinerl.config.load import parse_container
-from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES
+from pipelinerl.config.objectives import ADVANTAGES
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.rl.objective import policy_term, settings_at
+from pipelinerl.finetune.rl.interface import is_token_level
+from pipelinerl.finetune.rl.objective import LossSettings, find_loss, policy_term, settings_at
 from pipelinerl.finetune.rl.tokens import TokenInputs
 from pipelinerl.preprocess.advantages import group_advantages
 
+NOT_TOKEN_LEVEL = (
+    "it is marked @token_level, but the loss of a token depends on other tokens (or on chance), so that it would "
+    "change with finetune.head_chunk_tokens; remove the mark, or the dependence:"
+)
+
 
 def check_objective(cfg: Config) -> None:
-    """Try the user's functions. Raises ``ConfigError`` that names the key and the function's mistake."""
+    """Try the functions. Raises ``ConfigError`` that names the key and the function's mistake."""
     rl = cfg.finetune.rl
-    if rl.policy_loss not in POLICY_LOSSES:
-        _tried("policy_loss", rl.policy_loss, lambda: try_loss(cfg))
+    _tried("policy_loss", rl.policy_loss, lambda: try_loss(cfg))
     if rl.advantage not in ADVANTAGES:
         _tried("advantage", rl.advantage, lambda: try_advantage(cfg))
 
@@ -54,6 +61,53 @@ def try_loss(cfg: Config) -> None:
             raise ConfigError(f"the losses of ratios {ratios.tolist()} are {loss.losses_K.tolist()}")
         if count and not loss.losses_K.requires_grad:
             raise ConfigError("the losses have no gradient: compute them from logprobs_K, which is not a constant")
+        if count and is_token_level(find_loss(cfg.finetune.rl.policy_loss)):
+            compare_with_one_at_a_time(settings_at(cfg, 0))
+
+
+def compare_with_one_at_a_time(settings: LossSettings) -> None:
+    """Compute a loss that is marked ``token_level`` for 12 tokens at once, then for each token alone.
+
+    Losses, clipped tokens and gradients must agree. Else the loss of a token would depend on how many tokens the output
+    head takes at a time. Corrections by sequence are left out, because with them the head takes all tokens at once.
+
+    Raises:
+        ConfigError: they do not agree.
+    """
+    settings = replace(settings, sequence_tis=None, sequence_mis=None, veto=None)
+    ratios_K = torch.tensor([0.5, 1.7, 1.02, 3000.0, 0.97, 0.004, 1.3, 0.88, 12.0, 1.0, 0.6, 1.11])
+    logprobs_K = -torch.linspace(0.1, 3.0, 12).square()
+    inputs = TokenInputs(
+        sampler_logprobs_K=logprobs_K - ratios_K.log(),
+        advantages_K=torch.tensor([1.3] * 5 + [-0.7] * 4 + [0.4] * 3),
+        weights_K=torch.linspace(0.2, 0.9, 12),
+        segments_K=torch.tensor([0] * 5 + [1] * 4 + [2] * 3),
+        num_segments=3,
+        proximal_logprobs_K=logprobs_K - ratios_K.flip(0).log() if settings.has_proximal else None,
+    )
+    together = _loss_columns(logprobs_K, inputs, settings)
+    try:
+        alone = [_loss_columns(logprobs_K[k : k + 1], inputs[k : k + 1], settings) for k in range(12)]
+    except Exception as error:  # the user's function
+        raise ConfigError(f"{NOT_TOKEN_LEVEL} for one token it fails with {type(error).__name__}: {error}") from error
+    for name, all_K in together.items():
+        each_K = torch.cat([columns[name] for columns in alone])
+        different_K = ~torch.isclose(all_K, each_K, rtol=1e-4, atol=1e-6)
+        if different_K.any():
+            worst = int(different_K.float().argmax())
+            raise ConfigError(
+                f"{NOT_TOKEN_LEVEL} the {name} of token {worst} of 12 is {all_K[worst]:.6g} when all are computed at "
+                f"once, and {each_K[worst]:.6g} when it is computed alone"
+            )
+
+
+def _loss_columns(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> dict[str, Tensor]:
+    """float [K] each: losses, gradients of their weighted sum, and clipped tokens, if the loss names them."""
+    logprobs_K = logprobs_K.detach().requires_grad_()
+    loss, _ = policy_term(logprobs_K, inputs, settings)
+    (gradients_K,) = torch.autograd.grad((inputs.weights_K * loss.losses_K).sum(), logprobs_K)
+    columns = {"loss": loss.losses_K.detach(), "gradient": gradients_K}
+    return columns if loss.clipped_K is None else columns | {"clip (1 = acts)": loss.clipped_K.float()}
 
 
 def try_advantage(cfg: Config) -> None:
@@ -68,6 +122,8 @@ def try_advantage(cfg: Config) -> None:
 def _tried(key: str, name: str, attempt: Callable[[], None]) -> None:
     try:
         attempt()
+    except ConfigError as error:
+        raise ConfigError(f"`finetune.rl.{key}` is {name}: {error}") from error
     except Exception as error:  # the user's function
         raise ConfigError(f"`finetune.rl.{key}` is {name}: {type(error).__name__}: {error}") from error
 

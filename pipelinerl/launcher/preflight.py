@@ -16,11 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES
+from pipelinerl.config.objective_rules import objective_is_default
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import max_model_len, server_options
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.processes import describe_exit, run_helper
+from pipelinerl.plan.model_shape import find_context_limit
 
 DOMAIN_TIMEOUT_S = 14.0
 OBJECTIVE_TIMEOUT_S = 300.0
@@ -31,6 +33,8 @@ COMPANIONS = ("torchvision", "torchaudio")
 """Packages of torch that transformers imports where they are installed."""
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types for which every layout and attention implementation is known to be correct (tests/numerics)."""
+PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rope whose frequencies depend on no length."""
 MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -56,10 +60,12 @@ def check_domain(container: Mapping[str, Any]) -> list[str]:
     return list(verdict["warnings"])
 
 
-def check_own_objective(config: Config, container: Mapping[str, Any]) -> None:
-    """Try a policy loss or an advantage that the user wrote in a separate process."""
-    rl = config.finetune.rl
-    if rl.policy_loss in POLICY_LOSSES and rl.advantage in ADVANTAGES:
+def check_objective(config: Config, container: Mapping[str, Any]) -> None:
+    """Try the policy loss, and an advantage that the user wrote, in a separate process.
+
+    The default objective is left out, because importing torch costs every start a second. The tests try it.
+    """
+    if objective_is_default(config):
         return
     argv = [sys.executable, "-m", "pipelinerl.launcher.objective_check"]
     code, output, errors = run_helper(
@@ -82,11 +88,12 @@ def needs_tiny_model(config: Config, overrides: Sequence[str]) -> bool:
         return False
     typed = any(re.match(r"\+*model_path=", override) for override in overrides)
     if typed and not any(re.match(r"\+*tiny_model", override) for override in overrides):
-        hub = ", add `tiny_model=null` if it is a Hugging Face name" if config.model_path.count("/") == 1 else ""
+        given = os.path.relpath(config.model_path)
+        hub = ", add `tiny_model=null` if it is a Hugging Face name" if given.count("/") == 1 else ""
         raise ConfigError(
-            f"`model_path` is {config.model_path!r}: it does not exist; correct it{hub}, or build it with `python -m "
+            f"`model_path` is {given!r}: it does not exist; correct it{hub}, or build it with `python -m "
             f"pipelinerl.tiny_model --recipe {config.tiny_model.recipe} --seed "
-            f"{config.tiny_model.seed} --out {config.model_path}`"
+            f"{config.tiny_model.seed} --out {given}`"
         )
     return True
 
@@ -174,18 +181,32 @@ def check_model(model_path: str) -> None:
         raise ConfigError(f"`model_path` is {model_path!r}: no such folder here, not in the local cache, and {problem}")
 
 
+def check_context(config: Config) -> None:
+    """Refuse requests that are longer than what the model computes. Servers would refuse to start."""
+    limit, longest = find_context_limit(config.model_path), max_model_len(config)
+    is_forced = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or "hf-overrides" in server_options(config)
+    if limit is not None and longest is not None and longest > limit and not is_forced:
+        raise ConfigError(
+            f"`vllm_config.vllm_kwargs.max_model_len` is {longest}, and {config.model_path} computes {limit} positions "
+            "(max_position_embeddings): lower it, and with it llm.parameters.max_tokens, or take another model"
+        )
+
+
 def check_architecture(config: Config) -> None:
     """Compare the trainer's log-probs with the model's own, in a separate process because that imports torch.
 
-    The trainer repeats the check for every model. To save time it is skipped here for `PLAIN_TYPES`, and for models
-    whose configuration is not on this machine yet.
+    The trainer repeats the check for every model. To save time it is skipped here for `PLAIN_TYPES` with ordinary rope,
+    and for models whose configuration is not on this machine yet.
     """
     described = Path(config.model_path).expanduser() / "config.json"
-    if not described.is_file() or json.loads(described.read_text()).get("model_type") in (None, *PLAIN_TYPES):
+    if not described.is_file() or _is_plain(json.loads(described.read_text())):
         return
     finetune = config.finetune
     argv = [sys.executable, "-m", "pipelinerl.finetune.architecture", "--model", str(described.parent)]
     argv += ["--attention", finetune.attn_implementation, "--seq-parallel", str(finetune.seq_parallel)]
+    longest = max_model_len(config)
+    argv += ["--longest", str(longest)] * (longest is not None)
+    argv += ["--has-reference"] * (config.world.preprocessor_fraction > 0)
     argv += ["--rows"] * (not finetune.seq_packing) + ["--trust-remote-code"] * config.trust_remote_code
     code, output, errors = run_helper(argv, timeout_s=COMPARE_TIMEOUT_S, env=inherited_environment(os.environ))
     if code != 0 or not output.strip():
@@ -194,6 +215,13 @@ def check_architecture(config: Config) -> None:
     refusal = json.loads(output.strip().splitlines()[-1])["refusal"]
     if refusal:
         raise ConfigError(refusal)
+
+
+def _is_plain(described: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` needs no comparison before the trainer's own."""
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "model_type" not in described or (described["model_type"] in PLAIN_TYPES and kind in PLAIN_ROPES)
 
 
 def _hub_problem(name: str) -> str | None:
@@ -213,7 +241,7 @@ def _hub_problem(name: str) -> str | None:
         return "the hub asks for permission: accept its licence and set HF_TOKEN"
     except RepositoryNotFoundError:
         return "the hub does not know it"
-    except Exception as error:  # a foreign library: without network it raises httpx's errors, which are no OSError
+    except Exception as error:  # noqa: BLE001 — a foreign library: without network it raises httpx's errors, which are no OSError
         return f"the hub cannot be asked ({type(error).__name__})"
     finally:
         pool.shutdown(wait=False)

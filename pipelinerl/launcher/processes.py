@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,9 @@ from pipelinerl.observability.status import STATUS_DIR
 log = logging.getLogger(__name__)
 
 DISMISS_S = 30.0
+TEMPORARY_PREFIX = "prl-"
+OWNER_FILE = ".owner"
+"""In the temporary folder: of which run, and which launcher of it, the folder is."""
 RESTART_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_POLL_S = 0.02
@@ -150,6 +154,17 @@ def describe_exit(code: int) -> str:
     return f"killed by signal {-code}"
 
 
+def remove_left_by(owner: str) -> None:
+    """Remove the temporary folders of killed reapers of this owner. The caller is its only one now."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and (folder / OWNER_FILE).read_text() == owner:
+                log.info("event=temporary_removed folder=%s", folder)
+                subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
 class Reaper:
     """Owns the process that ends the run if this process is killed. Call `dismiss` when the run has ended.
 
@@ -157,11 +172,16 @@ class Reaper:
         mark: the run's mark.
         grace_s: seconds between SIGTERM and SIGKILL.
         lock: descriptor of the run folder's lock, which the reaper holds until all processes have ended.
+        owner: name of what only one reaper of this machine guards at a time. Temporary folders of earlier ones, which
+            were killed together with their launchers, are removed.
     """
 
-    def __init__(self, mark: RunMark, grace_s: float, lock: int | None = None):
-        self.temporary = tempfile.mkdtemp(prefix="prl-")
+    def __init__(self, mark: RunMark, grace_s: float, lock: int | None = None, owner: str = ""):
+        if owner:
+            remove_left_by(owner)
+        self.temporary = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
         """Temporary folder of the run's processes. It is deleted at the end of the run."""
+        Path(self.temporary, OWNER_FILE).write_text(owner)
         self._mark, self._grace_s, self._lock = mark, grace_s, lock
         self._process = self._start()
 
@@ -181,7 +201,7 @@ class Reaper:
         If the reaper was killed, this method removes the folder itself.
         """
         with contextlib.suppress(BrokenPipeError):
-            self._tell("done")
+            self._write_line("done")
         self._close_pipe()
         if self._process.wait(timeout=DISMISS_S) != 0:
             subprocess.run(["rm", "-rf", "--", self.temporary], stderr=subprocess.DEVNULL, check=False)
@@ -198,7 +218,7 @@ class Reaper:
         )
         self._process = process
         with contextlib.suppress(BrokenPipeError):
-            self._tell(self._mark.run)
+            self._write_line(self._mark.run)
         return process
 
     @property
@@ -210,7 +230,7 @@ class Reaper:
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
 
-    def _tell(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         self._pipe.write(line.encode() + b"\n")
         self._pipe.flush()
 

@@ -7,7 +7,6 @@ interrupted.
 import asyncio
 import logging
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,15 +20,17 @@ from pipelinerl.config import rules
 from pipelinerl.config.debug import fixed_settings, started_kinds, with_settings
 from pipelinerl.config.environment import DRY_RUN_VARIABLE, REDIS_PASSWORD_VARIABLE, SECRET_VARIABLE
 from pipelinerl.config.load import missing_keys, must_be_given, parse_container, to_container
+from pipelinerl.config.origin import absolute, make_importable
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, PipelineRLError
-from pipelinerl.inspect.alone import alone_lines, read_alone
+from pipelinerl.inspect.debug_run import debug_run_lines, read_debug_run
 from pipelinerl.inspect.report import read_summary, summary_lines
 from pipelinerl.launcher import checks, preflight, recorded, run_dir, stream_epoch
 from pipelinerl.launcher.commands import CommandOf, compiler_cache, role_command
+from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.external import ROLES_FILE, write_roles_file
-from pipelinerl.launcher.fellows import is_expendable, plan_fellows
-from pipelinerl.launcher.fellowship import Fellowship
+from pipelinerl.launcher.losses import exit_code_of
+from pipelinerl.launcher.peers import plan_peers
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.reporting import RunReports
 from pipelinerl.launcher.run_dir import Claim
@@ -37,20 +38,30 @@ from pipelinerl.launcher.running import RunPlan, adopt_secrets, say, show_world,
 from pipelinerl.launcher.supervisor import Ending
 from pipelinerl.membership.address import address_of, open_store
 from pipelinerl.membership.lease import LauncherNote
-from pipelinerl.observability.logging import setup_launcher_logging
+from pipelinerl.observability.logging import logging_restored, setup_launcher_logging
 from pipelinerl.world import WorldMap, build_world, map_world
 from pipelinerl.world.cluster import read_node_environment
+from pipelinerl.world.network import look_up
+from pipelinerl.world.process import process_restored
 
 log = logging.getLogger(__name__)
 
-EXIT_DONE, EXIT_FAILED = 0, 1
+EXIT_DONE = 0
 HAVE_STREAMS = ("actor", "preprocessor", "finetune")
 """Kinds that keep in their run folder how far they are in the streams."""
 
 
 def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf = role_command) -> int:
-    """Run the experiment of a composed configuration and return the exit code. Raises PipelineRLError to refuse it."""
-    os.umask(0o077)
+    """Run the experiment of a composed configuration and return the exit code. Raises PipelineRLError to refuse it.
+
+    What it changes in its own process (umask, environment, signal handlers, logging) is as before when it returns.
+    """
+    with process_restored(), logging_restored():
+        os.umask(0o077)
+        return run_experiment(cfg, overrides, command_of)
+
+
+def run_experiment(cfg: DictConfig, overrides: Sequence[str], command_of: CommandOf) -> int:
     started = psutil.Process().create_time()
     if os.environ.get(DRY_RUN_VARIABLE) == "1":
         OmegaConf.update(cfg, "dry_run", True)
@@ -84,14 +95,19 @@ def launch(cfg: DictConfig, overrides: Sequence[str], *, command_of: CommandOf =
         else:
             ending = asyncio.run(lead(plan, claim, started, has_old_streams))
         if config.debug.mode and ending.kind == "stopped":
-            RunReports(config, path, say).alone(finished=False)
+            RunReports(config, path, say).debug_run(finished=False)
     return tell_ending(ending, path, config.debug.mode)
 
 
 def resolved(cfg: DictConfig) -> tuple[dict[str, Any], Config]:
     """Return the checked configuration of this run, with the settings that its `debug.mode` fixes."""
-    container = to_container(cfg)
-    container["output_dir"] = str(Path(parse_container(container).output_dir).expanduser().resolve())
+    missing = missing_keys(cfg)
+    if missing:
+        raise ConfigError(must_be_given(missing))
+    path = Path(str(cfg.output_dir)).expanduser().resolve()
+    OmegaConf.update(cfg, "output_dir", str(path))  # before others are made from it
+    make_importable(path)
+    container = absolute(to_container(cfg), Path.cwd())
     config = parse_container(container)
     rules.check_rules(config)
     container = with_settings(container, fixed_settings(config))
@@ -138,7 +154,7 @@ def launch_on_ray(
         run_dir.write_run_dir(path, container, world, plan.commands)
 
         def engine_on(host: Host) -> RayEngine:
-            engine.give({name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)})
+            engine.set_secrets({name: host.environment[name] for name in (SECRET_VARIABLE, REDIS_PASSWORD_VARIABLE)})
             return engine
 
         plan = replace(plan, world=world, commands=units)
@@ -147,7 +163,7 @@ def launch_on_ray(
 
 async def lead(plan: RunPlan, claim: Claim, started: float, has_old_streams: bool) -> Ending:
     """Run node 0 of several. Its roles start at once, and the other launchers follow."""
-    connection = fellowship_of(plan, claim.path)
+    connection = coordination_of(plan, claim.path)
     await connection.find_no_rival()
     marker = run_dir.mark_folder(claim.path)
     try:
@@ -165,7 +181,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
     """Run any other node. If the run folder is shared, the leader owns it. Otherwise this node claims its own."""
 
     async def run() -> Ending:
-        connection = fellowship_of(plan, path)
+        connection = coordination_of(plan, path)
         try:
             start = await connection.meet()
             if start.ending == "done":
@@ -185,7 +201,7 @@ def follow(plan: RunPlan, path: Path, overrides: Sequence[str], started: float) 
     return tell_ending(asyncio.run(run()), path)
 
 
-async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: float, connection: Fellowship) -> Ending:
+async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: float, connection: Coordination) -> Ending:
     """Run the roles of a node that follows. ``start``: the leader's note."""
     if plan.config.streams.backend == "files" or (path / start.marker).exists():  # leases in the folder: it is shared
         run_dir.write_roles(path, plan.commands)
@@ -196,7 +212,7 @@ async def run_part(plan: RunPlan, path: Path, start: LauncherNote, started: floa
         setup_launcher_logging(path / run_dir.LOG_FILE)
         if start.old_streams and not claim.resumed and has_streams(plan):
             raise ConfigError(old_streams_of(path, plan.config))
-        if not is_expendable(plan.world, plan.node_rank):  # it may come later, and no role of it has a stream
+        if has_streams(plan):  # any other node may come later
             follow_epoch(claim, plan.config, is_leader_resumed=start.resumed)
         run_dir.write_run_dir(path, plan.container, plan.world, plan.commands)
         return await supervise(plan, path, start.resumed, started, connection, claim.lock)
@@ -206,7 +222,7 @@ def take_streams(claim: Claim, plan: RunPlan) -> bool:
     """Set the run's streams aside if asked to. Returns whether an external redis has records of an earlier launch.
 
     Raises:
-        ConfigError: this run is new, and an external redis has streams of an earlier one in its folder.
+        ConfigError: an external redis may delete records, or has streams of an earlier run in the folder of a new one.
     """
     config = plan.config
     knows_password = config.launcher.engine != "external" or REDIS_PASSWORD_VARIABLE in os.environ
@@ -214,6 +230,7 @@ def take_streams(claim: Claim, plan: RunPlan) -> bool:
     if is_external:
         if config.launcher.engine != "external":
             adopt_secrets(plan)
+        stream_epoch.check_external(claim.path, config)
         if config.force_restart:
             stream_epoch.delete_external(claim.path, config)
     if claim.resumed and config.resume == "checkpoint":
@@ -256,22 +273,24 @@ def follow_epoch(claim: Claim, config: Config, *, is_leader_resumed: bool) -> No
         stream_epoch.begin_epoch(claim.path, config, say, owns_external=False)
 
 
-def fellowship_of(plan: RunPlan, path: Path) -> Fellowship:
+def coordination_of(plan: RunPlan, path: Path) -> Coordination:
     """Return this launcher's part among the launchers of all nodes, and adopt the run's secrets, which it needs."""
     address = address_of(plan.config, path, plan.world)
     rank, limits = plan.node_rank, plan.config.launcher
     on_redis = plan.config.streams.backend == "redis"
-    fellows = plan_fellows(plan.world, rank, plan.container, os.environ, limits, str(address), on_redis=on_redis)
+    peers = plan_peers(plan.world, rank, plan.container, os.environ, limits, str(address), on_redis=on_redis)
     adopt_secrets(plan)
-    return Fellowship(fellows, open_store(address), say)
+    return Coordination(peers, open_store(address), say)
 
 
 def tell_finished(claim: Claim) -> int:
     say(f"the run in {claim.path} is finished:")
-    alone = read_alone(claim.path)
-    for line in alone_lines(alone, claim.path) if alone else summary_lines(read_summary(claim.path) or {}, claim.path):
+    figures = read_debug_run(claim.path)
+    summary = read_summary(claim.path) or {}
+    lines = debug_run_lines(figures, claim.path) if figures else summary_lines(summary, claim.path)
+    for line in lines:
         say("  " + line)
-    if alone:
+    if figures:
         say("force_restart=true starts over")
         return EXIT_DONE
     say("raise finetune.max_train_steps to go on, or force_restart=true to start over")
@@ -310,6 +329,8 @@ def make_plan(
     node_rank = 0 if world else read_node_environment(os.environ).rank
     jobs = world.jobs if world else None
     world = world or build_world(config, os.environ)
+    if config.dry_run:  # it shows the roles of every node
+        look_up(node.hostname for node in world.nodes)
     env = {} if jobs else os.environ  # a launcher beside a Ray cluster has none of its GPUs
     kinds = started_kinds(config)
     commands = tuple(
@@ -340,16 +361,16 @@ def dry_run(plan: RunPlan, path: Path, overrides: Sequence[str], command_of: Com
 
 
 def tell_ending(ending: Ending, path: Path, mode: str | None = None) -> int:
-    """Say how the run ended and return the exit code. Servers alone (``mode``) end only when they are stopped."""
+    """Say how the run ended and return the exit code. Standalone servers (``mode``) end only when they are stopped."""
     if ending.restarts:
         say("restarts: " + ", ".join(f"{name} {count}" for name, count in ending.restarts.items()))
     if ending.kind == "done" or (mode == "servers" and ending.kind == "stopped"):
         return EXIT_DONE
     if ending.kind == "stopped":
         say(f"stopped by {ending.reason}; the same command resumes {path}")
-        return 128 + signal.Signals[ending.reason].value
-    say("")
-    say(f"the run failed{': ' + ending.reason if ending.reason else ''}")
-    if ending.failure:
-        say(str(ending.failure))
-    return EXIT_FAILED
+    else:
+        say("")
+        say(f"the run failed{': ' + ending.reason if ending.reason else ''}")
+        if ending.failure:
+            say(str(ending.failure))
+    return exit_code_of(ending.kind, ending.reason)

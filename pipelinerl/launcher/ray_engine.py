@@ -1,9 +1,9 @@
 """`launcher.engine=ray`: every role is the child of a Ray actor, placed by Ray in a placement group.
 
-Ray decides where a role runs and gives it GPUs. A node that is lost is Ray's affair: the role is placed again wherever
-there is room, and nothing counts as a restart. An exit of a role's own process is the supervisor's, by the same rules
-as on one machine. The trainer's ranks are one unit: when one ends badly all are ended, because they meet anew, perhaps
-at another address. The launcher writes where roles are to `conf/world.json`; servers also say it in their leases.
+Ray decides where a role runs and gives it GPUs. `losses` decides what an exit or the loss of a node means. A role that
+is started again after the loss of its node waits until Ray has room for it. The trainer's ranks are one unit: when one
+ends badly all are ended, because they meet anew, perhaps at another address. The launcher writes where roles are to
+`conf/world.json`; servers also say it in their leases.
 """
 
 import asyncio
@@ -11,28 +11,27 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.errors import EXIT_REFUSED, ConfigError
+from pipelinerl.errors import ConfigError
 from pipelinerl.launcher.commands import CommandOf, RoleCommand
 from pipelinerl.launcher.engine import RoleExit
+from pipelinerl.launcher.losses import NodeLost
 from pipelinerl.launcher.processes import second_signal
 from pipelinerl.launcher.ray_cluster import Unit, alive_nodes, units_of, world_at
 from pipelinerl.launcher.ray_role import RoleActor, RolePlace
 from pipelinerl.launcher.stopping import HURRY, is_to_save, stop_waves
 from pipelinerl.launcher.watchdog import WATCH_INTERVAL_S, write_hang_report
+from pipelinerl.membership.role import EXIT_FAILED
 from pipelinerl.observability.health import find_failed
-from pipelinerl.observability.role import EXIT_FAILED
 from pipelinerl.observability.status import read_statuses
 from pipelinerl.world import WorldMap
 
 log = logging.getLogger(__name__)
 
-FIXED = ("redis", "verifier", "environment")
-"""Kinds that other roles find at the address of the world map only."""
 POLL_S = 0.5
 TOLD_AFTER_S = 20.0
 LOSS_S = 60.0
@@ -52,7 +51,7 @@ class Placed:
     actors: list[Any] = field(default_factory=list)
     started: float = 0.0
     kill_reason: str | None = None
-    task: "asyncio.Task[RoleExit] | None" = None
+    task: "asyncio.Task[RoleExit | NodeLost] | None" = None
 
     @property
     def is_running(self) -> bool:
@@ -82,7 +81,7 @@ class RayEngine:
         self._command_of, self._say = command_of, say
         self._placed = {unit.name: Placed(unit) for unit in units_of(world)}
 
-    def give(self, secrets: Mapping[str, str]) -> None:
+    def set_secrets(self, secrets: Mapping[str, str]) -> None:
         """Give every role that starts from now on these variables with secrets."""
         self._secrets = dict(secrets)
 
@@ -101,7 +100,7 @@ class RayEngine:
         placed = self._placed[command.name]
         placed.task = asyncio.create_task(self._run(placed))
 
-    async def exit_of(self, name: str) -> RoleExit:
+    async def exit_of(self, name: str) -> RoleExit | NodeLost:
         task = self._placed[name].task
         assert task is not None, "start() comes first"
         return await task
@@ -153,26 +152,26 @@ class RayEngine:
         while refs and time.monotonic() < deadline and not hurried():
             _, refs = ray.wait(refs, num_returns=len(refs), timeout=POLL_S)
 
-    async def _run(self, placed: Placed) -> RoleExit:
-        """Run a unit to the exit of its processes, on another node if its own is lost meanwhile."""
+    async def _run(self, placed: Placed) -> RoleExit | NodeLost:
+        """Run a unit to the exit of its processes, or until its node is lost."""
         import ray
 
-        unit = placed.unit
-        while True:
-            if placed.group is None:
-                await self._reserve(placed, None)
-            try:
-                return await self._run_once(placed)
-            except ray.exceptions.RayActorError as error:
-                log.warning("event=ray_actor_lost unit=%s reason=%s", unit.name, error)
-                nodes = placed.nodes
-                self._remove(placed)
-                if not await self._is_lost(nodes):
-                    return RoleExit(code=EXIT_FAILED, kill_reason="Ray ended its worker")
-            if unit.kind in FIXED:
-                reason = "its node is lost, and other roles know it by that address only"
-                return RoleExit(code=EXIT_REFUSED, kill_reason=reason)
-            self._say(f"{unit.name}: its node is lost; Ray places it again")
+        if placed.group is None:
+            await self._reserve(placed, None)
+        try:
+            return await self._run_once(placed)
+        except ray.exceptions.RayActorError as error:
+            log.warning("event=ray_actor_lost unit=%s reason=%s", placed.unit.name, error)
+            nodes = set(placed.nodes)
+            self._remove(placed)
+            if not await self._is_lost(nodes):
+                return RoleExit(code=EXIT_FAILED, kill_reason="Ray ended its worker")
+        others = [p.unit.kind for p in self._placed.values() if p is not placed and not nodes & set(p.nodes)]
+        lost = NodeLost(name="its node", kinds=(placed.unit.kind,), elsewhere=others, is_placed_again=True)
+        if self._limits.ray_address is None and not alive_nodes():  # no node can join the launcher's own cluster
+            reason = "is lost, and the cluster that the launcher started has no other"
+            return replace(lost, reason=reason, elsewhere=(), is_placed_again=False)
+        return lost
 
     async def _run_once(self, placed: Placed) -> RoleExit:
         """Start the unit's processes and return how it ended: in order with all, or badly with the first that did."""
@@ -230,11 +229,11 @@ class RayEngine:
         if deadline is None:
             self.world.save(self._run_dir)
 
-    async def _is_lost(self, nodes: tuple[str, ...]) -> bool:
+    async def _is_lost(self, nodes: set[str]) -> bool:
         """Whether one of these nodes has left the cluster."""
         deadline = time.monotonic() + LOSS_S
         while time.monotonic() < deadline:
-            if not set(nodes) <= {node["NodeID"] for node in alive_nodes()}:
+            if not nodes <= {node["NodeID"] for node in alive_nodes()}:
                 return True
             await asyncio.sleep(POLL_S)
         return False

@@ -54,16 +54,16 @@ class RoleActor:
         world = WorldMap.load(run_dir)
         command = self._command_of(world.job(place.job), world, run_dir, os.environ)
         mark = RunMark()
-        guard = Reaper(mark, REAPER_GRACE_S)
+        reaper = Reaper(mark, REAPER_GRACE_S, owner=f"{run_dir} role {place.job}")
         environment = compiler_cache(os.environ) | role_variables(os.environ) | place.secrets
-        self._host = Host(run_dir=run_dir, environment=environment | {"TMPDIR": guard.temporary}, mark=mark)
+        self._host = Host(run_dir=run_dir, environment=environment | {"TMPDIR": reaper.temporary}, mark=mark)
         try:
             self._process = self._host.start(command)
             print(f"{place.job}: process {self._process.pid}, log {run_dir / place.job / 'log.txt'}", flush=True)
             code = await wait_for_exit(self._process)
             await asyncio.to_thread(self._host.sweep, place.job, LEFTOVER_GRACE_S)
         finally:
-            guard.dismiss()
+            reaper.dismiss()
         return RoleExit(code=code)
 
     async def stop(self, limit_s: float) -> None:

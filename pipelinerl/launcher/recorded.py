@@ -14,7 +14,7 @@ from pipelinerl.config.debug import READS
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.streams import SingleStreamSpec, get_streams_backend
 from pipelinerl.streams.files import FilesBackend
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE
 from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.config.sections import Config
-from pipelinerl.inspect.alone import alone_figures, alone_lines, write_alone
+from pipelinerl.inspect.debug_run import debug_run_figures, debug_run_lines, write_debug_run
 from pipelinerl.inspect.ending import RunEnding, write_ending
 from pipelinerl.inspect.report import summary_lines, write_report
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host
@@ -38,16 +38,16 @@ class RunReports:
     def __init__(self, config: Config, path: Path, say: Callable[[str], None], tracking: RunTracking | None = None):
         self._config, self._path, self._say, self._tracking = config, path, say, tracking
 
-    def alone(self, *, finished: bool) -> None:
+    def debug_run(self, *, finished: bool) -> None:
         """Say what roles did without the rest of the run (`debug.mode`)."""
         try:
-            figures = alone_figures(self._path, self._config)
+            figures = debug_run_figures(self._path, self._config)
             if finished:
-                write_alone(self._path, figures)
-        except Exception as error:  # the report is an extra: its failure is only reported
+                write_debug_run(self._path, figures)
+        except Exception as error:  # noqa: BLE001 — the report is an extra: its failure is only reported
             self._missing("summary", error)
             return
-        for line in alone_lines(figures, self._path):
+        for line in debug_run_lines(figures, self._path):
             self._say(line)
 
     def complete(self, *, launched: float, started: float) -> None:
@@ -58,12 +58,12 @@ class RunReports:
             started: Unix time of the roles' start.
         """
         if self._config.debug.mode:
-            self.alone(finished=True)
+            self.debug_run(finished=True)
             return
         try:
             replicas, seed = self._config.world.replicas, self._config.seed
             summary = write_report(self._path, replicas=replicas, launched=launched, started=started, seed=seed)
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001 — as above
             self._missing("summary", error)
             return
         self._say("")
@@ -74,7 +74,7 @@ class RunReports:
         try:
             write_page([self._path], self._path / REPORT_FILE)
             self._keep()
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001 — as above
             self._missing(REPORT_FILE, error)
 
     async def unfinished(self, ending: Ending, host: Host) -> None:
@@ -92,7 +92,7 @@ class RunReports:
                 told = f"the run failed: {record.reason}" if record.kind == "failed" else record.reason
                 self._say(f"{told}; writing {REPORT_FILE} for at most {limit_s:g} s; another Ctrl-C does not wait")
                 await self._write_page(host, limit_s, hurried)
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001 — as above
             self._missing(REPORT_FILE, error)
 
     async def _write_page(self, host: Host, limit_s: float, hurried: asyncio.Event) -> None:

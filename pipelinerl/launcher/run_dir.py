@@ -8,6 +8,7 @@ files and folders have modes 0600 or 0700, because of the launcher's umask, whic
 import fcntl
 import fnmatch
 import os
+import re
 import secrets
 import shutil
 import time
@@ -19,37 +20,44 @@ from typing import IO, Any
 import psutil
 from omegaconf import OmegaConf
 
+from pipelinerl.config.load import load_run_dictconfig, to_container
+from pipelinerl.config.origin import absolute, copy_of, origin_document
 from pipelinerl.config.paths import (
-    ALONE_FILE,
     CHECKPOINTS,
     CURVE_FILE,
+    DEBUG_RUN_FILE,
     ENDING_FILE,
     EXPORTS,
     LOCK_FILE,
     METRICS,
     REPORT_FILE,
     RUN_CONFIG,
+    RUN_ORIGIN,
     SUMMARY_FILE,
     TIMELINE_FILE,
 )
 from pipelinerl.config.resume import differing_keys
 from pipelinerl.errors import ConfigError
-from pipelinerl.host.disk import make_folder, replace_file
-from pipelinerl.inspect.alone import read_alone
+from pipelinerl.inspect.debug_run import read_debug_run
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher.commands import RoleCommand, start_script
 from pipelinerl.launcher.logs import last_lines
 from pipelinerl.membership.stores import FOLDER
 from pipelinerl.streams.epoch import EPOCH_FILE, LOST_FOLDER
 from pipelinerl.world import WorldMap
+from pipelinerl.world.disk import make_folder, replace_file
 
 LOCK_POLL_S = 0.1
 REAPER_WAIT_S = 60.0
 LOG_FILE = "launcher.log"
 OF_LAUNCHERS = ("launcher.[0-9]*.log", ".launch-*")
 """Logs of the launchers of other nodes, and markers that killed launchers have left."""
+OF_FILE_SYSTEM = "lost+found"
+"""What a fresh ext4 volume holds."""
 ROLE_FAILED = "event=role_failed reason="
 """What the last log line of a failed role says before the error (`observability.role`)."""
+LEVEL = re.compile(r"(?:\([^)]*\) )?(?:[\d.:-]+ |\[)*(DEBUG\b|INFO\b|WARNING\b|ERROR\b|CRITICAL\b|[IWEF]\d{4} )")
+"""The level of a line: of ours, of vLLM's after the process's name, and of torch's C++ libraries after a bracket."""
 OWNED = (
     "conf",
     "status",
@@ -68,7 +76,7 @@ OWNED = (
     EPOCH_FILE,
     LOG_FILE,
     SUMMARY_FILE,
-    ALONE_FILE,
+    DEBUG_RUN_FILE,
     ENDING_FILE,
     CURVE_FILE,
     REPORT_FILE,
@@ -103,12 +111,13 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
     except OSError as error:
         raise ConfigError(f"`output_dir` is {str(path)!r}: it cannot be written ({error.strerror})") from error
     try:
-        take(lock, path)
+        take_lock(lock, path)
         if force_restart:
             clear(path, owned)
         resumed = (path / RUN_CONFIG).is_file()
         if resumed:
             check_same_experiment(path, container)
+            check_no_copy(path, container)
     except BaseException:
         lock.close()
         raise
@@ -116,7 +125,7 @@ def claim(path: Path, container: Mapping[str, Any], *, force_restart: bool) -> C
     return Claim(path=path, resumed=resumed, finished=finished, lock=lock)
 
 
-def take(lock: IO[str], path: Path) -> None:
+def take_lock(lock: IO[str], path: Path) -> None:
     """Take the lock and write this process's identity into it. Waits for the reaper of a launcher that was killed."""
     deadline = time.monotonic() + REAPER_WAIT_S
     while True:
@@ -165,8 +174,8 @@ def check_folder(path: Path, container: Mapping[str, Any], *, force_restart: boo
 
 
 def is_finished(path: Path, max_train_steps: int) -> bool:
-    """Whether the folder's summary covers at least `max_train_steps`, or its roles alone have ended."""
-    if read_alone(path) is not None:
+    """Whether the folder's summary covers at least `max_train_steps`, or its standalone roles have ended."""
+    if read_debug_run(path) is not None:
         return True
     summary = read_summary(path)
     return summary is not None and summary["optimizer_steps"] >= max_train_steps
@@ -195,7 +204,8 @@ def check_recognised(path: Path, owned: Collection[str]) -> None:
         raise ConfigError(f"`output_dir` is {str(path)!r}: that is a file; choose a folder")
     if not path.is_dir() or (path / RUN_CONFIG).is_file():
         return
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in (*owned, LOCK_FILE))
+    known = (*owned, LOCK_FILE, OF_FILE_SYSTEM)
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     foreign = [name for name in foreign if not (is_job_folder(path / name) or is_of_launchers(path / name))]
     if foreign:
         listed = ", ".join(foreign[:3])
@@ -222,9 +232,8 @@ def clear(path: Path, owned: Collection[str]) -> None:
 
 def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
     """Refuse a folder whose experiment has other settings. The message names up to three of them."""
-    saved = OmegaConf.to_container(OmegaConf.load(path / RUN_CONFIG))
-    assert isinstance(saved, dict)
-    differing = differing_keys({str(key): value for key, value in saved.items()}, container)
+    saved = absolute(to_container(load_run_dictconfig(path)), Path.cwd())
+    differing = differing_keys(saved, container)
     if differing:
         shown = ", ".join(f"`{key}` was {old!r} and is {new!r}" for key, old, new in differing[:3])
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -234,11 +243,22 @@ def check_same_experiment(path: Path, container: Mapping[str, Any]) -> None:
         )
 
 
+def check_no_copy(path: Path, container: Mapping[str, Any]) -> None:
+    """Refuse to go on with a copy of a run whose streams are on a server that the original uses, too."""
+    original = copy_of(path) if container["streams"]["external"] else None
+    if original is not None:
+        raise ConfigError(
+            f"`output_dir` is {str(path)!r}, a copy of {str(original)!r}, whose streams on the external redis it would "
+            "share: go on in the original, or remove it first if this folder takes its place"
+        )
+
+
 def write_run_dir(path: Path, container: Mapping[str, Any], world: WorldMap, commands: Iterable[RoleCommand]) -> None:
     """Write configuration, world map and one folder per role. Deletes the leases of an earlier launch."""
     shutil.rmtree(path / FOLDER, ignore_errors=True)
     make_folder((path / RUN_CONFIG).parent)
     replace_file(path / RUN_CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(container))), mode=0o600, sync=True)
+    replace_file(path / RUN_ORIGIN, origin_document(path), mode=0o600, sync=True)
     world.save(path)
     write_roles(path, commands)
 
@@ -259,10 +279,25 @@ def mark_folder(path: Path) -> Path:
 
 
 def last_error_line(log_path: Path, tail_bytes: int = 65536) -> str:
-    """Return the line of a log that best explains why its role ended: the last error, or else the last line."""
+    """Return the line of a log that best explains why its role ended: its last error, never a warning or a note.
+
+    A line without a level is an error if it names one, as the last line of a traceback does. If there is none, the
+    last line is it, unless it is a note: `Killed`.
+    """
     lines = last_lines(log_path, tail_bytes)
-    for marker in (ROLE_FAILED, " ERROR ", "Error: ", "error: "):
-        for line in reversed(lines):
-            if marker in line:
-                return line.partition(ROLE_FAILED)[2] or line
-    return lines[-1] if lines else "its log is empty"
+    errors, is_note = [], False
+    for line in lines:
+        if level := LEVEL.match(line):
+            is_note = level[1][0] not in "ECF"
+        elif not line[0].isspace():
+            is_note = False
+        if not is_note and (level or "Error: " in line or "error: " in line):
+            errors.append(line)
+    for line in reversed(errors):
+        if ROLE_FAILED in line:
+            return line.partition(ROLE_FAILED)[2]
+    if errors:
+        return errors[-1]
+    if lines and not is_note:
+        return lines[-1]
+    return "no error in its log" if lines else "its log is empty"

@@ -32,8 +32,8 @@ from pipelinerl.launcher.commands import (
     compiler_cache,
     inherited_environment,
 )
+from pipelinerl.launcher.coordination import Coordination
 from pipelinerl.launcher.engine import RoleEngine
-from pipelinerl.launcher.fellowship import Fellowship
 from pipelinerl.launcher.live import RunLine, Voice
 from pipelinerl.launcher.local import LocalEngine
 from pipelinerl.launcher.processes import STOP_SIGNALS, Host, Reaper, RunMark
@@ -50,7 +50,7 @@ from pipelinerl.world.tls import adopt
 
 log = logging.getLogger(__name__)
 
-GUARDIAN_GRACE_S = 5.0
+REAPER_GRACE_S = 5.0
 PUBLISH_RETRY_S = 0.5
 SERVERS_POLL_S = 0.5
 
@@ -80,7 +80,7 @@ def show_world(plan: RunPlan) -> None:
     from rich.console import Console
     from rich.errors import ConsoleError
 
-    from pipelinerl.world.table import render_world
+    from pipelinerl.plan.world_table import render_world
 
     with contextlib.suppress(OSError, ConsoleError):
         Console().print(render_world(plan.config, plan.world))
@@ -96,7 +96,7 @@ async def supervise(
     path: Path,
     resumed: bool,
     started: float,
-    connection: Fellowship | None = None,
+    connection: Coordination | None = None,
     lock: IO[str] | None = None,
     engine_on: EngineOn | None = None,
 ) -> Ending:
@@ -109,8 +109,9 @@ async def supervise(
         engine_on: None = the engine of this node.
     """
     config, roles_started = plan.config, time.time()
-    guard = Reaper(mark := RunMark(), grace_s=GUARDIAN_GRACE_S, lock=lock.fileno() if lock else None)
-    host = Host(run_dir=path, environment=environment_of(plan, guard), mark=mark)
+    held, owner = lock.fileno() if lock else None, f"{path} node {plan.node_rank}"
+    reaper = Reaper(mark := RunMark(), grace_s=REAPER_GRACE_S, lock=held, owner=owner)
+    host = Host(run_dir=path, environment=environment_of(plan, reaper), mark=mark)
     backend_from_config(config, path)
     tracking = None if plan.node_rank else RunTracking(config, path)
     reports = RunReports(config, path, say, tracking)
@@ -127,19 +128,19 @@ async def supervise(
         report=(lambda: reports.complete(launched=started, started=roles_started)) if tracking else (lambda: None),
         others=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
-        alone=config.debug.mode is not None,
+        standalone=config.debug.mode is not None,
     )
     answer_signals(supervisor)
     say_start(plan, path, resumed)
     try:
         with live_line(plan, path):
-            ending = await accompanied(supervisor, work_beside(plan, host, supervisor, guard, connection), follower)
+            ending = await accompanied(supervisor, work_beside(plan, host, supervisor, reaper, connection), follower)
         await reports.unfinished(ending, host)
         return ending
     finally:
         if tracking:
             tracking.close()
-        guard.dismiss()
+        reaper.dismiss()
 
 
 async def accompanied(
@@ -159,7 +160,7 @@ async def accompanied(
 
 
 def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Show the line of a run on the leading node. It says nothing about servers or a preprocessor alone."""
+    """Show the line of a run on the leading node. None for a standalone server or preprocessor."""
     if plan.node_rank or plan.config.debug.mode in ("servers", "preprocessor"):
         return contextlib.nullcontext()
     return voice.live(RunLine(path, plan.config.finetune.max_train_steps))
@@ -172,10 +173,10 @@ def awaited_jobs(plan: RunPlan) -> list[str]:
 
 
 def work_beside(
-    plan: RunPlan, host: Host, supervisor: Supervisor, guard: Reaper, connection: Fellowship | None
+    plan: RunPlan, host: Host, supervisor: Supervisor, reaper: Reaper, connection: Coordination | None
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """What goes on while the supervisor runs."""
-    yield guard.keep()
+    yield reaper.keep()
     yield publish_address(plan, host.run_dir)
     if plan.config.debug.mode == "servers":
         yield tell_servers(plan.world)
@@ -185,10 +186,10 @@ def work_beside(
         yield connection.follow(supervisor)
 
 
-def environment_of(plan: RunPlan, guard: Reaper) -> dict[str, str]:
+def environment_of(plan: RunPlan, reaper: Reaper) -> dict[str, str]:
     """Return the variables that all roles get, and put the run's secrets into this process's own environment."""
     environment = inherited_environment(os.environ) | compiler_cache(os.environ)
-    return environment | adopt_secrets(plan) | {"TMPDIR": guard.temporary}
+    return environment | adopt_secrets(plan) | {"TMPDIR": reaper.temporary}
 
 
 def adopt_secrets(plan: RunPlan) -> dict[str, str]:
@@ -247,6 +248,7 @@ def follow_topics(config: Config, path: Path, tracking: RunTracking | None) -> T
         say=say if tracking else log.info,
         tracking=tracking,
         steps_per_update=max(config.finetune.weight_update_interval, config.steps_per_phase),
+        model=config.model_path if config.debug.mode == "evaluation" else None,
     )
     return TopicFollower(path, lines, last_step=config.finetune.max_train_steps)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipelinerl.config.sections import LauncherSection
 from pipelinerl.launcher import reaper
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.launcher.exits import ENDS_BY_ITSELF
+from pipelinerl.launcher.losses import ENDS_BY_ITSELF
 from pipelinerl.launcher.processes import Host, second_signal, stop_roles
 from pipelinerl.observability.status import StatusRecord, read_statuses
 

@@ -2,7 +2,7 @@
 
 The outcome of every rollout is written down as far as the streams can be read. Then the streams and the actors'
 snapshots move to `lost/epoch_<number>/`. Checkpoints, exports and metrics stay. The trainer finds the newest good
-checkpoint and tells the actors, whose new streams begin after the rollouts that the checkpoint has settled.
+checkpoint and tells the actors, whose new streams begin after the rollouts that the checkpoint has resolved.
 """
 
 import logging
@@ -14,9 +14,8 @@ import msgspec
 
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.host.disk import make_folder, sync_path
 from pipelinerl.inspect import ledger, verify
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.records.messages import EvaluationDone, EvaluationMessage
 from pipelinerl.records.topics import EVALUATION
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, get_streams_backend, open_reader
@@ -29,6 +28,7 @@ from pipelinerl.streams.epoch import (
     read_epoch,
     write_epoch,
 )
+from pipelinerl.world.disk import make_folder, sync_path
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,13 @@ def has_records(run_dir: Path, config: Config) -> bool:
     return any(backend.stats(spec).next_offset for spec in backend.specs(run_dir))
 
 
+def check_external(run_dir: Path, config: Config) -> None:
+    """Refuse an external redis that would delete records by itself."""
+    from pipelinerl.streams.redis import RedisBackend
+
+    RedisBackend.from_config(config, run_dir).check_keeps_all()
+
+
 def delete_external(run_dir: Path, config: Config) -> None:
     """Delete the streams of this folder on an external redis."""
     backend_from_config(config, run_dir)
@@ -79,7 +86,7 @@ def write_account(run_dir: Path, lost: Path) -> None:
         (lost / LEDGER_FILE).write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in book.entries))
         with look_into(run_dir):
             _write_evaluations(run_dir, lost / EVALUATIONS_FILE)
-            lines = verify.told(verify.verify(run_dir), run_dir)
+            lines = verify.finding_lines(verify.verify(run_dir), run_dir)
             (lost / DAMAGE_FILE).write_text("".join(f"{line}\n" for line in lines))
     except (PipelineRLError, OSError) as error:
         log.warning("event=old_streams_damaged reason=%s", error)

@@ -1,25 +1,31 @@
 """Keeps roles running until the run is done, is asked to stop, or has used up its restarts.
 
-The supervisor reacts to exits that the engine reports, to messages of other nodes and to a stop request. It restarts
-roles within the budget and returns one `Ending`. When it ends, every process that the engine started has ended.
+The supervisor hears of losses from the engine and from the launchers of other nodes, and of a stop request. It carries
+out what `losses` decides and returns one `Ending`. When it ends, every process that the engine started has ended.
 """
 
 import asyncio
 import logging
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelinerl.config.sections import LauncherSection
-from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.launcher.commands import RoleCommand
-from pipelinerl.launcher.engine import RoleEngine
-from pipelinerl.launcher.exits import decide_after_exit, restart_delay_s
+from pipelinerl.launcher.engine import RoleEngine, RoleExit
+from pipelinerl.launcher.losses import Decision, ProcessLost, decide, restart_delay_s
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.launcher.stopping import STORES
 from pipelinerl.membership.lease import EndKind
 
 log = logging.getLogger(__name__)
+
+FREED_BYTES = 64 * 2**20
+"""So much more free space ends the wait of a role whose disk was full."""
+TRY_AGAIN_S = 60.0
+SPACE_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ class Role:
 
     command: RoleCommand
     restarts: int = 0
+    waits_for_space: int = 0
+    """How often it ended because its disk was full."""
 
 
 class Others:
@@ -65,7 +73,7 @@ class Others:
         """Tell the others that this node is about to stop its roles."""
 
 
-class Supervisor:  # structure: the roles, their engine, and by what their exits are judged
+class Supervisor:
     """Keeps roles running.
 
     Args:
@@ -74,13 +82,13 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
         run_dir: the run folder.
         limits: section `launcher` of the configuration.
         awaited: names of the jobs of the whole world whose end is the end of the run: the actors, or with
-            `debug.mode` the roles that work alone.
+            `debug.mode` the standalone roles.
         training_done: returns whether the trainer made its last step. It may block, so a thread calls it.
         say: tells the user a line.
         report: writes the report at an orderly end, while the streams can still be read.
         others: the launchers of other nodes.
         trains_on_several_nodes: whether the trainer's ranks need other nodes, so that none can save when one is lost.
-        alone: roles run without the rest of the run, see `decide_after_exit`.
+        standalone: roles run without the rest of the run, see `ProcessLost.is_standalone`.
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
         report: Callable[[], None],
         others: Others | None = None,
         trains_on_several_nodes: bool = False,
-        alone: bool = False,
+        standalone: bool = False,
     ):
         self._roles = {command.name: Role(command) for command in commands}
         self._engine = engine
@@ -104,7 +112,7 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
         self._limits = limits
         self._report = report
         self._awaited = set(awaited)
-        self._alone = alone
+        self._standalone = standalone
         self._training_done = training_done
         self._say = say
         self._others = others or Others()
@@ -141,57 +149,60 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
 
     def request_stop(self, reason: str) -> None:
         """End the run because of a request from outside. ``reason`` is the name of the signal."""
-        self._end(Ending(kind="stopped", reason=reason, restarts=self.restarts))
+        self.carry_out(Decision(action="end", ending="stopped", reason=reason))
 
-    def fail(self, reason: str, *, is_cut_off: bool = False) -> None:
-        """End the run for a reason outside this node's roles. ``is_cut_off``: the reason is a node that is lost."""
-        self._end(
-            Ending(
-                kind="failed",
-                reason=reason,
-                failure=self._first_failure,
-                restarts=self.restarts,
-                is_cut_off=is_cut_off,
-            )
-        )
+    def fail(self, reason: str) -> None:
+        """End the run for a reason outside this node's roles."""
+        self.carry_out(Decision(action="end", reason=reason))
+
+    def carry_out(self, decision: Decision) -> None:
+        """End the run if this is what follows from a loss outside this node's roles."""
+        if decision.action == "end":
+            failure = self._first_failure if decision.ending == "failed" else None
+            self._end(decision, failure, decision.reason)
 
     def actor_done(self, name: str) -> None:
         """Note that an awaited job of any node has ended its work. The last one completes the run."""
         self._awaited.discard(name)
         if not self._awaited:
-            self.finish()
-
-    def finish(self) -> None:
-        """End the run as complete."""
-        self._end(Ending(kind="done", restarts=self.restarts))
+            self.carry_out(Decision(action="end", ending="done"))
 
     @property
     def restarts(self) -> dict[str, int]:
         return {name: role.restarts for name, role in self._roles.items() if role.restarts}
 
     async def _keep(self, role: Role) -> None:
-        """Start a role and react to its exits. Ends when the role is done or the run fails."""
+        """Start a role and react to its losses. Ends when the role is done or the run ends."""
+        name = role.command.name
         while True:
             self._engine.start(role.command)
-            end = await self._engine.exit_of(role.command.name)
-            decision = decide_after_exit(
-                role.command.kind,
-                end.code,
-                end.kill_reason,
-                training_done=await self._is_training_done(role),
-                restarts_used=sum(self.restarts.values()),
-                limits=self._limits,
-                alone=self._alone,
-            )
-            if decision.action == "done":
-                await self._done(role, decision.reason)
-                return
-            failure = self._failure(role, decision.reason)
-            if decision.action == "fail":
-                first = self._first_failure if end.code != EXIT_REFUSED else None
-                self._end(Ending(kind="failed", failure=first or failure, restarts=self.restarts))
-                return
-            await self._back_off(role, failure)
+            end = await self._engine.exit_of(name)
+            decision = decide(await self._process_lost(role, end) if isinstance(end, RoleExit) else end)
+            match decision.action:
+                case "continue":
+                    await self._done(role, decision.reason)
+                    return
+                case "end":
+                    failure = self._failure(role, decision.reason)
+                    self._end(decision, (self._first_failure if decision.is_spent else None) or failure)
+                    return
+                case "restart":
+                    await self._back_off(role, self._failure(role, decision.reason))
+                case "wait":
+                    await self._wait_for_space(role, self._failure(role, decision.reason))
+                case "move":
+                    self._say(f"{name}: {decision.reason}; it is placed again")
+
+    async def _process_lost(self, role: Role, end: RoleExit) -> ProcessLost:
+        return ProcessLost(
+            kind=role.command.kind,
+            code=end.code,
+            kill_reason=end.kill_reason,
+            is_training_done=await self._is_training_done(role),
+            is_standalone=self._standalone,
+            restarts_used=sum(self.restarts.values()),
+            max_restarts=self._limits.max_restarts,
+        )
 
     async def _is_training_done(self, role: Role) -> bool:
         """Return whether training is done. A thread reads the streams, because a store that is down delays the answer.
@@ -208,6 +219,21 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
         self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; restart {used} in {delay:g} s")
         await asyncio.sleep(delay)
 
+    async def _wait_for_space(self, role: Role, failure: RoleFailure) -> None:
+        """Wait until somebody frees space on the run's disk. The full disk may be another one: try again after a while.
+
+        No restart is counted, because none would help.
+        """
+        if not role.waits_for_space:
+            self._say(f"{failure.job}: {failure.reason}; {failure.error_line}; waiting for free space, at no restart")
+        role.waits_for_space += 1
+        log.warning("event=waiting_for_space job=%s times=%d", failure.job, role.waits_for_space)
+        free, deadline = shutil.disk_usage(self._run_dir).free, time.monotonic() + TRY_AGAIN_S
+        while True:
+            await asyncio.sleep(SPACE_POLL_S)
+            if time.monotonic() > deadline or shutil.disk_usage(self._run_dir).free >= free + FREED_BYTES:
+                return
+
     async def _done(self, role: Role, remark: str) -> None:
         log.info("event=job_ended job=%s", role.command.name)
         if remark:
@@ -220,9 +246,13 @@ class Supervisor:  # structure: the roles, their engine, and by what their exits
         path = self._run_dir / role.command.name / "log.txt"
         return RoleFailure(job=role.command.name, reason=reason, log_path=path, error_line=last_error_line(path))
 
-    def _end(self, ending: Ending) -> None:
-        if self._ending is not None and not self._ending.done():
-            self._ending.set_result(ending)
+    def _end(self, decision: Decision, failure: RoleFailure | None, reason: str = "") -> None:
+        if self._ending is None or self._ending.done():
+            return
+        kind, is_cut_off = decision.ending, decision.is_cut_off
+        self._ending.set_result(
+            Ending(kind=kind, reason=reason, failure=failure, restarts=self.restarts, is_cut_off=is_cut_off)
+        )
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):

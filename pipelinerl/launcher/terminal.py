@@ -44,6 +44,7 @@ class ProgressLines:
         every_s: least seconds between two steps that are said. The first and the last step are always said.
         steps_per_update: optimizer steps between two weight updates.
         tracking: is told of steps and alarms.
+        model: what evaluations are of, in a run without a trainer.
     """
 
     def __init__(
@@ -56,47 +57,48 @@ class ProgressLines:
         every_s: float = STEP_S,
         steps_per_update: int = 1,
         tracking: RunTracking | None = None,
+        model: str | None = None,
     ):
         self._run_dir, self._max_train_steps = run_dir, max_train_steps
         self._say, self._note, self._every_s = say, note, every_s
-        self._tracking = tracking
+        self._tracking, self._model = tracking, model
         self._alarms = AlarmWatch(run_dir, steps_per_update=steps_per_update)
         self._since, self._said_at = time.time(), -math.inf
         self._pause_ms: tuple[float, ...] = ()
         self._last: SamplesProcessed | None = None
 
-    def take(self, message: TrainerMessage) -> None:
+    def add_message(self, message: TrainerMessage) -> None:
         """Print what a message of the trainer says, unless it is about an earlier launch."""
-        self._alarms.take(message)
+        self._alarms.add_message(message)
         match message:
             case WeightUpdateSuccess():
                 self._pause_ms = message.pause_ms
             case ProbeMissed() if message.timestamp >= self._since:
-                self._tell_alarms()
+                self._print_alarms()
             case TrainingResumed():
                 self._last = None
                 if message.timestamp >= self._since:
                     self._say(f"resuming from step {message.step} ({message.repeated} repeated)")
             case SamplesProcessed():
                 if message.timestamp >= self._since and (self._last is None or message.step > self._last.step):
-                    self._tell(message)
-                    self._tell_alarms()
+                    self._print_step(message)
+                    self._print_alarms()
                     if self._tracking is not None:
                         self._tracking.step(message.step)
                 self._last = message
 
-    def take_result(self, result: EvaluationDone) -> None:
+    def add_result(self, result: EvaluationDone) -> None:
         """Print the result of an evaluation, unless it is one of an earlier launch."""
         if result.timestamp >= self._since:
-            self._say(evaluation_line(result))
+            self._say(evaluation_line(result, self._model))
 
-    def _tell_alarms(self) -> None:
+    def _print_alarms(self) -> None:
         for alarm in self._alarms.new():
             self._say(f"alarm: {alarm.line()}")
             if self._tracking is not None:
                 self._tracking.alarm(alarm)
 
-    def _tell(self, message: SamplesProcessed) -> None:
+    def _print_step(self, message: SamplesProcessed) -> None:
         now = time.monotonic()
         is_due = now - self._said_at >= self._every_s or message.step >= self._max_train_steps
         if is_due:
@@ -163,12 +165,12 @@ class TopicFollower:
                 with trainer, evaluation:
                     while not self._stop.is_set():
                         for _, message in trainer.poll(POLL_S):
-                            self._lines.take(message)
+                            self._lines.add_message(message)
                             if self._ends_training(message):
                                 self._training_done.set()
                         for _, result in evaluation.poll(0):
                             if isinstance(result, EvaluationDone):
-                                self._lines.take_result(result)
+                                self._lines.add_result(result)
                     return
             except Exception:  # a broken stream is reported by the roles that need it
                 log.exception("event=progress_lines_failed")
@@ -208,10 +210,12 @@ def step_line(
     return "  ".join(parts)
 
 
-def evaluation_line(result: EvaluationDone) -> str:
+def evaluation_line(result: EvaluationDone, model: str | None = None) -> str:
+    """Describe a result. ``model``: what was evaluated, where it is no version of this run."""
+    what = model or f"version {result.version}"
     if result.success is None:
-        return f"evaluation of version {result.version}: no result, because every attempt failed: see actor_*/log.txt"
+        return f"evaluation of {what}: no result, because every attempt failed: see actor_*/log.txt"
     return (
-        f"evaluation of version {result.version}: success {result.success:.3f}  reward {number(result.reward, 2)}  "
+        f"evaluation of {what}: success {result.success:.3f}  reward {number(result.reward, 2)}  "
         f"({result.num_rollouts} rollouts)"
     )

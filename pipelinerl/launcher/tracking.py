@@ -1,18 +1,64 @@
 """What the launcher tells the trackers: alarms, a table of rollouts every n steps, and the report at the end.
 
-It reads the run folder as people do. Work is done in the trackers' threads, so nothing delays the launcher.
+It reads the run folder as people do. Work is done in the trackers' threads, so nothing delays the launcher. The table's
+rows come from the archive alone.
 """
 
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.config.sections import Config
 from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.decode import TokenText
+from pipelinerl.inspect.rollouts import whole_text
+from pipelinerl.inspect.samples import SeenRollout, from_archive, read_scored_sequences
+from pipelinerl.observability.archive import read_archive
 from pipelinerl.observability.trackers import WITH_TEXT, Tracker, TrackerThread, chosen_trackers
+from pipelinerl.records import ArchivedStep
 
 if TYPE_CHECKING:
     from pipelinerl.inspect.decode import TokenText
+
+
+COLUMNS = (
+    *("step", "sample", "domain", "problem", "text", "reward", "advantage", "success", "fate", "lag", "tokens"),
+    *("finish_reason", "flags"),
+)
+MAX_ROWS = 16
+MAX_CHARS = 8000
+
+
+def sample_rows(run_dir: Path, step: int, text: TokenText, count: int = MAX_ROWS) -> list[list[Any]]:
+    """Rows of ``COLUMNS`` for at most ``count`` archived rollouts of a step: the flagged ones, then by their names."""
+    scores = read_scored_sequences(run_dir, step)
+    found = [
+        from_archive(rollout, step, scores)
+        for _, _, records in read_archive(run_dir, "preprocessor", ArchivedStep, step)
+        for record in records
+        for rollout in record.rollouts
+    ]
+    found.sort(key=lambda seen: (not seen.flags, seen.sample_id))
+    return [_row(seen, text) for seen in found[:count]]
+
+
+def _row(seen: SeenRollout, text: TokenText) -> list[Any]:
+    return [
+        seen.step,
+        seen.sample_id,
+        seen.domain,
+        seen.problem[:MAX_CHARS],
+        whole_text(seen, text)[:MAX_CHARS],
+        seen.rollout.reward,
+        seen.advantage,
+        seen.success,
+        seen.outcome,
+        seen.lag,
+        seen.num_sampled,
+        seen.finish_reason,
+        " ".join(seen.flags),
+    ]
+
 
 KIND = "launcher"
 
@@ -48,7 +94,6 @@ class RunTracking:
 
 def send_table(tracker: Tracker, *, run_dir: Path, step: int) -> None:
     """Send the table of one step's rollouts."""
-    from pipelinerl.inspect.table import COLUMNS, sample_rows
 
     rows = sample_rows(run_dir, step, token_text_of(run_dir))
     if rows:

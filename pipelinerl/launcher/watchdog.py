@@ -2,9 +2,14 @@
 
 Consumes: status files (every `WATCH_INTERVAL_S`). Produces: failed roles, hang reports in `hangs/`, logs that stay
 within `launcher.max_log_mb`.
+
+A role that gets no CPU is not frozen. Linux counts the time in which a thread is ready to run but does not run as its
+*run delay*. The delay does not grow while a process is stopped or waits for a lock. The delay since a role fell silent
+is therefore no sign that it hangs.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -19,9 +24,58 @@ from pipelinerl.launcher import reaper
 from pipelinerl.launcher.logs import cut_logs
 from pipelinerl.launcher.processes import Host
 from pipelinerl.launcher.run_dir import LOG_FILE
-from pipelinerl.launcher.starvation import RunQueues
-from pipelinerl.observability.health import FailedRole, find_failed, wait_chain
-from pipelinerl.observability.status import StatusRecord, read_statuses
+from pipelinerl.observability.health import FailedRole, find_failed, job_of_status, wait_chain
+from pipelinerl.observability.status import HEARTBEAT_S, StatusRecord, read_statuses
+
+QUIET_S = 2 * HEARTBEAT_S
+"""Roles with a younger heartbeat are not examined."""
+
+
+class RunQueues:
+    """Measures the run delay of roles that are silent.
+
+    Args:
+        pids_of: returns the pids of a job.
+    """
+
+    def __init__(self, pids_of: Callable[[str], list[int]]):
+        self._pids_of = pids_of
+        self._baselines: dict[str, tuple[float, dict[int, float]]] = {}
+        """By job: its last heartbeat, and each thread's run delay when the silence was noticed."""
+
+    def starved(self, statuses: Mapping[str, StatusRecord], jobs: Mapping[str, float], now: float) -> dict[str, float]:
+        """Return the seconds for which each silent job has waited for a CPU since its silence was noticed.
+
+        A job has waited as long as the thread of it that waited longest.
+
+        Args:
+            statuses: by status name, with times of the same clock as `now`.
+            jobs: running jobs. The values are not used.
+        """
+        silent = {
+            job_of_status(name): status.heartbeat
+            for name, status in statuses.items()
+            if job_of_status(name) in jobs and status.state == "running" and now - status.heartbeat > QUIET_S
+        }
+        self._baselines = {job: known for job, known in self._baselines.items() if silent.get(job) == known[0]}
+        waited = {}
+        for job, heartbeat in silent.items():
+            delays = {tid: delay for pid in self._pids_of(job) for tid, delay in run_delays_s(pid).items()}
+            _, before = self._baselines.setdefault(job, (heartbeat, delays))
+            waited[job] = max((delay - before.get(tid, 0.0) for tid, delay in delays.items()), default=0.0)
+        return waited
+
+
+def run_delays_s(pid: int) -> dict[int, float]:
+    """Return each thread's seconds spent ready to run without running. Empty if the kernel does not report them."""
+    delays = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                with open(f"/proc/{pid}/task/{name}/schedstat") as stream:
+                    delays[int(name)] = int(stream.read().split()[1]) / 1e9
+    return delays
+
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from pipelinerl.config.environment import REDIS_PASSWORD_VARIABLE, redis_passwor
 from pipelinerl.config.paths import RUN_ADDRESS, RUN_CONFIG
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError
-from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.stores import FolderStore, LeaseStore, StoreAwayError
+from pipelinerl.world.disk import replace_file
 from pipelinerl.world.map import WORLD_FILE, WorldMap
 from pipelinerl.world.tls import redis_options
 

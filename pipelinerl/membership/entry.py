@@ -87,7 +87,7 @@ def enter(run: str | None, run_dir: Path | None, name: str, place: Whereabouts) 
     adopt(cfg.world, os.environ)
     leases = address_of(cfg, folder)
     store, incarnation = open_store(leases), new_incarnation()
-    if place.span is not None and place.span.is_part:
+    if place.span is not None and place.span.has_workers_only:
         name = part_name(name)
     is_claimed = name in JOINING
     if is_claimed:

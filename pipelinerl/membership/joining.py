@@ -15,8 +15,8 @@ from pipelinerl.membership.stores import LeaseStore
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import LOOPBACK
 from pipelinerl.world.map import Span, url_of
+from pipelinerl.world.network import find_port_block
 from pipelinerl.world.placement import PARTS
-from pipelinerl.world.ports import find_port_block
 
 JOINING = ("actor_llm", "preprocessor_llm", "verifier", *PARTS.values())
 """Kinds that may join a run. Actors and preprocessors cannot, because they divide problems and optimizer steps among
@@ -65,9 +65,11 @@ def job_of(name: str, world: WorldMap, cfg: Config, place: Whereabouts, reach: s
             f"{[job.name for job in world.jobs]}"
         )
     hostname = place.hostname or reach
-    is_part = place.span is not None and place.span.is_part
-    port = None if is_part else place.port or find_port_block(LOOPBACK if hostname == LOOPBACK else "0.0.0.0", 1)
-    url = place.span.address if place.span is not None and is_part else url_of(kind, hostname, port, tls=cfg.world.tls)
+    only_workers = place.span is not None and place.span.has_workers_only
+    port = None if only_workers else place.port or find_port_block(LOOPBACK if hostname == LOOPBACK else "0.0.0.0", 1)
+    url = url_of(kind, hostname, port, tls=cfg.world.tls)
+    if place.span is not None and only_workers:
+        url = place.span.address
     replicas = cfg.world.replicas
     return Job(
         name=name,

@@ -47,7 +47,7 @@ class LauncherNote(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):  # structure: one flat record, which every member reads
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """One role's lease, as it is stored."""
 
     name: Name

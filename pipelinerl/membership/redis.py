@@ -64,7 +64,7 @@ class RedisStore:
         with self._server():
             return bool(self._client.hsetnx(self._members, lease.name, msgspec.json.encode(lease)))
 
-    def take(self, lease: Lease) -> None:
+    def overwrite(self, lease: Lease) -> None:
         with self._server():
             self._client.srem(self._leave, lease.name)
             self._client.hset(self._members, lease.name, msgspec.json.encode(lease))

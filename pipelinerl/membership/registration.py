@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 2.0
 RENEWALS_PER_LEASE = 4
 
 
-class Registration:  # structure: one lease, the thread that renews it, and the signals between that thread and the role
+class Registration:
     """Renews the lease of this process.
 
     Args:
@@ -111,7 +111,7 @@ class Registration:  # structure: one lease, the thread that renews it, and the 
             lease = self._lease
         try:
             if not self._is_written:
-                self._store.take(lease)
+                self._store.overwrite(lease)
                 self._is_written = True
             elif not self._store.renew(lease):
                 log.error("event=lease_taken name=%s: another process has taken this role's place", lease.name)

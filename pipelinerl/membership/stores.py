@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.host.disk import replace_file
 from pipelinerl.membership.lease import Lease
+from pipelinerl.world.disk import replace_file
 
 FOLDER = "members"
 
@@ -34,7 +34,7 @@ class LeaseStore(Protocol):
         """Write a lease if its name is free. Returns False if the name is taken."""
         ...
 
-    def take(self, lease: Lease) -> None:
+    def overwrite(self, lease: Lease) -> None:
         """Write a lease even if the name was taken. Deletes a request to leave, which was for the previous holder."""
         ...
 
@@ -78,7 +78,7 @@ class FolderStore:
                 temporary.unlink(missing_ok=True)
             return True
 
-    def take(self, lease: Lease) -> None:
+    def overwrite(self, lease: Lease) -> None:
         with _disk():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._leave_path(lease.name).unlink(missing_ok=True)

@@ -79,7 +79,7 @@ class MembershipWatch:
             return
         self._is_away = False
         before, self._observed = self._observed, observe(self._observed, members, time.monotonic())
-        self._tell(before)
+        self._notify(before)
         for lease in self._observed.forgotten():
             with contextlib.suppress(StoreAwayError):
                 self._store.remove(lease)
@@ -92,7 +92,7 @@ class MembershipWatch:
         while not self._closed.wait(LOOK_S):
             self.look()
 
-    def _tell(self, before: Observed) -> None:
+    def _notify(self, before: Observed) -> None:
         was, now = before.alive(), self._observed.alive()
         for name in now.keys() - was.keys():
             log.info("event=member_came name=%s url=%s state=%s", name, now[name].url, now[name].state)

@@ -86,9 +86,19 @@ class ActorMetric(Metric):
         "published for training before this server missed the weight probe for them",
     )
     DOMAIN_ERRORS = "domain_errors", "exceptions", "of the domain's own code"
+    LOOP_BLOCKED_S = (
+        "loop_blocked_s/{domain}",
+        "s",
+        "for which a domain has blocked the event loop of its rollout worker, pauses above 0.5 s, over all workers",
+    )
     ABORTED_REQUESTS = "aborted_requests", "requests", "that a server did not complete"
-    TOKENS_GENERATED = "tokens_generated", "tokens", "sampled since the process began"
-    TOKENS_GENERATED_PER_S = "tokens_generated_per_s", "tokens/s", "rate since the previous point"
+    TOKENS_GENERATED = "tokens_generated", "tokens", "of rollouts that finished since the process began"
+    TOKENS_GENERATED_PER_S = (
+        "tokens_generated_per_s",
+        "tokens/s",
+        "that servers sampled since the previous point, of answers under way and of evaluations too",
+    )
+    LONGEST_UNDER_WAY = "longest_under_way", "tokens", "of the longest answer that a server is sampling"
     GENERATING_S = "generating_s", "s", "time in which training rollouts were under way"
     VERSIONS_IN_ONE_ROLLOUT_MAX = (
         "versions_in_one_rollout_max",
@@ -104,6 +114,7 @@ class ActorMetric(Metric):
     UNMERGED_TURNS = "unmerged_turns", "turns", "of a rollout that became training sequences of their own"
     CUT_BY_LENGTH = "cut_by_length", "share", "of rollouts with a completion that the server cut for its length"
     ROLLOUTS_UNDER_WAY = "rollouts_under_way", "rollouts", "at this time"
+    ROLLOUTS_ENDED = "rollouts_ended", "rollouts", "of training that ended, whether their groups have ended or not"
     SAMPLES_DISPATCHED = "samples_dispatched", "rollouts", "started for training"
     SAMPLES_PUBLISHED = "samples_published", "rollouts", "finished and published for training"
     SAMPLES_DROPPED = "samples_dropped", "rollouts", "that will never be trained, in the actor and behind it"
@@ -121,8 +132,8 @@ class ActorMetric(Metric):
     OF_DOMAIN_STD = "{metric}_std", "", "its standard deviation"
     GROUPS_ALWAYS_SOLVED = "groups_always_solved", "share", "of the newest groups whose attempts all succeeded"
     GROUPS_NEVER_SOLVED = "groups_never_solved", "share", "of the newest groups none of whose attempts succeeded"
-    OF_PART = "{part}/{metric}", "", "the domain's metrics of one domain or data set, where there are several"
-    PART_LATENCY_S = "{part}/latency_s", "s", "of a rollout of one domain or data set, where there are several"
+    OF_SUBSET = "{subset}/{metric}", "", "the domain's metrics of one domain or data set, where there are several"
+    SUBSET_LATENCY_S = "{subset}/latency_s", "s", "of a rollout of one domain or data set, where there are several"
     EVAL_SUCCESS = "eval/success", "share", "of evaluation rollouts that succeeded"
     EVAL_REWARD = "eval/reward", "", "mean reward of an evaluation rollout"
     EVAL_COMPLETE = "eval/complete", "share", "of the evaluation's rollouts that were finished"
@@ -144,7 +155,7 @@ class PreprocessorMetric(Metric):
     PACKED_LAG_MEAN = "packed_lag_mean", "steps", "between the batch and the oldest token of a rollout, mean"
     PACKED_LAG_MAX = "packed_lag_max", "steps", "between the batch and its oldest token"
     MICRO_BATCHES = "micro_batches", "micro-batches", "of the batch over all ranks"
-    SENTINELS = "sentinels", "micro-batches", "without data, which keep the ranks in step"
+    EMPTY_MICRO_BATCHES = "sentinels", "micro-batches", "without data, which keep the ranks in step"
     FILLED = "filled", "share", "of the micro-batches' capacity that tokens fill"
     RANK_IMBALANCE = "rank_imbalance", "share", "largest deviation of a rank's tokens from the mean"
     LOCKSTEP = "lockstep", "share", "of the time that the ranks compute, when each round lasts as long as its longest"
@@ -160,9 +171,9 @@ class PreprocessorMetric(Metric):
         "tokens",
         "of the batch's rollouts that are not trained since they are too old",
     )
-    SURVIVORSHIP_COUNT = "survivorship/{fate}/count", "rollouts", "that met this fate since the previous batch"
-    SURVIVORSHIP_MEAN_TOKENS = "survivorship/{fate}/mean_tokens", "tokens", "sampled in a rollout of this fate"
-    SURVIVORSHIP_MEAN_REWARD = "survivorship/{fate}/mean_reward", "", "of the rollouts of this fate"
+    SURVIVORSHIP_COUNT = "survivorship/{outcome}/count", "rollouts", "that had this outcome since the previous batch"
+    SURVIVORSHIP_MEAN_TOKENS = "survivorship/{outcome}/mean_tokens", "tokens", "sampled in a rollout of this outcome"
+    SURVIVORSHIP_MEAN_REWARD = "survivorship/{outcome}/mean_reward", "", "of the rollouts of this outcome"
 
 
 class TrainerMetric(Metric):

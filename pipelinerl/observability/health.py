@@ -1,8 +1,9 @@
 """Finds the role that has failed when a run makes no progress: pure decisions over the roles' status files.
 
-A live process can fail in three ways: *silent* (no heartbeat: frozen), *never started* (no progress since the start),
-*stuck* (heartbeat, but no progress). A role that waits for another role is never stuck itself: the role at the end of
-the wait chain is. If the chain is a circle, it is the member whose last progress is oldest.
+A live process can fail in three ways: *silent* (no heartbeat: frozen), *never started* (not ready in time), *stuck*
+(heartbeat, but neither progress nor anything new to wait for). A role that waits for another role is never stuck
+itself, however long it waits: the role at the end of the wait chain is, if every role of the chain stands still. If the
+chain is a circle, it is the member whose last progress is oldest.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ def find_failed(
     for name in _stuck(statuses, limits, now, since):
         job = job_of_status(name)
         if job in started:
-            age = now - statuses[name].progress_at
+            age = now - stands_since(name, statuses)
             reason = f"no progress for {age:.0f} s (launcher.hang_timeout_s={limits.hang_timeout_s:g})"
             failed.setdefault(job, FailedRole(job=job, reason=reason))
     return list(failed.values())
@@ -74,23 +75,49 @@ def _silent(status: StatusRecord, started: float, limits: LauncherSection, now: 
 def _slow_start(status: StatusRecord, started: float, limits: LauncherSection, now: float) -> str | None:
     if status.progress_count or now - max(started, status.started) <= limits.startup_timeout_s:
         return None
-    if status.waits and status.waits[0].on == LAUNCHER:
+    if status.waits and status.waits[0].on is not None:  # the one that it waits for is judged
         return None
     waits = f", waiting for {status.waits[0].what}" if status.waits else ""
     return f"did not start within launcher.startup_timeout_s={limits.startup_timeout_s:g} s{waits}"
 
 
 def _stuck(statuses: Mapping[str, StatusRecord], limits: LauncherSection, now: float, since: float) -> set[str]:
-    """Names at the ends of the wait chains of all roles that have made no progress for too long."""
+    """Names at the ends of the wait chains in which every role has stood still for too long."""
     still = {
         name
-        for name, status in statuses.items()
-        if status.state == "running"
-        and status.progress_count
-        and now - max(status.progress_at, since) > limits.hang_timeout_s
+        for name in statuses
+        if _is_judged(name, statuses) and now - max(stands_since(name, statuses), since) > limits.hang_timeout_s
     }
-    ends = {wait_chain(name, statuses)[-1] for name in still}
-    return {name for name in ends if name in still and not _waits_elsewhere(name, statuses)}
+    chains = [chain for name in still if still.issuperset(chain := wait_chain(name, statuses))]
+    return {chain[-1] for chain in chains if not _waits_elsewhere(chain[-1], statuses)}
+
+
+def _is_judged(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
+    """Whether a role may count as stuck: it is ready, or waits for another one.
+
+    A rank without a wait of its own takes part in a computation with the other ranks, so theirs is its wait.
+    """
+    status = statuses[name]
+    if status.state != "running" or not (status.progress_count or _waits_for_role(status)):
+        return False
+    return bool(status.waits) or not any(rank.waits for rank in _ranks(name, statuses))
+
+
+def stands_since(name: str, statuses: Mapping[str, StatusRecord]) -> float:
+    """When a role last made progress, began its wait, or got what it had waited for. Ranks that work move together."""
+    status = statuses[name]
+    if status.waits:
+        return max(status.progress_at, status.waits[0].since)
+    return max(max(rank.progress_at, rank.working_since) for rank in _ranks(name, statuses))
+
+
+def _ranks(name: str, statuses: Mapping[str, StatusRecord]) -> list[StatusRecord]:
+    job = job_of_status(name)
+    return [status for other, status in statuses.items() if job_of_status(other) == job]
+
+
+def _waits_for_role(status: StatusRecord) -> bool:
+    return bool(status.waits) and status.waits[0].on not in (None, LAUNCHER)
 
 
 def _waits_elsewhere(name: str, statuses: Mapping[str, StatusRecord]) -> bool:
@@ -117,7 +144,7 @@ def wait_chain(name: str, statuses: Mapping[str, StatusRecord]) -> list[str]:
         nearest = min(targets, key=lambda target: statuses[target].progress_at)
         if nearest in chain:
             circle = chain[chain.index(nearest) :]
-            chain.append(min(circle, key=lambda member: statuses[member].progress_at))
+            chain.append(min(circle, key=lambda member: (statuses[member].progress_at, member)))
             return chain
         chain.append(nearest)
 

@@ -6,10 +6,13 @@ Secrets of the run are replaced before a line is written, wherever they come fro
 line that starts in column 0 is an event.
 """
 
+import contextlib
 import logging
 import os
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.config.environment import SECRET_VARIABLES
@@ -63,3 +66,22 @@ def _install(handler: logging.Handler, name: str, level: int) -> None:
     logging.captureWarnings(True)
     for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def logging_restored() -> Iterator[None]:
+    """Undoes on exit what the functions of this module did inside, and closes the handlers that they installed."""
+    root, shows_warning = logging.getLogger(), warnings.showwarning
+    handlers = root.handlers[:]
+    levels = {logger: logger.level for logger in (root, *map(logging.getLogger, CHATTY))}
+    try:
+        yield
+    finally:
+        installed = [handler for handler in root.handlers if handler not in handlers]
+        root.handlers[:] = handlers
+        for handler in installed:
+            handler.close()
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        if warnings.showwarning is not shows_warning:
+            logging.captureWarnings(False)

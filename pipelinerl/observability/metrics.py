@@ -21,9 +21,9 @@ from typing import Any, TextIO
 
 from pipelinerl.config.paths import metrics_file
 from pipelinerl.config.sections import Config
-from pipelinerl.host.disk import replace_file, replacement
 from pipelinerl.observability.catalogue import STEP, MetricName, warn_undeclared
 from pipelinerl.observability.trackers import Tracker, TrackerThread, chosen_trackers
+from pipelinerl.world.disk import replace_file, replacement
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,17 @@ class MetricsLogger:
         given = {f"{self._kind}/{name}": value for name, value in point.items() if value is not None}
         for name, tracker in self._trackers.items():
             tracker.put(partial(_send, point=given, step=step, sent=self._sent.get(name)))
+
+    def sync(self) -> None:
+        """Wait until every point so far is on disk. Safe to call from any thread, and `log` does not wait for it."""
+        with self._lock:
+            descriptor = os.dup(self._file.fileno())
+        try:
+            os.fsync(descriptor)
+        except OSError as error:  # as in `log`
+            log.warning("event=metrics_lost file=%s error=%s", self._path, error)
+        finally:
+            os.close(descriptor)
 
     def _write(self, line: str) -> None:
         self._file.write(line)

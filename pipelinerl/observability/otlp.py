@@ -38,7 +38,7 @@ class OTLPSink:
         self._scope = InstrumentationScope(SCOPE)
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
 
-    def take(self, batch: SpanBatch) -> None:
+    def export(self, batch: SpanBatch) -> None:
         for span, ids in with_ids(batch):
             self._processor.on_end(
                 ReadableSpan(

@@ -38,7 +38,7 @@ QUEUE_SPANS = 1 << 16
 class Sink(Protocol):
     """Takes the spans that were written to the file."""
 
-    def take(self, batch: SpanBatch) -> None: ...
+    def export(self, batch: SpanBatch) -> None: ...
     def close(self) -> None: ...
 
 
@@ -68,7 +68,8 @@ class SpanWriter:
         self._starting = threading.Lock()
 
     def put(self, span: SpanRecord) -> None:
-        self._lost += len(self._queue) == QUEUE_SPANS
+        if len(self._queue) == QUEUE_SPANS:
+            self._lost += 1
         self._queue.append(span)
         if self._thread is None:
             self._start_thread()
@@ -109,7 +110,7 @@ class SpanWriter:
             return
         batch = msgspec.structs.replace(self._empty, spans=tuple(waiting))
         if self._sink is not None:
-            self._sink.take(batch)
+            self._sink.export(batch)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             file.write(msgspec.json.encode(batch) + b"\n")

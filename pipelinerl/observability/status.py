@@ -2,7 +2,8 @@
 
 The role calls `progress()` whenever it made progress and wraps every wait in `waiting()`. A helper thread publishes
 the state at most twice a second and at least every `HEARTBEAT_S` seconds. So three cases can be told apart: a process
-that makes progress, a live process that waits for another, and one that is frozen (no heartbeat). A role that
+that makes progress, a live process that waits for another, and one that is frozen (no heartbeat). A role that is ready
+says so by its first progress, before it waits for data. A role that
 represents another process (an engine, redis-server) uses `beat_with_progress` to report that process's heartbeat.
 SIGUSR1 writes the Python stacks of all threads to `<job>/stacks.txt`.
 """
@@ -19,15 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pipelinerl.host.disk import replace_file
+from pipelinerl.world.disk import replace_file
 
 HEARTBEAT_S = 2.0
 MIN_WRITE_INTERVAL_S = 0.5
 STATUS_DIR = "status"
 LAUNCHER = "launcher"
 """`on` of a wait for the launcher. No job has this name."""
+BLOCKED_AT = "blocked_at"
+"""Field of an actor's status: domain that has blocked the event loop of a rollout worker → `FILE:LINE in FUNCTION`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class StatusRecord:
     """Latest values given to `progress`."""
     clock_offset: float = 0.0
     """Unix time minus the host's monotonic clock, when this was written."""
+    working_since: float = 0.0
+    """Unix time when the last wait ended, or the role's start."""
 
     def since_boot(self, clock_offset: float) -> "StatusRecord":
         """Return the record with times of the monotonic clock, which does not change when the system clock is set.
@@ -70,6 +75,7 @@ class StatusRecord:
             started=self.started - shift,
             heartbeat=self.heartbeat - shift,
             progress_at=self.progress_at - shift,
+            working_since=self.working_since - shift,
             waits=tuple(replace(wait, since=wait.since - shift) for wait in self.waits),
         )
 
@@ -83,20 +89,26 @@ class Activity:
 
     def __init__(self, changed: Callable[[], None]):
         self._changed = changed
+        self._lock = threading.Lock()
         self._fields: dict[str, Any] = {}
         self._waits: dict[int, Wait] = {}
         self._wait_ids = itertools.count()
-        self._began = self._started = self._progress_at = time.monotonic()
+        self._began = self._started = self._progress_at = self._working_since = time.monotonic()
         self._progress_count = 0
         self._beats_with_progress = False
 
     def progress(self, fields: dict[str, Any]) -> None:
-        if fields:
-            self._fields = self._fields | fields
-        self._progress_at = time.monotonic()
-        if not self._progress_count:
-            self._fields = self._fields | {"ready_s": round(self._progress_at - self._began, 1)}
-        self._progress_count += 1
+        with self._lock:
+            self._progress_at = time.monotonic()
+            self._fields |= fields
+            if not self._progress_count:
+                self._fields["ready_s"] = round(self._progress_at - self._began, 1)
+            self._progress_count += 1
+        self._changed()
+
+    def note(self, fields: dict[str, Any]) -> None:
+        with self._lock:
+            self._fields |= fields
         self._changed()
 
     def begin(self) -> None:
@@ -109,12 +121,16 @@ class Activity:
     @contextlib.contextmanager
     def waiting(self, what: str, on: str | None) -> Iterator[None]:
         key = next(self._wait_ids)
-        self._waits = self._waits | {key: Wait(what=what, on=on, since=time.monotonic())}
+        with self._lock:
+            self._waits[key] = Wait(what=what, on=on, since=time.monotonic())
         self._changed()
         try:
             yield
         finally:
-            self._waits = {other: wait for other, wait in self._waits.items() if other != key}
+            with self._lock:
+                del self._waits[key]
+                if not self._waits:
+                    self._working_since = time.monotonic()
             self._changed()
 
     def last_beat(self) -> float:
@@ -124,7 +140,10 @@ class Activity:
         """Return the status as of now."""
         now = time.monotonic()
         offset = time.time() - now
-        waits = sorted(self._waits.values(), key=lambda wait: wait.since)
+        with self._lock:
+            waits = sorted(self._waits.values(), key=lambda wait: wait.since)
+            progress_at, working_since = self._progress_at, self._working_since
+            count, fields = self._progress_count, dict(self._fields)
         return StatusRecord(
             job=job,
             state=state,
@@ -132,11 +151,12 @@ class Activity:
             hostname=socket.gethostname(),
             started=self._started + offset,
             heartbeat=offset + self.last_beat(),
-            progress_at=self._progress_at + offset,
-            progress_count=self._progress_count,
+            progress_at=progress_at + offset,
+            progress_count=count,
             waits=tuple(replace(wait, since=wait.since + offset) for wait in waits),
-            fields=self._fields,
+            fields=fields,
             clock_offset=offset,
+            working_since=working_since + offset,
         )
 
 
@@ -154,6 +174,7 @@ class RoleStatus:
         self._path = Path(run_dir) / STATUS_DIR / f"{job_name}.json"
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._state = "running"
+        self._writing = threading.Lock()
         self._dirty = threading.Event()
         self._closed = threading.Event()
         self._activity = Activity(self._dirty.set)
@@ -163,8 +184,17 @@ class RoleStatus:
         self._thread.start()
 
     def progress(self, **fields: Any) -> None:
-        """Report progress with its newest values. This only sets attributes: the helper thread writes the file."""
+        """Report progress with its newest values. This only sets attributes: the helper thread writes the file.
+
+        The first call says that the role is ready. Make it before the role waits for data, because from then on its
+        waits are judged, and no longer the time that it takes to start.
+        """
         self._activity.progress(fields)
+
+    def note(self, **fields: Any) -> None:
+        """Show values that are no progress. They are in the file when this returns."""
+        self._activity.note(fields)
+        self._write()
 
     def beat_with_progress(self) -> None:
         """Use the last progress as the heartbeat from now on, for a role that represents another process.
@@ -216,8 +246,42 @@ class RoleStatus:
 
     def _write(self) -> None:
         """Write the file. If it cannot be written, such as on a full disk, the role continues."""
-        with contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError):
             write_status(self._path, self.record())
+
+
+class Waiting(Protocol):
+    """What a ``CurrentWait`` needs of a role's status."""
+
+    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager[None]: ...
+
+
+class CurrentWait:
+    """A wait that lasts over many polls. Its beginning is that of the first poll, and no look finds it between two.
+
+    >>> wait = CurrentWait(status)
+    >>> while not (groups := reader.poll(0.5)):
+    ...     wait.be("the next group", on="actor_0")
+    >>> wait.end()
+    """
+
+    def __init__(self, status: Waiting):
+        self._status = status
+        self._named: tuple[str, str | None] | None = None
+        self._entered = contextlib.ExitStack()
+
+    def be(self, what: str, on: str | None = None) -> None:
+        """Begin this wait in the place of the last one. Does nothing if it is the same."""
+        if self._named != (what, on):
+            before, self._entered = self._entered, contextlib.ExitStack()
+            self._entered.enter_context(self._status.waiting(what, on=on))
+            before.close()
+            self._named = what, on
+
+    def end(self) -> None:
+        """End the wait, if there is one."""
+        self._entered.close()
+        self._named = None
 
 
 def write_status(path: Path, record: StatusRecord) -> None:

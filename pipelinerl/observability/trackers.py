@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.sections import Config
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class TrackerThread:
         self._name = name
         self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUE_POINTS)
         self._thread = threading.Thread(target=self._run, args=(cfg, run_dir, kind), name=name, daemon=True)
-        self._thread.start()
         self._dropped = 0
+        self._thread.start()
 
     def put(self, work: Callable[[Tracker], None]) -> None:
         """Do ``work`` with the tracker in its thread, or never, if too much waits."""

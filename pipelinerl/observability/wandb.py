@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from pipelinerl.config.origin import named_folder
 from pipelinerl.config.sections import Config, WandbSection
 
 INIT_TIMEOUT_S = 60
@@ -41,7 +42,7 @@ def run_identity(section: WandbSection, run_dir: Path, kind: str) -> dict[str, s
 
     Two run folders have different groups even if both are called `run1`, unless `wandb_group` is set.
     """
-    folder = run_dir.resolve()
+    folder = named_folder(run_dir)
     group = section.wandb_group or f"{folder.parent.name}-{folder.name}-{_digest(str(folder))[:6]}".lstrip("-")
     return {"group": group, "name": f"{section.wandb_name or group}_{kind}", "id": _digest(f"{folder}/{kind}")[:16]}
 

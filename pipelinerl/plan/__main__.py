@@ -1,9 +1,8 @@
-"""``python -m pipelinerl.plan``: recommend a split before a run, compare with it afterwards, fit its scaling.
+"""``python -m pipelinerl.plan``: recommend a split before a run, compare with it afterwards.
 
 python -m pipelinerl.plan --config-name base --gpu H100 --mean-length 2500
     python -m pipelinerl.plan --gpus 16 --model Qwen/Qwen2.5-7B --decode 8:900 --decode 128:7000 --train 9000
 python -m pipelinerl.plan compare results/base
-python -m pipelinerl.plan scaling results/base
 python -m pipelinerl.plan weights --gbytes-per-s 50
     python -m pipelinerl.plan memory --gpu-gib 141
 """
@@ -20,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pipelinerl.errors import PipelineRLError
-from pipelinerl.plan import fan_out, split
-from pipelinerl.plan import memory as memory_table
-from pipelinerl.plan.research.commands import print_simulation, run_compare, run_scaling
+from pipelinerl.plan import published_models as memory_table
+from pipelinerl.plan import split, update_time
+from pipelinerl.plan.compare import run_compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,31 +44,26 @@ def with_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_split(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    work, plan, result = split.recommend_split(args, console)
-    return result | {"simulated": print_simulation(console, work, plan)} if args.simulate else result
+    _, _, result = split.recommend_split(args, console)
+    return result
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.plan", description=__doc__.partition("\n\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="{split,compare,scaling,weights,memory}")
+    commands = parser.add_subparsers(required=True, metavar="{split,compare,weights,memory}")
     plan = commands.add_parser("split", help="recommend split, concurrency, lag and speed-up")
     plan.set_defaults(run=run_split)
     split.add_arguments(plan)
-    plan.add_argument("--simulate", action="store_true", help="check the recommendation by a discrete simulation")
     compare = commands.add_parser("compare", help="prediction and measurement of a run")
     compare.set_defaults(run=run_compare)
     compare.add_argument("run_dir", type=Path)
-    scaling = commands.add_parser("scaling", help="asymptote of a learning curve (docs/algorithms.md §9)")
-    scaling.set_defaults(run=run_scaling)
-    scaling.add_argument("source", type=Path, help="run folder, or JSON file with a list of [compute, reward]")
-    scaling.add_argument("--ceiling", type=float, default=1.0, help="largest possible value")
     weights = commands.add_parser("weights", help="predicted time of a weight update (docs/algorithms.md §11)")
-    weights.set_defaults(run=fan_out.run_weights)
-    fan_out.add_arguments(weights)
+    weights.set_defaults(run=update_time.run_weights)
+    update_time.add_arguments(weights)
     memory = commands.add_parser("memory", help="memory of published models in trainers and servers")
     memory.set_defaults(run=memory_table.run_memory)
     memory_table.add_arguments(memory)
-    for command in (plan, compare, scaling, weights, memory):
+    for command in (plan, compare, weights, memory):
         command.add_argument("--json", metavar="FILE", help="write the result there, too")
     return parser
 

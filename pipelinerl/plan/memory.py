@@ -1,67 +1,300 @@
-"""The table of published models and the trainer and server configurations that hold them."""
+"""Estimates the memory of the trainer's and the servers' devices from the configuration and the model's shape.
 
-import argparse
+The plan is made before the start. `training_memory` has the sums of a trainer rank.
+"""
+
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+import msgspec
 
-from pipelinerl.config.load import compose, parse
+from pipelinerl.config.engine import engine_of
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len
-from pipelinerl.world.memory import server_items, trainer_bytes, utilization
-from pipelinerl.world.model_shape import PUBLISHED_SHAPES, ModelShape
-from pipelinerl.world.training_memory import GIB
-
-REQUIRED = ("output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b")
-TRAINERS = (
-    ("ddp", 1),
-    ("deepspeed", 8),
-    ("fsdp2", 8),
-    ("deepspeed", 32),
-    ("fsdp2", 32),
-    ("deepspeed", 128),
+from pipelinerl.config.servers import EXPERT_PARALLEL, max_model_len, server_options
+from pipelinerl.plan.model_shape import ModelShape
+from pipelinerl.plan.training_memory import (
+    GIB,
+    RUNTIME_BYTES,
+    SMALLEST_CHUNK,
+    MemoryItem,
+    engine_memory,
+    lora_parameters,
+    step_items,
 )
-"""(`finetune.engine`, trainer ranks). DeepSpeed: as `deepspeed_config` says, which is ZeRO-3 by default."""
-SERVER_SIZES = (1, 2, 4, 8, 16)
+from pipelinerl.world.map import WorldMap
+
+ASSUMED_GPU_BYTES = 80 * GIB
+DEFAULT_UTILIZATION = 0.9
+SMALLER_TRAINER = (
+    ("finetune.gradient_checkpointing", True),
+    ("finetune.engine", "fsdp2"),
+    ("finetune.shard_gradients", True),
+    ("finetune.lora.enabled", True),
+)
+"""Settings that make a trainer smaller, the least intrusive first."""
+ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
+"""Those of them that do nothing for one rank."""
+LARGER_CHUNKS = (1024, 512)
+MAX_RANKS_POWER = 11
+STAGING_RESERVE_BYTES = GIB
+"""Device memory that staging keeps free (`pipelinerl.weights.load.worker.DEVICE_RESERVE_BYTES`)."""
+VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
+"""vLLM's options that bound its activations, with its defaults."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu-gib", type=float, default=80, help="memory of one GPU")
-    parser.add_argument("overrides", nargs="*", help="overrides of conf/base.yaml, e.g. finetune.seq_length=32768")
+class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one GPU (or CPU slot) of the jobs of a kind."""
+
+    kind: str
+    num_devices: int
+    items: tuple[MemoryItem, ...]
+    capacity: int
+    """Bytes of the device that this kind may use."""
+    note: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
 
 
-def run_memory(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print the GiB that one GPU needs, for every model and trainer, and the smallest server of every model."""
-    gpu_bytes = args.gpu_gib * GIB
-    title = f"GiB per trainer GPU of {args.gpu_gib:g} GiB (bold: fits), and GPUs per server"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model", no_wrap=True)
-    for engine, ranks in TRAINERS:
-        table.add_column(f"{engine}\n× {ranks}", justify="right", no_wrap=True)
-    table.add_column("server", justify="right")
-    rows = []
-    trainers = {engine: _trainer(engine, args.overrides) for engine, _ in TRAINERS}
-    for name, shape in PUBLISHED_SHAPES.items():
-        needed = {f"{e} × {n}": trainer_bytes(trainers[e], shape, n) / GIB for e, n in TRAINERS}
-        server = smallest_server(trainers["ddp"], shape, gpu_bytes)
-        cells = [f"[bold]{x:.0f}[/]" if x * GIB <= gpu_bytes else f"{x:.0f}" for x in needed.values()]
-        table.add_row(name.partition("/")[2], *cells, "none" if server is None else str(server))
-        rows.append({"model": name, "gib": {key: round(x, 1) for key, x in needed.items()}, "gpus_per_server": server})
-    console.print(table)
-    return {"gpu_gib": args.gpu_gib, "overrides": args.overrides, "models": rows}
+def memory_plan(
+    cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int = ASSUMED_GPU_BYTES
+) -> tuple[DevicePlan, ...]:
+    """Return the plans of the trainer's and the servers' devices. `gpu_bytes` is the memory of one GPU."""
+    ranks = world.trainer_world_size
+    trainer = trainer_items(cfg, shape, ranks)
+    total = sum(item.num_bytes for item in trainer)
+    share = utilization(cfg) if world.share_devices else 0.0
+    plans = [
+        DevicePlan(
+            kind="finetune",
+            num_devices=ranks,
+            items=trainer,
+            capacity=int(gpu_bytes * (1 - share)),
+            note=_trainer_note(cfg, shape, world, gpu_bytes, total, share),
+        )
+    ]
+    for kind in ("actor_llm", "preprocessor_llm"):
+        servers = world.get(kind)
+        if servers:
+            plan = server_plan(cfg, shape, kind, servers[0].num_ranks, len(servers), gpu_bytes)
+            if kind == "actor_llm":
+                on_node = max(
+                    sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
+                )
+                note = _staging_note(cfg, shape, servers[0].num_ranks, gpu_bytes, on_node)
+                plan = msgspec.structs.replace(plan, note=plan.note + note)
+            plans.append(plan)
+    return tuple(plans)
 
 
-def smallest_server(cfg: Config, shape: ModelShape, gpu_bytes: float) -> int | None:
-    """Fewest GPUs that hold the model and one sequence of `max_model_len` tokens. None: none of `SERVER_SIZES`."""
-    length = max_model_len(cfg) or cfg.finetune.seq_length
-    for ranks in SERVER_SIZES:
-        held = sum(item.num_bytes for item in server_items(cfg, shape, "actor_llm", ranks))
-        if held + length * shape.kv_bytes_per_token() // ranks <= gpu_bytes * utilization(cfg):
-            return ranks
-    return None
+def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: int, total: int, share: float) -> str:
+    ranks, nodes = world.trainer_world_size, len(world.get("finetune"))
+    host, staged = host_bytes(cfg, shape, nodes), snapshot_bytes(cfg, shape, nodes)
+    note = f"{engine_memory(cfg, ranks)}, {ranks} rank(s), {host / GIB:.0f} GiB of pinned host memory per node"
+    note += f", {staged / GIB:.1f} GiB of it for updates on their way to servers"
+    if share:
+        largest = max((gpu_bytes - total) / gpu_bytes, 0.0)
+        note += f"; leaves the server gpu-memory-utilization ≤ {largest:.2f}"
+    return note
 
 
-def _trainer(engine: str, overrides: list[str]) -> Config:
-    return parse(compose("base", [*REQUIRED, f"finetune.engine={engine}", *overrides]))
+def trainer_items(cfg: Config, shape: ModelShape, ranks: int, *, cuda: bool = True) -> tuple[MemoryItem, ...]:
+    """Return what one of `ranks` trainer ranks holds at its peak. `cuda`: on a GPU."""
+    memory, lora = engine_memory(cfg, ranks), cfg.finetune.lora
+    trained = lora_parameters(shape, lora.r) if lora.enabled else None
+    weights, gradient, states = memory.state_bytes(shape.parameters, trained)
+    items = (
+        MemoryItem(label="weights", num_bytes=weights),
+        MemoryItem(label="gradient", num_bytes=gradient),
+        MemoryItem(label="optimizer states", num_bytes=states),
+        *step_items(shape, memory, cuda=cuda),
+    )
+    if not cuda:
+        return items
+    return (
+        *items,
+        MemoryItem(label="transfer buckets", num_bytes=int(2 * cfg.weights.bucket_mb * 2**20)),
+        MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
+    )
+
+
+def host_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
+    """Return the pinned host memory of a trainer node.
+
+    While a checkpoint is written, a node's ranks hold their share of weights and moments, and of the exported model.
+    """
+    version = shape.parameters * _element(cfg)
+    return snapshot_bytes(cfg, shape, nodes) + (12 * shape.parameters + version) // nodes
+
+
+def snapshot_bytes(cfg: Config, shape: ModelShape, nodes: int) -> int:
+    """Return what a trainer node's ranks hold for servers: their stripes of two versions.
+
+    The older one is still pulled, or a delta needs it.
+    """
+    return 2 * shape.parameters * _element(cfg) // nodes
+
+
+def version_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Bytes of one weight version as it is sent: in `finetune.dtype`."""
+    return shape.parameters * (4 if cfg.finetune.dtype == "float32" else 2)
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """Return a copy of a section with one key changed. A dotted key changes a section inside."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def what_would_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
+    """Describe the fewest changes that make a job of this kind fit its devices of `gpu_bytes` each."""
+    if kind != "finetune":
+        return _servers_that_fit(cfg, world, shape, gpu_bytes, kind)
+    ranks, capacity = world.trainer_world_size, gpu_bytes * (1 - (utilization(cfg) if world.share_devices else 0.0))
+    changed, changes = cfg, list[str]()
+    for key, value in SMALLER_TRAINER:
+        if key in ONLY_FOR_RANKS and (ranks == 1 or engine_of(changed, ranks) == value):
+            continue
+        following = with_value(changed, key, value)
+        if following == changed:
+            continue
+        changed, changes = following, [*changes, f"{key}={str(value).lower()}"]
+        if trainer_bytes(changed, shape, ranks) <= capacity:
+            return f"it fits with {' '.join(changes)}"
+    sharded = cfg
+    for key, value in SMALLER_TRAINER[:3]:
+        sharded = with_value(sharded, key, value)
+    for more in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > ranks):
+        if trainer_bytes(sharded, shape, more) <= capacity:
+            keys = " ".join(f"{key}={str(value).lower()}" for key, value in SMALLER_TRAINER[:3])
+            return f"it fits on {more} trainer GPUs with {keys}"
+    return "no number of GPUs makes it fit: shorten finetune.seq_length or take a smaller model"
+
+
+def _servers_that_fit(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, kind: str) -> str:
+    now = world.get(kind)[0].num_ranks
+    for ranks in (2**power for power in range(1, MAX_RANKS_POWER) if 2**power > now):
+        if sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks)) <= gpu_bytes * utilization(cfg):
+            return f"it fits with vllm_config.vllm_kwargs.tensor-parallel-size={ranks}"
+    return "no number of GPUs makes it fit: raise gpu-memory-utilization or take a smaller model"
+
+
+def trainer_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    return sum(item.num_bytes for item in trainer_items(cfg, shape, ranks))
+
+
+def head_chunk(cfg: Config, shape: ModelShape | None, ranks: int, gpu_bytes: int | None) -> int:
+    """Return the tokens whose logits the output head holds at one time.
+
+    For auto this is the largest of `LARGER_CHUNKS` with which the planned memory fits, else `SMALLEST_CHUNK`.
+
+    Args:
+        shape: None = not known.
+        gpu_bytes: memory of one GPU. None = the trainer runs on a CPU.
+    """
+    wanted = cfg.finetune.head_chunk_tokens
+    if wanted != "auto":
+        return wanted
+    if shape is None or gpu_bytes is None:
+        return SMALLEST_CHUNK
+    capacity = gpu_bytes * (1 - (utilization(cfg) if cfg.world.share_devices else 0.0))
+    fitting = (
+        chunk
+        for chunk in LARGER_CHUNKS
+        if trainer_bytes(with_value(cfg, "finetune.head_chunk_tokens", chunk), shape, ranks) <= capacity
+    )
+    return next(fitting, SMALLEST_CHUNK)
+
+
+def utilization(cfg: Config) -> float:
+    """vLLM's share of the device's memory."""
+    return float(_vllm(cfg, "gpu-memory-utilization", DEFAULT_UTILIZATION))
+
+
+def _vllm(cfg: Config, key: str, default: Any) -> Any:
+    return server_options(cfg).get(key, default)
+
+
+def server_items(cfg: Config, shape: ModelShape, kind: str, ranks: int) -> tuple[MemoryItem, ...]:
+    """Return what one device of a server holds in addition to the KV cache.
+
+    Every rank stages what it needs of a weight update. A server that has the GPU for itself stages it outside vLLM's
+    share or in host memory. If it shares the GPU with a trainer, the staged update is part of vLLM's share.
+    """
+    items: tuple[MemoryItem, ...] = (
+        MemoryItem(label="weights", num_bytes=_server_weights(cfg, shape, ranks) * _element(cfg)),
+        MemoryItem(label="activations", num_bytes=_server_activations(cfg, shape, ranks)),
+        MemoryItem(label="runtime", num_bytes=RUNTIME_BYTES),
+    )
+    if cfg.world.share_devices and kind == "actor_llm":
+        items += (MemoryItem(label="staged update", num_bytes=staged_bytes(cfg, shape, ranks)),)
+    return items
+
+
+def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Bytes of an update that one of a server's devices stages: the version, or its own shard of it.
+
+    A loader that computes instead of copying needs whole tensors, which this estimate leaves out. The server's log has
+    the sum that it has learned (``event=shard_learned``).
+    """
+    return _server_weights(cfg, shape, ranks) * _element(cfg)
+
+
+def _staging_note(cfg: Config, shape: ModelShape, ranks: int, gpu_bytes: int, on_node: int) -> str:
+    """Where a server of its own GPUs stages updates, with the sum of a node that has ``on_node`` of its devices."""
+    if cfg.world.share_devices:
+        return ""
+    staged = staged_bytes(cfg, shape, ranks)
+    fits = gpu_bytes * (1 - utilization(cfg)) > staged + STAGING_RESERVE_BYTES
+    place = "beside vLLM's share" if fits else "in pinned host memory"
+    return f"; an update is staged {place}: {staged / GIB:.1f} GiB per GPU, {on_node * staged / GIB:.0f} GiB per node"
+
+
+def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Parameters on one of a server's devices. With expert parallelism devices hold whole experts, some one more."""
+    experts = shape.expert_parameters
+    if experts and _vllm(cfg, EXPERT_PARALLEL, False) in (True, ""):
+        return (shape.parameters - experts) // ranks + experts // shape.experts * -(-shape.experts // ranks)
+    return shape.parameters // ranks
+
+
+def _server_activations(cfg: Config, shape: ModelShape, ranks: int) -> int:
+    """Bytes of a step of vLLM's largest batch: a layer's inputs and products, and float32 logits of all sequences."""
+    tokens, sequences = (int(_vllm(cfg, key, None) or default) for key, default in VLLM_BATCH.items())
+    width = 2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // ranks
+    return _element(cfg) * tokens * width + 3 * 4 * sequences * shape.vocab
+
+
+def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
+    """Bytes of vLLM's share of one device that remain for the KV cache.
+
+    Args:
+        kind: `actor_llm` or `preprocessor_llm`.
+        ranks: devices of the server.
+        gpu_bytes: memory of one device.
+    """
+    held = sum(item.num_bytes for item in server_items(cfg, shape, kind, ranks))
+    return max(int(gpu_bytes * utilization(cfg)) - held, 0)
+
+
+def _element(cfg: Config) -> int:
+    """Bytes of one weight, or of one element of a key or value, in a server."""
+    return 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
+
+
+def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_servers: int, gpu_bytes: int) -> DevicePlan:
+    """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
+    max_len = max_model_len(cfg) or cfg.finetune.seq_length
+    cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
+    tokens = cache * ranks // shape.kv_bytes_per_token(_element(cfg))
+    return DevicePlan(
+        kind=kind,
+        num_devices=ranks * num_servers,
+        items=(*server_items(cfg, shape, kind, ranks), MemoryItem(label="KV cache", num_bytes=cache)),
+        capacity=int(gpu_bytes * utilization(cfg)),
+        note=f"{tokens:,} tokens of KV cache per server: {tokens // max_len} sequences of {max_len} tokens",
+    )

@@ -7,9 +7,9 @@ measured rates when there are some (``python -m pipelinerl.plan compare RUN``).
 import msgspec
 import numpy as np
 
+from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.throughput import Utilisation
-from pipelinerl.world.model_shape import ModelShape
-from pipelinerl.world.training_memory import RUNTIME_BYTES
+from pipelinerl.plan.training_memory import RUNTIME_BYTES
 
 DECODE_BANDWIDTH_EFFICIENCY = 0.6
 DECODE_COMPUTE_EFFICIENCY = 0.4

@@ -14,18 +14,19 @@ from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan import ceiling
-from pipelinerl.plan.drops import drop_shares, recommended_bound
 from pipelinerl.plan.lengths import Lengths
+from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.rates import GPUS, Rates, assumed_rates, measured_rates
 from pipelinerl.plan.throughput import (
     PipelinePlan,
     Workload,
     best_pipeline,
     conventional_rate,
+    drop_shares,
     recommend,
+    recommended_bound,
 )
 from pipelinerl.world.cluster import count_visible_gpus
-from pipelinerl.world.model_shape import find_model_shape
 
 LAG_BOUNDS = (1, 2, 4, 8, 16, 32)
 NOT_NEEDED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]

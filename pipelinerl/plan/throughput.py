@@ -7,6 +7,10 @@ With absolute rates (tokens/s) instead of utilisations the same formulas give to
     B  sequences per optimizer step     G  optimizer steps per phase (conventional)
     H  sequences at a time per generating device
     U(h)  decoding rate of a device with h sequences      τ  training time of one token on one device
+
+A bound on the lag drops a share of the rollouts, predicted from the oldest token's lag. The members of a group start
+together and are published together when the longest has ended. The lag of their oldest tokens is therefore that of the
+longest member of m tokens, m·H·I/(L̄·B) steps rounded up, plus the steps that the group then waits.
 """
 
 import math
@@ -191,3 +195,44 @@ def recommend(work: Workload, lag_bound: int | None = None, tolerance: float = 0
         if plan.rate >= (1.0 - tolerance) * best.rate and (lag_bound is None or plan.largest_lag <= lag_bound)
     ]
     return min(near, key=lambda plan: (plan.generating * plan.concurrency, -plan.rate))
+
+
+QUEUED_STEPS = 2
+"""Steps between publication and training: one for the batch being filled and one for the batch being trained."""
+TOLERATED = 0.01
+
+
+class DropShares(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of rollouts whose oldest token is beyond the bound, of all and of the longest tenth."""
+
+    rollouts: float
+    longest_tenth: float
+
+
+def steps_per_token(work: Workload, plan: PipelinePlan) -> float:
+    """Optimizer steps that pass while a slot decodes one token."""
+    return plan.concurrency * plan.generating / (work.lengths.mean * work.batch_size)
+
+
+def drop_shares(work: Workload, plan: PipelinePlan, attempts: int, max_lag_steps: int) -> DropShares:
+    """Predict the shares for groups of ``attempts`` rollouts and a bound of ``max_lag_steps`` optimizer steps."""
+    longest_kept = max(math.floor((max_lag_steps - QUEUED_STEPS) / steps_per_token(work, plan) + 1e-9), 0)
+    below = float(work.lengths.probabilities[:longest_kept].sum())
+    tenth = _longest_tenth(work.lengths.probabilities)
+    kept_tenth = float(tenth[:longest_kept].sum()) * below ** (attempts - 1)
+    return DropShares(rollouts=1.0 - below**attempts, longest_tenth=1.0 - kept_tenth)
+
+
+def recommended_bound(work: Workload, plan: PipelinePlan, attempts: int) -> int:
+    """The lowest `max_lag_steps` that drops at most 1 % of the longest tenth, for groups of ``attempts`` rollouts."""
+    bound = QUEUED_STEPS
+    while drop_shares(work, plan, attempts, bound).longest_tenth > TOLERATED:
+        bound += 1
+    return bound
+
+
+def _longest_tenth(probabilities: np.ndarray) -> np.ndarray:
+    """[L] probabilities of the lengths in the longest tenth."""
+    above = np.cumsum(probabilities[::-1])[::-1]
+    part = np.minimum(probabilities, np.maximum(0.1 - (above - probabilities), 0.0))
+    return part / part.sum()

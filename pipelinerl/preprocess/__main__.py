@@ -1,6 +1,6 @@
 """`python -m pipelinerl.preprocess --run-dir R --job preprocessor_0`."""
 
-from pipelinerl.observability.role import RoleContext, run_role
+from pipelinerl.membership.role import RoleContext, run_role
 
 
 def main(ctx: RoleContext) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.objectives import ADVANTAGES, keyword_arguments
 from pipelinerl.errors import ConfigError
 

@@ -1,9 +1,9 @@
-"""Archives the preprocessor's rollouts with their fates, step by step, for people to read (`pipelinerl.archive`)."""
+"""Archives the preprocessor's rollouts with their outcomes, step by step, for people to read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipelinerl.archive import StepArchive, chosen, flags_of
+from pipelinerl.observability.archive import StepArchive, chosen, flags_of
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import ArchivedRollout, ArchivedStep, RolloutGroup
 from pipelinerl.records.archive import TRAINED
@@ -11,7 +11,7 @@ from pipelinerl.records.archive import TRAINED
 
 @dataclass
 class RolloutArchive:
-    """Collects the fates of rollouts until their batch is published."""
+    """Collects the outcomes of rollouts until their batch is published."""
 
     archive: StepArchive[ArchivedStep] | None
     """None keeps nothing."""
@@ -35,19 +35,19 @@ class RolloutArchive:
 def split_rollouts(
     decided: Sequence[tuple[Sample, str]], count: int
 ) -> tuple[tuple[ArchivedRollout, ...], tuple[ArchivedRollout, ...]]:
-    """Divide rollouts with their fates into those to keep (``count`` chosen, and all flagged) and the rest."""
-    rollouts = [(_group(sample).rollouts[sample.source[1]], fate) for sample, fate in decided]
+    """Divide rollouts with their outcomes into those to keep (``count`` chosen, and all flagged) and the rest."""
+    rollouts = [(_group(sample).rollouts[sample.source[1]], outcome) for sample, outcome in decided]
     flags = flags_of(rollouts)
-    keep = chosen((sample.sample_id for sample, fate in decided if fate == TRAINED), count)
+    keep = chosen((sample.sample_id for sample, outcome in decided if outcome == TRAINED), count)
     kept: list[ArchivedRollout] = []
     rest: list[ArchivedRollout] = []
-    for (sample, fate), own in zip(decided, flags, strict=True):
-        (kept if own or sample.sample_id in keep else rest).append(archived(sample, fate, own))
+    for (sample, outcome), own in zip(decided, flags, strict=True):
+        (kept if own or sample.sample_id in keep else rest).append(archived(sample, outcome, own))
     return tuple(kept), tuple(rest)
 
 
-def archived(sample: Sample, fate: str, flags: tuple[str, ...]) -> ArchivedRollout:
-    """The archive's record of a rollout. ``fate``: `trained` or the reason of the drop."""
+def archived(sample: Sample, outcome: str, flags: tuple[str, ...]) -> ArchivedRollout:
+    """The archive's record of a rollout. ``outcome``: `trained` or the reason of the drop."""
     group = _group(sample)
     rollout = group.rollouts[sample.source[1]]
     advantages = {index: a for (index, _), a in zip(sample.sequences, sample.advantages, strict=True)}
@@ -58,7 +58,7 @@ def archived(sample: Sample, fate: str, flags: tuple[str, ...]) -> ArchivedRollo
         problem=group.problem,
         dispatched_version=group.dispatched_version,
         rollout=rollout,
-        fate=fate,
+        outcome=outcome,
         advantages=tuple(advantages.get(index) for index in range(len(rollout.sequences))),
         flags=flags,
     )

@@ -1,23 +1,68 @@
-"""Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays.
+"""Turns an optimizer batch into micro-batches for each rank: weights, packing, and concatenated arrays. No I/O.
 
-The module does no I/O. Shapes: T tokens of a micro-batch, S segments, R spans, N samples of the optimizer batch.
+The weight of a trained token in the batch's loss (docs/algorithms.md §4) is the same for every token of a rollout in
+all aggregations, so there is one weight per rollout. The batch's loss is `Σ weight · loss_t`, which does not
+depend on packing. A rollout of weight zero (overlong filtering) remains a member of the batch and of its group, but no
+denominator counts its tokens.
+
+Shapes: T tokens of a micro-batch, S segments, R spans, N samples (rollouts) of the optimizer batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from pipelinerl.preprocess.advantages import batch_std_scale
-from pipelinerl.preprocess.aggregation import AggregationKind, Members, rollout_weights
 from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.packing import plan_packed, plan_unpacked
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import DataOrder, MicroBatch, TrainingSequence
 from pipelinerl.records.batches import NOT_ROUTED
 
-SENTINEL_TOKENS = 2
+AggregationKind = Literal["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """The properties of N rollouts that determine their weights."""
+
+    tokens_N: np.ndarray
+    """int64: trained tokens of each rollout, all positive."""
+    weighted_N: np.ndarray
+    """bool: False where the rollout's weight is zero."""
+    group_sizes_N: np.ndarray
+    """int64: rollouts of the whole group that can be trained, in any optimizer step."""
+    group_tokens_N: np.ndarray
+    """int64: trained tokens of the group's rollouts whose weight is not zero."""
+    texts_N: np.ndarray
+    """int64: training sequences of each rollout."""
+
+
+def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
+    """float64 [N]: weight of each trained token of each rollout, for aggregation ``kind``.
+
+    In `prompt_mean` the tokens of a group share a total weight of 1 / (groups in the batch). If the end of the batch
+    cuts a group, each rollout keeps its share of its whole group's weight, and counts as 1 / size of a group.
+    """
+    n, weighted_N = len(members.tokens_N), members.weighted_N
+    counted_N = np.where(weighted_N, members.tokens_N, 0).astype(np.float64)
+    if kind == "sum_over_batch":
+        denominators_N = np.full(n, float(n))
+    elif kind == "sum_over_texts":
+        denominators_N = np.full(n, float(members.texts_N.sum()))
+    elif kind == "token_mean":
+        denominators_N = np.full(n, counted_N.sum())
+    elif kind == "sample_mean":
+        denominators_N = n * counted_N
+    else:
+        denominators_N = (1.0 / members.group_sizes_N).sum() * members.group_tokens_N
+    return np.divide(1.0, denominators_N, out=np.zeros(n), where=weighted_N & (denominators_N > 0))
+
+
+EMPTY_TOKENS = 2
 """Length of the shortest sequence in which a language model predicts a token."""
 
 
@@ -25,8 +70,8 @@ SENTINEL_TOKENS = 2
 class Collation:
     """The part of the configuration that determines how an optimizer batch is collated."""
 
-    num_ranks: int
-    """Data-parallel ranks. Each gets its own micro-batches."""
+    data_parallel_size: int
+    """Data-parallel ranks. Each gets micro-batches of its own; `finetune.seq_parallel` trainer ranks share them."""
     seq_length: int
     """Largest number of tokens of a packed micro-batch."""
     sequences_per_micro_batch: int | None = None
@@ -55,14 +100,14 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
         collation: packing, weights and number of ranks.
 
     Returns:
-        A list of micro-batches for each of the ``num_ranks`` ranks. A rank without work in a round gets a sentinel.
+        A list of micro-batches for each data-parallel rank. Where a rank has no work in a round, it is empty.
     """
     segments = _segments(batch.samples, collation)
     lengths = [len(segment.sequence.token_ids) for segment in segments]
     if collation.sequences_per_micro_batch is None:
-        plan = plan_packed(lengths, collation.num_ranks, collation.seq_length)
+        plan = plan_packed(lengths, collation.data_parallel_size, collation.seq_length)
     else:
-        plan = plan_unpacked(lengths, collation.num_ranks, collation.sequences_per_micro_batch)
+        plan = plan_unpacked(lengths, collation.data_parallel_size, collation.sequences_per_micro_batch)
     num_tokens = sum(sample.num_trained for sample in batch.samples)
     return [
         [
@@ -82,6 +127,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
     members = Members(
         tokens_N=np.array([sample.num_trained for sample in samples], dtype=np.int64),
         weighted_N=np.array([sample.weighted for sample in samples], dtype=bool),
+        texts_N=np.array([len(sample.sequences) for sample in samples], dtype=np.int64),
         group_sizes_N=np.array([sample.group_size for sample in samples], dtype=np.int64),
         group_tokens_N=np.array([sample.group_tokens for sample in samples], dtype=np.int64),
     )
@@ -113,7 +159,7 @@ def _micro_batch(
     with_reference: bool,
 ) -> MicroBatch:
     if not segments:
-        return _sentinel(batch, index, count, num_tokens, with_reference)
+        return _empty_micro_batch(batch, index, count, num_tokens, with_reference)
     lengths_S = np.array([len(segment.sequence.token_ids) for segment in segments], dtype=np.int32)
     starts_S = (np.cumsum(lengths_S) - lengths_S).tolist()
     total = int(lengths_S.sum())
@@ -186,27 +232,30 @@ def _scatter(
     ref_logprobs_T: np.ndarray | None,
 ) -> None:
     """Write the values of a segment's trained tokens to the positions of its spans, shifted by ``start``."""
-    done = 0
+    offset = 0
     for first, end, _ in segment.sequence.spans.tolist():
         here = slice(start + first, start + end)
-        taken = slice(done, done + end - first)
+        taken = slice(offset, offset + end - first)
         logprobs_T[here] = segment.sequence.logprobs[taken]
         advantages_T[here] = segment.advantage
         if ref_logprobs_T is not None:
             assert segment.ref_logprobs is not None, f"{segment.sequence_id} has no reference log-probs"
             ref_logprobs_T[here] = segment.ref_logprobs[taken]
-        done = taken.stop
+        offset = taken.stop
+    assert offset == len(segment.sequence.logprobs), f"{segment.sequence_id}: its spans do not cover its log-probs"
 
 
-def _sentinel(batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool) -> MicroBatch:
+def _empty_micro_batch(
+    batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool
+) -> MicroBatch:
     """Make a micro-batch that fills an empty slot: one short segment of token 0, weight 0, without trained tokens."""
-    zeros_T = np.zeros(SENTINEL_TOKENS, dtype=np.float32)
+    zeros_T = np.zeros(EMPTY_TOKENS, dtype=np.float32)
     return MicroBatch(
         step=batch.step,
         index=index,
         count=count,
-        token_ids=np.zeros(SENTINEL_TOKENS, dtype=np.int32),
-        segment_lengths=np.array([SENTINEL_TOKENS], dtype=np.int32),
+        token_ids=np.zeros(EMPTY_TOKENS, dtype=np.int32),
+        segment_lengths=np.array([EMPTY_TOKENS], dtype=np.int32),
         segment_weights=np.zeros(1, dtype=np.float32),
         spans=np.zeros((0, 3), dtype=np.int32),
         logprobs=zeros_T,

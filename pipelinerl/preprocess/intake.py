@@ -3,21 +3,136 @@
 Consumes: topic `actor` of one replica. Waits for: the next group, and for reference log-probs when
 `preprocess.reference_concurrency` groups are pending. Samples leave in the order of the topic, however long each group
 takes to score.
+
+A group that `records.check` refuses is never trained: its rollouts become samples with the drop reason `invalid`. A
+`GroupDropped` is the actor's own record of a drop and yields no samples.
 """
 
+import json
+import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from pipelinerl.config.sections import Config
-from pipelinerl.observability.role import RoleContext
-from pipelinerl.preprocess.reader import GroupReader, read_vocab_size
+from pipelinerl.errors import RecordError
+from pipelinerl.membership.role import RoleContext
+from pipelinerl.observability.status import CurrentWait
 from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, needs_reference
-from pipelinerl.preprocess.samples import Sample, Shaping, Source
-from pipelinerl.records import ActorRecord, DataOrder, OrderResumed
+from pipelinerl.preprocess.samples import Sample, Shaping, Source, prepare_group, refused_group
+from pipelinerl.records import ActorRecord, DataOrder, OrderResumed, RolloutGroup
+from pipelinerl.records.check import check_group
+from pipelinerl.records.order import OrderFold
 from pipelinerl.records.topics import ACTOR
-from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams import SingleStreamSpec, TopicReader, open_reader
+
+log = logging.getLogger(__name__)
+
+TakenTurn = tuple[str, int, int, int]
+"""Domain, epoch, number of the turn in the epoch, number of turns in the epoch."""
+
+
+class GroupReader:
+    """Reads samples from ``source`` on.
+
+    Args:
+        reader: of topic `actor`, positioned at ``source[0]``.
+        source: first rollout to read.
+        shaping: determines how a group becomes samples.
+        vocab_size: token ids must be below it.
+        attempts: largest number of rollouts in a group.
+        order: which problems are resolved at ``source``.
+        num_actors: number of actors that take turns in an epoch.
+    """
+
+    def __init__(
+        self,
+        reader: TopicReader[ActorRecord],
+        source: Source,
+        *,
+        shaping: Shaping,
+        vocab_size: int,
+        attempts: int,
+        order: DataOrder | None = None,
+        num_actors: int = 1,
+    ):
+        self.resumed: OrderResumed | None = None
+        """The record that opens the stream of a run resumed from a checkpoint. None until it was read."""
+        self._order = OrderFold(order)
+        self._num_actors = num_actors
+        self._unresolved: deque[tuple[int, TakenTurn]] = deque()
+        self._reader = reader
+        self._source = source
+        self._shaping = shaping
+        self._vocab_size = vocab_size
+        self._attempts = attempts
+
+    @property
+    def position(self) -> int:
+        """Offset of the next record to read."""
+        return self._reader.position
+
+    def poll(self, timeout_s: float) -> list[list[Sample]]:
+        """Samples of the next groups, one list per group. Empty if none arrives within ``timeout_s``."""
+        return list(self._groups(self._reader.poll(timeout_s)))
+
+    def commit(self, source: Source) -> None:
+        """Release the groups before ``source``."""
+        self._reader.commit(source[0])
+
+    def resolve_before(self, source: Source, domains: Iterable[str]) -> DataOrder:
+        """Mark the problems before ``source`` as resolved, and return all that are resolved.
+
+        Args:
+            source: place where the next batch begins.
+            domains: domain of each sample of the batch before it.
+        """
+        self._order.count(domains)
+        while self._unresolved and (self._unresolved[0][0], 0) < source:
+            self._order.mark_resolved(*self._unresolved.popleft()[1])
+        return self._order.to_record()
+
+    def barrier(self) -> None:
+        """Ensure that nothing written from now on becomes durable before the groups that were read."""
+        self._reader.barrier()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _groups(self, records: list[tuple[int, Any]]) -> Iterable[list[Sample]]:
+        for offset, record in records:
+            if isinstance(record, OrderResumed):
+                self.resumed, self._order = record, OrderFold(record.order)
+                continue
+            turn = record.position // self._num_actors
+            self._unresolved.append((offset, (record.domain, record.epoch, turn, record.epoch_size)))
+            if isinstance(record, RolloutGroup):
+                samples = [sample for sample in self._prepare(offset, record) if sample.source >= self._source]
+                if samples:
+                    yield samples
+
+    def _prepare(self, offset: int, group: RolloutGroup) -> list[Sample]:
+        try:
+            check_group(group, vocab_size=self._vocab_size, attempts=self._attempts)
+            return prepare_group(offset, group, self._shaping)
+        except RecordError as error:
+            log.warning("event=group_refused group=%s offset=%d reason=%s", group.group_id, offset, error)
+            return refused_group(offset, group)
+
+
+def read_vocab_size(model_path: str) -> int:
+    """Vocabulary size of a model in a local folder or on the Hugging Face hub."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(model_path, "config.json"))
+    config = json.loads(path.read_text())
+    return int({**config, **config.get("text_config", {})}["vocab_size"])
+
 
 IDLE_POLL_S = 0.5
 BUSY_POLL_S = 0.05
@@ -36,7 +151,7 @@ class _Pending:
 
 
 class Intake:
-    """Reads the groups from ``source`` on and has them scored. ``order``: what is settled at ``source``."""
+    """Reads the groups from ``source`` on and has them scored. ``order``: what is resolved at ``source``."""
 
     def __init__(self, ctx: RoleContext, source: Source, order: DataOrder):
         self._ctx = ctx
@@ -44,6 +159,7 @@ class Intake:
         self._groups = open_groups(ctx, source, order)
         self._pending: deque[_Pending] = deque()
         self._scorer = make_scorer(ctx)
+        self._wait = CurrentWait(ctx.status)
         self.is_exhausted = False
         """Whether the last read found no more groups and none is pending."""
 
@@ -54,18 +170,25 @@ class Intake:
 
     def read(self) -> None:
         """Read groups from the actor, unless too many still wait for their reference log-probs."""
+        if self._pending:
+            self._wait.be("reference log-probs", on="preprocessor_llm")
+        else:
+            self._wait.be("the next group", on=f"actor_{self._ctx.job.replica_idx}")
         if len(self._pending) >= self._concurrency:
-            with self._ctx.status.waiting("reference log-probs", on="preprocessor_llm"):
-                self._ctx.stop.wait(BUSY_POLL_S)
-            return
+            self._ctx.stop.wait(BUSY_POLL_S)
+        else:
+            self._read_groups(BUSY_POLL_S if self._pending else IDLE_POLL_S)
+        if self._pending and self._pending[0].ready:
+            self._wait.end()
+
+    def _read_groups(self, timeout_s: float) -> None:
         before = self._groups.position
-        with self._ctx.status.waiting("the next group", on=f"actor_{self._ctx.job.replica_idx}"):
-            groups = self._groups.poll(BUSY_POLL_S if self._pending else IDLE_POLL_S)
+        groups = self._groups.poll(timeout_s)
         self.is_exhausted = self._groups.position == before and not self._pending
         for samples in groups:
             self._pending.append(_Pending(samples, self._scorer.submit(samples) if self._scorer else None))
 
-    def take(self) -> Iterator[Sample]:
+    def next_samples(self) -> Iterator[Sample]:
         """Samples of the oldest groups that are ready, in order. Waits for nothing.
 
         Exhaust the iterator, so that no group is taken in part. A role that stops within a group reads it again after
@@ -80,9 +203,9 @@ class Intake:
         """The record that opens the topic of a run resumed from a checkpoint. None until it was read."""
         return self._groups.resumed
 
-    def settle(self, source: Source, domains: Sequence[str]) -> DataOrder:
-        """As ``GroupReader.settle``."""
-        return self._groups.settle(source, domains)
+    def resolve_before(self, source: Source, domains: Sequence[str]) -> DataOrder:
+        """As ``GroupReader.resolve_before``."""
+        return self._groups.resolve_before(source, domains)
 
     def commit(self, source: Source) -> None:
         """Release the groups before ``source``."""
@@ -93,13 +216,14 @@ class Intake:
         self._groups.barrier()
 
     def close(self) -> None:
+        self._wait.end()
         if self._scorer is not None:
             self._scorer.close()
         self._groups.close()
 
 
 def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupReader:
-    """Open this replica's topic `actor` at ``source``. ``order``: what is settled there."""
+    """Open this replica's topic `actor` at ``source``. ``order``: what is resolved there."""
     spec = SingleStreamSpec(ctx.run_dir, ACTOR, ctx.job.replica_idx)
     return GroupReader(
         open_reader(spec, ActorRecord, name=ctx.job.name, start=source[0]),

@@ -15,20 +15,19 @@ turn.
 import logging
 import time
 
-from pipelinerl.archive import open_archive
 from pipelinerl.config.sections import Config
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability import spans
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.observability.archive import open_archive
 from pipelinerl.preprocess.archiving import RolloutArchive
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.collate import Collation, collate, with_order
 from pipelinerl.preprocess.intake import BUSY_POLL_S, Intake
-from pipelinerl.preprocess.metrics import batch_metrics, quality_of
-from pipelinerl.preprocess.progress import Totals, next_own_step
+from pipelinerl.preprocess.metrics import BatchReport, batch_metrics, quality_of
 from pipelinerl.preprocess.publish import MicroBatchPublisher
 from pipelinerl.preprocess.reference import needs_reference
-from pipelinerl.preprocess.report import BatchReport
 from pipelinerl.preprocess.samples import Sample
+from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import ArchivedStep, PreprocessorProgress
 from pipelinerl.records.topics import PREPROCESSOR
 from pipelinerl.state import TrainerState
@@ -44,6 +43,7 @@ ROLLOUTS_SHARE = 2 / 3
 def run(ctx: RoleContext) -> None:
     """Run the role until ``ctx.stop`` is set."""
     preprocessor = Preprocessor(ctx)
+    ctx.status.progress()  # ready: the first group may take hours to sample
     try:
         while not ctx.stop.is_set() and not preprocessor.is_done:
             preprocessor.turn()
@@ -64,10 +64,10 @@ def record_spans(batch: OptimizerBatch, began: int) -> None:
         spans.record("preprocess", sample.sample_id, began, ended, step=batch.step)
 
 
-def collation_from_config(cfg: Config, num_ranks: int) -> Collation:
-    """The part of the configuration that determines how a batch is collated for ``num_ranks`` data-parallel ranks."""
+def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
+    """The part of the configuration that determines how a batch is collated for so many data-parallel ranks."""
     return Collation(
-        num_ranks=num_ranks,
+        data_parallel_size=data_parallel_size,
         seq_length=cfg.finetune.seq_length,
         sequences_per_micro_batch=None if cfg.finetune.seq_packing else cfg.finetune.train_batch_size,
         advantage=cfg.finetune.rl.advantage,
@@ -118,17 +118,17 @@ class Preprocessor:
             self.totals.source,
             self.totals.samples_packed,
             self.totals.dropped.total(),
-            self.collation.num_ranks,
+            self.collation.data_parallel_size,
             self.intake.is_scoring,
         )
 
     def turn(self) -> None:
-        """Read groups, decide the fate of samples, and publish full batches."""
+        """Read groups, decide which samples are trained, and publish full batches."""
         self.intake.read()
         if self.intake.resumed is not None and not self.totals.step:
             self.totals.resume_at(self.intake.resumed.step)
             self.cutter.resume_at(next_own_step(self.totals.step, self.ctx.job.replica_idx, self.cutter.stride))
-        for sample in self.intake.take():
+        for sample in self.intake.next_samples():
             self._decide(sample)
         self._report_drops()
 
@@ -145,12 +145,12 @@ class Preprocessor:
         self.report.close()
 
     def _decide(self, sample: Sample) -> None:
-        """Decide the fate of a sample, and publish the batch if it is full."""
+        """Decide whether a sample is trained, and publish the batch if it is full."""
         reason = self.cutter.offer(sample)
         self.archive.add(sample, reason)
         if self.totals.decided(sample, reason) or reason is None:
             self.report.decided(sample, reason, self.cutter)
-        batch = self.cutter.take()
+        batch = self.cutter.next_batch()
         if batch is not None and self._wait_for_trainer(batch.step):
             self._publish(batch)
 
@@ -181,7 +181,7 @@ class Preprocessor:
     def _publish(self, batch: OptimizerBatch) -> None:
         """Write the data, then the record of progress, then release the actor's records. Durable in the same order."""
         began = time.time_ns()
-        order = self.intake.settle(batch.next_source, [sample.domain for sample in batch.samples])
+        order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in batch.samples])
         batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
         self.publisher.publish(batches)

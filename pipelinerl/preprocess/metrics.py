@@ -1,26 +1,31 @@
-"""Metrics of the preprocessor: packing, lag and survivorship. Pure.
+"""Metrics of the preprocessor (packing, lag, survivorship), and their report: a log line per batch and the status.
 
 Survivorship shows whether the dropped rollouts differ from the trained ones. For each reason of a drop, and for the
-trained rollouts, it reports count, mean length and mean reward.
+trained rollouts, it reports count, mean length and mean reward. Nothing is decided here.
 """
 
+import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
-from pipelinerl.preprocess.batching import OptimizerBatch
-from pipelinerl.preprocess.samples import Sample
+from pipelinerl.observability.metrics import MetricsLogger
+from pipelinerl.preprocess.batching import BatchCutter, LengthDeciles, OptimizerBatch
+from pipelinerl.preprocess.samples import LAG, Sample
+from pipelinerl.preprocess.totals import Totals
 from pipelinerl.records import MicroBatch
 from pipelinerl.records.archive import TRAINED
 
 
 @dataclass
-class Fates:
-    """Counts and sums of the rollouts with one fate."""
+class OutcomeTotals:
+    """Counts and sums of the rollouts with one outcome."""
 
     count: int = 0
     tokens: int = 0
@@ -36,24 +41,24 @@ class Fates:
 
 
 class Survivorship:
-    """Collects the fates of rollouts from one published batch to the next."""
+    """Collects the outcomes of rollouts from one published batch to the next."""
 
     def __init__(self) -> None:
-        self._fates: dict[str, Fates] = defaultdict(Fates)
+        self._totals: dict[str, OutcomeTotals] = defaultdict(OutcomeTotals)
 
     def add(self, sample: Sample, drop_reason: str | None) -> None:
         """Add a decided rollout. ``drop_reason`` None: it is trained."""
-        self._fates[drop_reason or TRAINED].add(sample)
+        self._totals[drop_reason or TRAINED].add(sample)
 
-    def take(self) -> dict[MetricName, float]:
-        """Return count, mean tokens and mean reward of every fate, and reset."""
+    def pop_values(self) -> dict[MetricName, float]:
+        """Return count, mean tokens and mean reward of every outcome, and reset."""
         values: dict[MetricName, float] = {}
-        for name, fate in sorted(self._fates.items()):
-            values[PreprocessorMetric.SURVIVORSHIP_COUNT.of(fate=name)] = fate.count
-            values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=name)] = fate.tokens / fate.count
-            if fate.rewarded:
-                values[PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=name)] = fate.reward / fate.rewarded
-        self._fates.clear()
+        for name, totals in sorted(self._totals.items()):
+            values[PreprocessorMetric.SURVIVORSHIP_COUNT.of(outcome=name)] = totals.count
+            values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(outcome=name)] = totals.tokens / totals.count
+            if totals.rewarded:
+                values[PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(outcome=name)] = totals.reward / totals.rewarded
+        self._totals.clear()
         return values
 
 
@@ -61,19 +66,19 @@ def survivorship_line(values: Mapping[MetricName, float]) -> str:
     """One line for the log: `trained n=64 tokens=812.0 reward=0.413, lag n=2 tokens=5120.0 reward=0.100`."""
     counts = PreprocessorMetric.SURVIVORSHIP_COUNT.found(values)
     parts = []
-    for fate in sorted(counts, key=lambda name: (name != TRAINED, name)):
-        tokens = values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=fate)]
-        reward = values.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=fate), float("nan"))
-        parts.append(f"{fate} n={counts[fate]:.0f} tokens={tokens:.1f} reward={reward:.3f}")
+    for outcome in sorted(counts, key=lambda name: (name != TRAINED, name)):
+        tokens = values[PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(outcome=outcome)]
+        reward = values.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(outcome=outcome), float("nan"))
+        parts.append(f"{outcome} n={counts[outcome]:.0f} tokens={tokens:.1f} reward={reward:.3f}")
     return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingQuality:
-    """How well an optimizer batch fills its micro-batches. Sentinels count as empty."""
+    """How well an optimizer batch fills its micro-batches. It includes the empty ones."""
 
     micro_batches: int
-    sentinels: int
+    empty: int
     tokens: int
     filled: float
     """Tokens / (micro-batches × capacity)."""
@@ -85,12 +90,12 @@ class PackingQuality:
     """Tokens / (ranks × Σ over rounds of the longest micro-batch)."""
 
 
-def packing_quality(tokens: np.ndarray, sentinels: int, capacity: int) -> PackingQuality:
+def packing_quality(tokens: np.ndarray, empty: int, capacity: int) -> PackingQuality:
     """Compute the quality of a packing.
 
     Args:
-        tokens: int64 [ranks, rounds], tokens of each micro-batch, 0 for a sentinel.
-        sentinels: number of sentinels.
+        tokens: int64 [ranks, rounds], tokens of each micro-batch, 0 for an empty one.
+        empty: number of empty micro-batches.
         capacity: tokens that a micro-batch may hold.
     """
     ranks, _ = tokens.shape
@@ -98,7 +103,7 @@ def packing_quality(tokens: np.ndarray, sentinels: int, capacity: int) -> Packin
     per_rank = tokens.sum(axis=1)
     return PackingQuality(
         micro_batches=tokens.size,
-        sentinels=sentinels,
+        empty=empty,
         tokens=total,
         filled=total / (tokens.size * capacity),
         level=total / (tokens.size * int(tokens.max())),
@@ -129,8 +134,64 @@ def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[Metric
         PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
         PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
         PreprocessorMetric.MICRO_BATCHES: quality.micro_batches,
-        PreprocessorMetric.SENTINELS: quality.sentinels,
+        PreprocessorMetric.EMPTY_MICRO_BATCHES: quality.empty,
         PreprocessorMetric.FILLED: quality.filled,
         PreprocessorMetric.RANK_IMBALANCE: quality.rank_imbalance,
         PreprocessorMetric.LOCKSTEP: quality.lockstep,
     }
+
+
+log = logging.getLogger(__name__)
+
+
+class BatchReport:
+    """Reports the outcomes of samples and the batches of one replica."""
+
+    def __init__(self, ctx: RoleContext):
+        self._status, self._max_lag_steps = ctx.status, ctx.cfg.max_lag_steps
+        name = ctx.job.kind if ctx.job.replica_idx == 0 else ctx.job.name
+        self._metrics = MetricsLogger(ctx.cfg, ctx.run_dir, name)
+        self._survivorship = Survivorship()
+        self._deciles = LengthDeciles()
+        self._last_publish = time.monotonic()
+
+    def decided(self, sample: Sample, reason: str | None, cutter: BatchCutter) -> None:
+        """Record a sample's outcome. Call it right after ``cutter`` decided it."""
+        self._survivorship.add(sample, reason)
+        if reason in (None, LAG):
+            lag = cutter.step - sample.oldest_version
+            self._deciles.add(sample.num_trained, lag, cutter.lost_share(sample, reason))
+
+    def published(self, batch: OptimizerBatch, values: dict[MetricName, float], totals: Totals) -> None:
+        """Report a published optimizer batch. ``values``: its metrics. ``totals``: the replica's."""
+        now = time.monotonic()
+        seconds, self._last_publish = now - self._last_publish, now
+        deciles = self._deciles.values()
+        outcomes = self._survivorship.pop_values() | deciles
+        warning = self._deciles.warning(deciles, self._max_lag_steps)
+        if warning:
+            log.warning(warning)
+        dropped: dict[MetricName, float] = {
+            PreprocessorMetric.DROPPED.of(reason=reason): count for reason, count in totals.dropped.items()
+        }
+        self._metrics.log(
+            values
+            | outcomes
+            | dropped
+            | {PreprocessorMetric.TOKENS_PER_S: values[PreprocessorMetric.TOKENS] / max(seconds, 1e-9)},
+            step=batch.step,
+        )
+        log.info(
+            "event=packed step=%d samples=%d tokens=%d micro_batches=%d lockstep=%.3f lag_max=%d survivorship=%s",
+            batch.step,
+            len(batch.samples),
+            values[PreprocessorMetric.TOKENS],
+            values[PreprocessorMetric.MICRO_BATCHES],
+            values[PreprocessorMetric.LOCKSTEP],
+            values[PreprocessorMetric.PACKED_LAG_MAX],
+            survivorship_line(outcomes),
+        )
+        self._status.progress(step=batch.step, samples_packed=totals.samples_packed, dropped=dict(totals.dropped))
+
+    def close(self) -> None:
+        self._metrics.close()

@@ -49,7 +49,12 @@ class MicroBatchPublisher:
                 )
 
     def publish(self, batches: Sequence[Sequence[MicroBatch]]) -> int:
-        """Write the micro-batches [rank][round] round by round. Returns how many records were new."""
+        """Write the micro-batches [data-parallel rank][round] round by round. Returns how many records were new."""
+        if len(batches) * self._ranks_per_batch != len(self._writers):
+            raise ValueError(
+                f"{len(batches)} micro-batch columns × {self._ranks_per_batch} ranks that share one are not the "
+                f"{len(self._writers)} trainer ranks: sequences would be trained twice or never"
+            )
         written = 0
         for index in range(len(batches[0])):
             for partition, writer in enumerate(self._writers):

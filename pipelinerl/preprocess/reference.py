@@ -26,7 +26,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
-from pipelinerl.weights.score_client import score_sequences
+from pipelinerl.weights.verify.scores import score_sequences
 from pipelinerl.world import Job
 from pipelinerl.world.tls import client_context
 

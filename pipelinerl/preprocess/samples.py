@@ -1,7 +1,8 @@
 """Turns a group into samples: each is a rollout with its advantages, or with the reason why it is dropped. Pure.
 
 A sample is one rollout, `sample_id` = `<group_id>/<attempt>`. Samples keep the order in which the actor published them.
-All training sequences of a sample are trained in the same optimizer step.
+All training sequences of a sample are trained in the same optimizer step. Filters and reward shaping are those of
+docs/algorithms.md §5.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,44 @@ import numpy as np
 
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import group_advantages, step_returns, text_advantages
-from pipelinerl.preprocess.shaping import (
-    all_advantages_zero,
-    is_overlong,
-    longest_completion,
-    soft_overlong_penalty,
-)
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+
+ZERO_TOLERANCE = 1e-6
+
+
+def soft_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """DAPO's penalty (arXiv:2503.14476, eq. 13): 0 up to ``max_tokens − buffer_tokens``, then linear to −1.
+
+    Args:
+        num_tokens: |y|, tokens of the completion.
+        max_tokens: L_max, at which the server ends a completion.
+        buffer_tokens: L_buffer > 0.
+    """
+    return float(np.clip((max_tokens - num_tokens) / buffer_tokens - 1.0, -1.0, 0.0))
+
+
+def longest_completion(sequences: Sequence[TrainingSequence]) -> int:
+    """Tokens of the longest completion. A completion is a run of adjacent spans, which may differ in version."""
+    return max((_longest_run(sequence.spans) for sequence in sequences), default=0)
+
+
+def _longest_run(spans_R3: np.ndarray) -> int:
+    if not len(spans_R3):
+        return 0
+    starts, ends = spans_R3[:, 0], spans_R3[:, 1]
+    first = np.concatenate(([True], starts[1:] != ends[:-1]))
+    return int((ends[np.append(first[1:], True)] - starts[first]).max())
+
+
+def is_overlong(rollout: Rollout) -> bool:
+    """Whether the server ended a completion of this rollout because it hit the length limit."""
+    return any(sequence.finish_reason == "length" for sequence in rollout.sequences)
+
+
+def all_advantages_zero(advantages: np.ndarray) -> bool:
+    """Whether a group gives no gradient: |A| ≤ 1e-6 for every member."""
+    return bool((np.abs(advantages) <= ZERO_TOLERANCE).all())
+
 
 Source = tuple[int, int]
 """Place of a sample in the run: (offset of its group in topic `actor`, index of the rollout in the group)."""
@@ -33,7 +65,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:  # structure: a record of all that a rollout brings to its micro-batch
+class Sample:
     """One rollout, prepared for a micro-batch. K trained tokens of a sequence."""
 
     sample_id: str

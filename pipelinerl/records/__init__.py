@@ -9,6 +9,7 @@ the topics. ``check`` refuses bad records.
 from pipelinerl.records.archive import ArchivedRollout, ArchivedStep, ScoredSequence, ScoredStep
 from pipelinerl.records.batches import MicroBatch
 from pipelinerl.records.messages import (
+    CalibrationExceeded,
     EvaluationDone,
     EvaluationStarted,
     PreprocessorProgress,
@@ -35,6 +36,7 @@ __all__ = [
     "ActorRecord",
     "ArchivedRollout",
     "ArchivedStep",
+    "CalibrationExceeded",
     "DataOrder",
     "EvaluationDone",
     "EvaluationStarted",

@@ -11,6 +11,10 @@ import msgspec
 import numpy as np
 
 ANSWER_PATH = "/answers"
+UNDER_WAY_PATH = "/answers/under_way"
+"""Answers a GET with ``UnderWay`` in JSON. Parameter ``prefix`` chooses requests by the beginning of their names."""
+REQUEST_NAME = "X-Request-Id"
+"""Header of a request for an answer: the name under which ``UnderWay`` has it."""
 ANSWER_FORMAT = 2
 """The newest format that this version reads."""
 TEXT_FORMAT, IMAGE_FORMAT = 1, 2
@@ -73,3 +77,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     image_spans: np.ndarray | None = None
     """int32 [I, 2]: (start, end exclusive) of each image in ``prompt_ids``. None without images."""
     format: int = TEXT_FORMAT
+
+
+class RequestUnderWay(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that a server has not answered."""
+
+    tokens: tuple[int, ...]
+    """Tokens sampled of each of its completions that has not ended."""
+    waits: bool
+    """Whether a completion waits for its turn: it has not begun, or has lost its place."""
+
+
+class UnderWay(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server samples."""
+
+    sampled: int
+    """Tokens that it has sampled since it began, for anybody."""
+    requests: dict[str, RequestUnderWay]
+    """By the name that the client gave. Requests without a name are left out."""

@@ -9,11 +9,11 @@ import numpy as np
 from pipelinerl.records.rollouts import Rollout
 
 TRAINED = "trained"
-"""Fate of a rollout in the batch of its step. Any other fate is the reason for dropping the rollout."""
+"""Outcome of a rollout in the batch of its step. Any other outcome is the reason for dropping the rollout."""
 
 
 class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rollout and its fate."""
+    """One rollout and its outcome."""
 
     group_id: str
     domain: str
@@ -22,7 +22,7 @@ class ArchivedRollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """As in `RolloutGroup`."""
     dispatched_version: int
     rollout: Rollout
-    fate: str = TRAINED
+    outcome: str = msgspec.field(default=TRAINED, name="fate")
     advantages: tuple[float | None, ...] = ()
     """One per sequence of the rollout, None for a sequence that trains nothing. Empty if none were computed."""
     flags: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ NOT_ROUTED = -1
 """In place of an expert: the server has not said which one it chose."""
 
 
-class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that a micro-batch says
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One forward-backward pass of one rank.
 
     ``step`` is the optimizer step that trains it, counted from 0. It is also the version of the weights before that
@@ -50,7 +50,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None
-    """Only in the first micro-batch of a step: the problems that are settled once the step is trained."""
+    """Only in the first micro-batch of a step: the problems that are resolved once the step is trained."""
     routed_experts: np.ndarray | None = None
     """int16 [T, layers × experts per token]: the experts that the server chose (`finetune.router_replay`). `NOT_ROUTED`
     where it did not say. None: no token has any."""
@@ -60,4 +60,4 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):  # structure: a rec
     """int32 [I, 3]: (index in ``images``, start, end exclusive) of the tokens that stand for each image, ascending, in
     positions of this micro-batch. None: there are none."""
     sentinel: bool = False
-    """True for a filler without trained tokens, sent only when a rank would otherwise have fewer micro-batches."""
+    """True for an empty micro-batch, sent only when a rank would otherwise have fewer than the others."""

@@ -2,8 +2,9 @@
 
 The preprocessor checks every group before it makes samples from it. The trainer checks every micro-batch before it
 trains on it. A record that passes has the shapes that its class documents, token ids inside the vocabulary, exactly one
-finite log-probability per trained token, finite rewards and advantages, and distinct members. Anything else raises a
-``RecordError`` that names the group, attempt and sequence, or the micro-batch and sample.
+finite log-probability per trained token, none of the sampler's above 0, finite rewards and advantages, and distinct
+members. Anything else raises a ``RecordError`` that names the group, attempt and sequence, or the micro-batch and
+sample.
 
 The checks are cheap enough for every record: a few numpy reductions per array, no copies.
 """
@@ -17,6 +18,9 @@ import numpy as np
 from pipelinerl.errors import RecordError
 from pipelinerl.records.batches import MicroBatch
 from pipelinerl.records.rollouts import Rollout, RolloutGroup, TrainingSequence
+
+LARGEST_LOGPROB = 1e-6
+"""A larger log-probability than rounding explains is none: something else was sent in its place."""
 
 
 def check_group(group: RolloutGroup, *, vocab_size: int, attempts: int) -> None:
@@ -80,7 +84,7 @@ def _check_rollout(rollout: Rollout, where: str, vocab_size: int) -> None:
     for turn, reward in enumerate(rollout.text_rewards):
         _check_finite_number(reward, f"reward of text {turn}", where)
     for index, sequence in enumerate(rollout.sequences):
-        _check_sequence(sequence, f"{where}, sequence {index}", vocab_size)
+        _check_sequence(sequence, f"{where}, sequence {index}", vocab_size, rollout.servers)
         _check_images(sequence.images, len(rollout.images), len(sequence.token_ids), f"{where}, sequence {index}")
         if rollout.rewards != "rollout" and not 0 <= sequence.turn < len(rollout.text_rewards):
             raise RecordError(
@@ -101,7 +105,7 @@ def _check_one_mode(group: RolloutGroup, where: str) -> None:
             )
 
 
-def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> None:
+def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int, servers: tuple[str, ...]) -> None:
     num_tokens = len(sequence.token_ids)
     _check_shape(sequence.token_ids, "token_ids", "i", (num_tokens,), where)
     _check_shape(sequence.logprobs, "logprobs", "f", (len(sequence.logprobs),), where)
@@ -118,6 +122,14 @@ def _check_sequence(sequence: TrainingSequence, where: str, vocab_size: int) -> 
     if not np.isfinite(sequence.logprobs).all():
         bad = _first(~np.isfinite(sequence.logprobs))
         raise RecordError(f"{where}: the log-prob of trained token {bad} is {sequence.logprobs[bad]}")
+    if num_trained and sequence.logprobs.max() > LARGEST_LOGPROB:
+        bad = _first(sequence.logprobs > LARGEST_LOGPROB)
+        position = _trained_positions(sequence.spans)[bad]
+        raise RecordError(
+            f"{where}: the log-prob of trained token {bad} (token id {sequence.token_ids[position]} at position "
+            f"{position}) is {sequence.logprobs[bad]:.6g}, sampled by {' or '.join(servers) or 'an unnamed server'}: "
+            "that is no log-probability, which is at most 0"
+        )
 
 
 def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:
@@ -134,8 +146,12 @@ def _count_trained(spans: np.ndarray, num_tokens: int, where: str) -> int:
     return num_trained
 
 
+def _trained_positions(spans: np.ndarray) -> list[int]:
+    return [position for start, end, _ in spans.tolist() for position in range(start, end)]
+
+
 def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: str) -> None:
-    """Checks that token ids are inside the vocabulary and every number is finite."""
+    """Checks token ids, that every number is finite, and that no log-probability of the sampler is above 0."""
 
     def sample(position: int) -> str:
         return batch.sequence_ids[int(np.searchsorted(ends, position, side="right"))]
@@ -148,6 +164,12 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
         if values is not None and not np.isfinite(values).all():
             bad = _first(~np.isfinite(values))
             raise RecordError(f"{where}, {sample(bad)}: {name} is {values[bad]} at position {bad}")
+    if len(batch.logprobs) and batch.logprobs.max() > LARGEST_LOGPROB:
+        bad = _first(batch.logprobs > LARGEST_LOGPROB)
+        raise RecordError(
+            f"{where}, {sample(bad)}: logprobs is {batch.logprobs[bad]:.6g} at position {bad} (token id "
+            f"{batch.token_ids[bad]}): the sampler's log-probability is at most 0"
+        )
     for name in ("segment_weights", "rewards"):
         values = getattr(batch, name)
         if not np.isfinite(values).all():
@@ -156,10 +178,10 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
 
 
 def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
-    """Checks that spans are ordered, inside one segment, of no version later than ``step``, and not in a sentinel."""
+    """Checks that spans are ordered, inside one segment, of no version later than ``step``. An empty batch has none."""
     num_trained = _count_trained(batch.spans, len(batch.token_ids), where)
     if batch.sentinel and num_trained:
-        raise RecordError(f"{where}: a sentinel trains nothing, but {num_trained} tokens are in spans")
+        raise RecordError(f"{where}: an empty micro-batch trains nothing, but {num_trained} tokens are in spans")
     if num_trained > batch.num_tokens:
         raise RecordError(f"{where}: trains {num_trained} tokens, but the whole step has {batch.num_tokens}")
     starts, span_ends, versions = batch.spans[:, 0], batch.spans[:, 1], batch.spans[:, 2]

@@ -16,7 +16,7 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     """The other servers in service, with the version that each still serves."""
     proved: dict[str, int] = {}
     """Server in service → newest version whose weight probe is over, -1 = none. What it sampled from a newer one is
-    provisional. A server that is not here is not probed."""
+    unverified. A server that is not here is not probed."""
     pause_ms: tuple[float, ...] = ()
     """Decoding stall of each of ``servers`` during the update, measured at the server."""
     transfer_ms: float = 0.0
@@ -38,6 +38,17 @@ class ProbeMissed(msgspec.Struct, frozen=True, kw_only=True, tag="probe_missed")
     is_final: bool
     """False: the trainer sends it the weights again. True: it is no longer used."""
     reason: str
+    timestamp: float = 0.0
+
+
+class CalibrationExceeded(msgspec.Struct, frozen=True, kw_only=True, tag="calibration_exceeded"):
+    """At version 0, with the model's file at both ends, a server's log-probabilities differ too much."""
+
+    server: str
+    difference: float
+    """Deviation in nats from the trainer's."""
+    limit: float
+    """Nats that are allowed."""
     timestamp: float = 0.0
 
 
@@ -77,11 +88,19 @@ class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training_r
     samples_processed: int = 0
     """Rollouts trained up to ``step``."""
     orders: dict[int, DataOrder] = {}
-    """Settled problems, by actor replica."""
+    """Resolved problems, by actor replica."""
     timestamp: float = 0.0
 
 
-TrainerMessage = WeightUpdateSuccess | ProbeMissed | ProbePassed | SamplesProcessed | TrainingDone | TrainingResumed
+TrainerMessage = (
+    WeightUpdateSuccess
+    | ProbeMissed
+    | CalibrationExceeded
+    | ProbePassed
+    | SamplesProcessed
+    | TrainingDone
+    | TrainingResumed
+)
 
 
 class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="preprocessor_progress"):
@@ -104,7 +123,7 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     counted_until: tuple[int, int] = (0, 0)
     """Same form. The totals include the drops of all rollouts before this place. Later ones are not decided yet."""
     order: DataOrder | None = None
-    """Problems that are settled at ``source``."""
+    """Problems that are resolved at ``source``."""
 
 
 class EvaluationStarted(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_started"):

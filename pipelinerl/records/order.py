@@ -1,7 +1,8 @@
 """Progress of training through the problems, which a checkpoint stores so that it can continue without its streams.
 
 An actor takes the problems of a domain in epochs, each a permutation (``actor.problems``). Its turns in an epoch are
-numbered 0, 1, … A turn is settled when its group has been trained, at least in part, or will never be trained.
+numbered 0, 1, … A turn is resolved when its group has been trained, at least in part, or will never be trained.
+Records and files spell that `settled`.
 """
 
 from collections import Counter
@@ -11,10 +12,10 @@ import msgspec
 
 
 class EpochOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Settled turns of one epoch."""
+    """Resolved turns of one epoch."""
 
     size: int
-    """Turns of this actor in the epoch. 0 = not known yet, because no turn is settled."""
+    """Turns of this actor in the epoch. 0 = not known yet, because no turn is resolved."""
     settled: tuple[tuple[int, int], ...]
     """Ranges (first, end exclusive) of turns, ascending."""
 
@@ -25,19 +26,19 @@ class DomainOrder(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     """Rollouts of the domain in the trained batches of this actor's stream."""
     done: tuple[tuple[int, int], ...] = ()
-    """Ranges (first, end exclusive) of completely settled epochs."""
+    """Ranges (first, end exclusive) of completely resolved epochs."""
     epochs: dict[int, EpochOrder] = {}
-    """Partly settled epochs, by number."""
+    """Partly resolved epochs, by number."""
 
 
 class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Settled problems of one actor, by domain."""
+    """Resolved problems of one actor, by domain."""
 
     domains: dict[str, DomainOrder] = {}
 
 
 class OrderFold:
-    """Accumulates settled turns into a ``DataOrder``. A turn may be added twice."""
+    """Accumulates resolved turns into a ``DataOrder``. A turn may be added twice."""
 
     def __init__(self, order: DataOrder | None = None):
         self._samples: Counter[str] = Counter()
@@ -48,8 +49,8 @@ class OrderFold:
             self._done[name] = numbers(domain.done)
             self._epochs[name] = {n: (epoch.size, numbers(epoch.settled)) for n, epoch in domain.epochs.items()}
 
-    def settle(self, domain: str, epoch: int, turn: int, size: int) -> None:
-        """Marks ``turn`` of an epoch with ``size`` turns as settled."""
+    def mark_resolved(self, domain: str, epoch: int, turn: int, size: int) -> None:
+        """Marks ``turn`` of an epoch with ``size`` turns as resolved."""
         done, epochs = self._done.setdefault(domain, set()), self._epochs.setdefault(domain, {})
         if epoch in done:
             return

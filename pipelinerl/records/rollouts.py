@@ -42,7 +42,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     ascending, disjoint. None: there are none."""
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):  # structure: a record of all that an attempt yields
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at one problem. It is ONE member of its group, however many sequences it has."""
 
     attempt: int

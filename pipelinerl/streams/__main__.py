@@ -1,9 +1,10 @@
 """`python -m pipelinerl.streams tail | stats | verify RUN`: a run's streams (`pipelinerl.inspect.streams`)."""
 
 import sys
+from importlib import import_module
 
 from pipelinerl.errors import told_in_one_line
-from pipelinerl.inspect.streams import main
 
 if __name__ == "__main__":
-    sys.exit(told_in_one_line(main))
+    # By its name, because `inspect` stands above `streams`: an import would close a circle between the folders.
+    sys.exit(told_in_one_line(import_module("pipelinerl.inspect.streams").main))

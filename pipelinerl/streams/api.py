@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from pipelinerl.config.backends import STREAM_BACKENDS
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError, CorruptStreamError, RecordTooLarge, StreamError
 from pipelinerl.records.topics import RETAINED_MB

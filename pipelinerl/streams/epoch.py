@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pipelinerl.errors import StreamError
-from pipelinerl.host.disk import replace_file
+from pipelinerl.world.disk import replace_file
 
 EPOCH_FILE = "stream_epoch.json"
 LOST_FOLDER = "lost"

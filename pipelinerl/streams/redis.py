@@ -147,6 +147,17 @@ class RedisBackend(Backend):
             key=lambda spec: (spec.topic, spec.instance, spec.partition),
         )
 
+    def check_keeps_all(self) -> None:
+        """Raises ``ConfigError`` if the server would delete keys when its memory is full. Others may have set it up."""
+        with self._connect() as server:
+            policy = server.call(lambda client: client.info("memory"))["maxmemory_policy"]
+        if policy != "noeviction":
+            raise ConfigError(
+                f"redis at {self._address['host']}:{self._address['port']} has `maxmemory-policy` {policy}, with which "
+                "it deletes streams and leases when its memory is full: set it to noeviction (CONFIG SET "
+                "maxmemory-policy noeviction), or use a redis of its own for the run"
+            )
+
     def stats(self, spec: SingleStreamSpec) -> StreamStats:
         key = self._key(spec)
         with self._connect() as server:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipelinerl.config.origin import named_folder
 from pipelinerl.errors import ConfigError
 
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -71,8 +72,11 @@ StreamSpec = SingleStreamSpec | StreamRangeSpec
 
 
 def run_key(run_dir: str | Path, run_id: str | None = None) -> str:
-    """Returns a key that is unique to the run on a shared server: folder name and a digest of path and run id."""
-    folder = Path(run_dir).resolve()
+    """Returns a key that is unique to the run on a shared server: folder name and a digest of path and run id.
+
+    The path is the one under which the run was made, so that a run folder that was moved keeps its key.
+    """
+    folder = named_folder(run_dir)
     digest = hashlib.sha256(f"{folder}\n{run_id or ''}".encode()).hexdigest()[:12]
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', folder.name)}-{digest}"
 

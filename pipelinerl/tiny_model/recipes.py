@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from pipelinerl.config.load import resolve_function
-from pipelinerl.domains.countdown.dataset import draw_target, is_test_problem
+from pipelinerl.config.dotted import resolve_function
+from pipelinerl.domains.countdown.rollouts import draw_target, is_test_problem
 from pipelinerl.domains.countdown.rollouts import question as countdown_question
-from pipelinerl.domains.guessing.game import feedback, instructions
-from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, WALKERS, is_test_walk, walk
-from pipelinerl.domains.laps.dataset import question as laps_question
-from pipelinerl.domains.largest.dataset import is_test_triple, question
+from pipelinerl.domains.guessing import feedback, instructions
+from pipelinerl.domains.laps import ANTICLOCKWISE, CLOCKWISE, WALKERS, is_test_walk, walk
+from pipelinerl.domains.laps import question as laps_question
+from pipelinerl.domains.largest import is_test_triple, question
 from pipelinerl.errors import ConfigError
 
 Messages = list[dict[str, str]]

@@ -9,11 +9,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pipelinerl.config.backends import Carriage
+from pipelinerl.config.backends import TransportName
 
 PATH = "/receive_weight_update"
 INFO_PATH = "/weight_info"
 CHECK_PATH = "/check_weights"
+OWN_LINK = "own link too slow"
+"""Marks the error of a server whose bytes came too slowly from every source."""
+HELD_UP = "held up"
+"""Marks the error of a server whose bytes came too slowly through no fault of its own link."""
 STALE = "stale"
 """Marks the error of a server that no longer holds a delta's base version (after a restart, or another sender)."""
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64", "int32", "int8", "uint8", "bool")
@@ -76,7 +80,7 @@ class Runs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return self.first + (self.count - 1) * self.stride + self.length
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PayloadRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A byte range of the payload, and its sources."""
 
     start: Size
@@ -88,9 +92,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if not self.sources and self.file is None:
-            raise ValueError("a part needs sources or a file")
+            raise ValueError("a range needs sources or a file")
         if self.file is not None and self.file.num_bytes != self.end - self.start:
-            raise ValueError(f"a part of {self.end - self.start} bytes has a file of {self.file.num_bytes}")
+            raise ValueError(f"a range of {self.end - self.start} bytes has a file of {self.file.num_bytes}")
 
     @property
     def all_sources(self) -> "tuple[Address | StoredFile, ...]":
@@ -106,9 +110,9 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     version: Annotated[int, Meta(ge=0, le=2**53)]
     """Number of optimizer steps that made these weights."""
     params: Annotated[tuple[ParamSpec, ...], Meta(min_length=1, max_length=1_000_000)]
-    workers: Annotated[tuple[tuple[Part, ...], ...], Meta(min_length=1, max_length=4096)]
-    """The parts that each worker of the server pulls. The parts of a worker make up the payload."""
-    carriage: Carriage
+    workers: Annotated[tuple[tuple[PayloadRange, ...], ...], Meta(min_length=1, max_length=4096)]
+    """The ranges that each worker of the server pulls. Those of a worker make up the payload."""
+    transport: TransportName = msgspec.field(name="carriage")
     """Transport between two workers: in the connection, through NCCL, or as handles of one GPU's memory."""
     bucket_bytes: Annotated[int, Meta(ge=64, le=2**40)]
     """Bytes that a worker collects before it forwards them."""
@@ -117,9 +121,11 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     stall_s: Seconds
     """A worker leaves a source that has sent no byte for so long."""
     expected_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Estimated duration of the transfer. 0 = not known."""
+    """Seconds that the fastest server needed lately for so many bytes. 0 = not known."""
     base_version: int | None = None
     """Delta mode: the bytes encode the changes since this version, which the server must hold. None = dense."""
+    roams: bool = True
+    """A slow source is left for another one. False = a source is left only if it fails, because this server is slow."""
     store: Annotated[str, Meta(max_length=4096)] = ""
     """Folder or URL of the parts' files. Empty = they have none."""
     is_last: bool = True
@@ -127,7 +133,7 @@ class WeightUpdateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def whole_key(self) -> str:
-        """Key of this version's bytes on a shelf."""
+        """Key of this version's bytes on a buffer registry."""
         return f"{self.sender}/{self.version}"
 
     @property
@@ -141,6 +147,17 @@ def payload_key(sender: str, version: int, base_version: int | None) -> str:
     return f"{sender}/{version}" if base_version is None else f"{sender}/{version}-{base_version}"
 
 
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker saw of one of its sources in an update."""
+
+    source: Address
+    share: float
+    """Share of the worker's bytes that came from it."""
+    whole_s: float
+    """Seconds that all bytes of the worker would have taken over this link alone. 0 = the link was never the limit.
+    1e9 = nothing came."""
+
+
 class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The version is live."""
 
@@ -148,13 +165,15 @@ class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     pause_ms: float
     """Decoding stall: time in which the engine begins no step, measured in the engine."""
     swap_ms: float
-    """Part of the pause in which the weights change. The rest waits for steps under way."""
+    """PayloadRange of the pause in which the weights change. The rest waits for steps under way."""
     transfer_ms: float
     """Time from the request's arrival until all bytes were received."""
     prepare_ms: float
     """Background work between the last byte and the pause."""
     staged_bytes: Size = 0
     """Largest staging buffer of a worker: the version, or the worker's shard of it."""
+    links: tuple[Link, ...] = ()
+    """The links over which the bytes came, of all workers."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,8 +201,8 @@ class WeightCheck(msgspec.Struct, frozen=True, kw_only=True):
     is_checked: bool
     """False = the bytes of this version are no longer there, because a newer version is arriving."""
     checksum: str = ""
-    """`pipelinerl.weights.digest.checksum` of the received bytes. Empty = of a shard, which the worker itself has
-    compared with the trainer's bytes."""
+    """`pipelinerl.weights.transfer.checksum.checksum` of the received bytes. Empty = of a shard, which the worker
+    itself has compared with the trainer's bytes."""
     differing: tuple[str, ...] = ()
     """Live parameters that differ from the received ones."""
     unlearned: tuple[str, ...] = ()
@@ -205,24 +224,34 @@ class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     runs: tuple[Runs, ...] = ()
     """Where they lie in the payload, for a source that has all of it."""
     bucket_bytes: Positive
-    carriage: Carriage
+    transport: TransportName = msgspec.field(name="carriage")
     beat_s: Seconds
     """Longest time between two signs of life."""
 
 
-class Have(msgspec.Struct, frozen=True, kw_only=True, tag="have"):
-    """Asks how many of these bytes are there."""
-
-    key: str
-    start: Size
-    shard: str = ""
-    """As in `Get`."""
-
-
-class Had(msgspec.Struct, frozen=True, kw_only=True, tag="had"):
-    """Answer to `Have`: end of the bytes that are there without a gap, ``start`` if there are none."""
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Sent between the bytes of a `Get`: what the puller must know to judge this source (`source_choice`)."""
 
     end: Size
+    """End of the bytes that the source has without a gap."""
+    sent_s: Annotated[float, Meta(ge=0)]
+    """Seconds since the source received the question."""
+    best_rate: Annotated[float, Meta(ge=0)]
+    """Highest mean rate in bytes per second at which a server from the source upwards received these bytes. 0 = not
+    known."""
+    pullers: Positive
+    """Number of connections that pull the same bytes from the source."""
+    given: Size
+    """Bytes that all these connections have got together."""
+    is_limited: bool
+    """No source gives more to this source, or its own link is the limit."""
+
+
+class Gauge(msgspec.Struct, frozen=True, kw_only=True, tag="gauge"):
+    """Asks for bytes without meaning, to measure the uplink of the process that sends them."""
+
+    num_bytes: Positive
+    bucket_bytes: Positive
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
@@ -248,7 +277,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
     """Answer to `Describe`."""
 
     checksum: str
-    """`pipelinerl.weights.digest.checksum` of the stripe, at its place."""
+    """`pipelinerl.weights.transfer.checksum.checksum` of the stripe, at its place."""
     delta_bytes: Size | None
     """Length of the stripe's difference from the previous version. None = there is none, or it is not smaller."""
     encode_s: float
@@ -271,25 +300,26 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
     file: StoredFile
 
 
-class Take(msgspec.Struct, frozen=True, kw_only=True, tag="take"):
+class PullUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="take"):
     """From a server to its own worker: pull this update and answer when it is staged."""
 
     request: WeightUpdateRequest
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """Answer to `Take`: all bytes are received and prepared."""
+    """Answer to `PullUpdate`: all bytes are received and prepared."""
 
     transfer_ms: float
     prepare_ms: float
     staged_bytes: Size = 0
+    links: tuple[Link, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Answer to `Take`, `Describe` or `Write`: it failed."""
+    """Answer to `PullUpdate`, `Describe` or `Write`: it failed."""
 
     error: str
 
 
-Order = Describe | Sum | Write | Take
-Question = Get | Have | Order
+Order = Describe | Sum | Write | PullUpdate
+Question = Get | Gauge | Order

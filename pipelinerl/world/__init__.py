@@ -1,6 +1,8 @@
-"""Environment → cluster → jobs on devices.
+"""The machines of a run: environment → cluster → jobs on devices, and what a process needs of its machine.
 
-Pure, except that it counts GPUs and cores and checks ports. It imports no torch.
+`cluster`, `placement` and `map` are pure, except that they count GPUs and cores and check ports (`network`). `tls`
+makes certificates, `disk` writes durable files, `process` changes settings of this process. The package imports no
+torch.
 """
 
 from pipelinerl.world.cluster import Cluster, Node, read_cluster, visible_devices

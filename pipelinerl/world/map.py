@@ -12,25 +12,25 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pipelinerl.config.backends import Carriage
+from pipelinerl.config.backends import TransportName
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import WorldError
-from pipelinerl.host.disk import replace_file
 from pipelinerl.world.cluster import LOOPBACK, Cluster, Node, count_visible_gpus, read_cluster
+from pipelinerl.world.disk import replace_file
+from pipelinerl.world.network import LARGEST_PORT, check_ports, derive_port_base, find_port_block
 from pipelinerl.world.placement import Placement, idle_devices, place, request_from_config
-from pipelinerl.world.ports import LARGEST_PORT, check_ports, derive_port_base, find_port_block
 
 WORLD_FILE = Path("conf") / "world.json"
 ANY_ADDRESS = "0.0.0.0"
 BOUND_TO_DEVICES = ("nccl", "ipc")
-"""Carriages of weights that only work in the world for which ``weight_backend`` names them."""
+"""Bucket transports of weights that only work in the world for which ``weight_backend`` names them."""
 LISTENING_KINDS = ("redis", "actor_llm", "preprocessor_llm", "verifier", "environment")
 WEIGHT_PORTS_PER_SERVER = 2
 """A server that comes back gets a new transfer group, whose store must not wait for the old one's port."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's part of a server that spans several nodes."""
+    """One node's workers of a server that spans several nodes."""
 
     nodes: int
     """Nodes of the server. Each has the same number of its devices."""
@@ -42,17 +42,17 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Port on node 0 where the workers meet."""
 
     @property
-    def is_part(self) -> bool:
+    def has_workers_only(self) -> bool:
         """Whether this node has workers only."""
         return self.node > 0
 
     @property
     def address(self) -> str:
-        """Where the workers meet, as a URL. The parts of one server have it in common."""
+        """Where the workers meet, as a URL. The nodes of one server have it in common."""
         return f"tcp://{self.host}:{self.port}"
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):  # structure: domains read these fields, as PipelineRL names them
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One process tree that the launcher of its node starts."""
 
     name: str
@@ -68,13 +68,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):  # structure: domains read
     """CPU: cores that the job is pinned to."""
     url: str = ""
     num_ranks: int = 1
-    """Of finetune, the trainer processes of this job. Of a server or a part, the server's tensor × pipeline size."""
+    """finetune: trainer processes of this job. Servers: tensor × pipeline size, on all their nodes together."""
     first_rank: int = 0
     """finetune: global rank of its first process."""
     serves: int = 0
     """Servers: the replica of the actor (preprocessor) that sends requests to it."""
     span: Span | None = None
-    """Servers: this node's part of one on several nodes. None = the server is on one node."""
+    """Servers: this node in one on several nodes. None = the server is on one node."""
     environment_key: str | None = None
     """environment: its `key` in `environments`."""
     environment_index: int | None = None
@@ -131,7 +131,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
         return ANY_ADDRESS if self.is_open else LOOPBACK
 
     @property
-    def weight_backend(self) -> Carriage:
+    def weight_backend(self) -> TransportName:
         """The backend that ``weights.backend=auto`` selects.
 
         NCCL cannot use one GPU twice, and IPC reaches only the GPU of trainer rank 0.
@@ -142,7 +142,7 @@ class WorldMap(msgspec.Struct, frozen=True, kw_only=True):
             return "nccl"
         return "ipc" if self._device_count == 1 else "tcp"
 
-    def transfer_backend(self, wanted: str) -> Carriage:
+    def transfer_backend(self, wanted: str) -> TransportName:
         """The backend for ``weights.backend=wanted``. TCP works everywhere because it goes through host memory.
 
         With a store, a server's workers pass on what one of them has read, by TCP.
@@ -336,13 +336,13 @@ def _meeting(server: str) -> str:
 def _with_span(
     job: Job, placement: Placement, placements: Sequence[Placement], cluster: Cluster, ports: Mapping[str, int]
 ) -> Job:
-    """The job with its part of a server on several nodes."""
+    """The job with its place in a server on several nodes."""
     if not placement.server:
         return job
     nodes = [each for each in placements if each.server == placement.server]
     host = cluster.nodes[nodes[0].node_rank].hostname
     span = Span(nodes=len(nodes), node=placement.server_node, host=host, port=ports[_meeting(placement.server)])
-    url = span.address if span.is_part else job.url
+    url = span.address if span.has_workers_only else job.url
     return msgspec.structs.replace(job, span=span, url=url, num_ranks=sum(len(each.devices) for each in nodes))
 
 

@@ -1,24 +1,56 @@
-"""The network interface through which other nodes reach this one, and the address to listen on.
+"""Addresses and ports of a run: the interface through which other nodes reach this one, and one block of free ports.
 
-Gloo and NCCL would otherwise guess it from the machine's own name, which may resolve to loopback or another network.
+Gloo and NCCL would otherwise guess the interface from the machine's own name, which may resolve to loopback or another
+network.
+
+In a world of one node a free block of ports is searched. In a world of several nodes every launcher must choose the
+same block without communication. It therefore starts at ``world.port_base`` or at a number derived from the run's
+identity, and each launcher checks the ports of its own node.
 """
 
 import ipaddress
+import random
 import socket
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
+
+from pipelinerl.errors import WorldError
 
 
 def interface_of(hostname: str) -> str | None:
     """Name of the local interface that has the address of ``hostname``. None if no interface of this node has it."""
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(hostname, None)}
-    except OSError:
-        return None
-    for name, entries in psutil.net_if_addrs().items():
+    addresses = _addresses_of(hostname)
+    for name, entries in psutil.net_if_addrs().items() if addresses else ():
         if any(entry.address.partition("%")[0] in addresses for entry in entries):
             return name
     return None
+
+
+def look_up(hostnames: Iterable[str]) -> None:
+    """Look all these names up at the same time, for a plan: each has several roles, and an unknown one takes seconds.
+
+    The other functions then answer at once. They look a name up again only if it was unknown and is not from here.
+    """
+    names = sorted(set(hostnames))
+    with ThreadPoolExecutor(MAX_LOOK_UPS) as pool:
+        _looked_up.update(zip(names, pool.map(_addresses_of, names), strict=True))
+
+
+_looked_up: dict[str, frozenset[str]] = {}
+
+
+def _addresses_of(hostname: str) -> frozenset[str]:
+    if hostname in _looked_up:
+        return _looked_up[hostname]
+    try:
+        found = frozenset(str(info[4][0]) for info in socket.getaddrinfo(hostname, None))
+    except OSError:
+        return frozenset()
+    return _looked_up.setdefault(hostname, found)
 
 
 def listen_address(hostname: str) -> str:
@@ -27,13 +59,76 @@ def listen_address(hostname: str) -> str:
     An IP address of this node is the address itself. Every address (``""``) is the answer for a name that leads to none
     of this node's addresses, or to loopback because that is how the node resolves its own name.
     """
-    try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(hostname, None, socket.AF_INET)})
-    except OSError:
-        return ""
+    found = sorted(address for address in _addresses_of(hostname) if ":" not in address)
     given = hostname in found
     local = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     mine = [
         address for address in found if address in local and (given or not ipaddress.ip_address(address).is_loopback)
     ]
     return mine[0] if mine else ""
+
+
+MAX_LOOK_UPS = 64
+LOWEST_PORT = 15000
+DEFAULT_EPHEMERAL_START = 32768
+LARGEST_PORT = 65535
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether a server could listen on this address now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def ephemeral_start() -> int:
+    """First port that the kernel gives to outgoing connections. Ports below it stay free between check and use."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return DEFAULT_EPHEMERAL_START
+
+
+def _search_range(count: int) -> range:
+    end = ephemeral_start()
+    if end - LOWEST_PORT <= 2 * count:
+        end = LARGEST_PORT
+    return range(LOWEST_PORT, max(end - count, LOWEST_PORT + 1))
+
+
+def find_port_block(host: str, count: int, *, is_free: Callable[[str, int], bool] = is_port_free) -> int:
+    """Return the first of ``count`` consecutive free ports.
+
+    The search starts at a random port, so that runs which start together choose different blocks.
+    """
+    bases = _search_range(count)
+    start = random.choice(bases)
+    for begin, end in ((start, bases.stop), (bases.start, start)):
+        base = begin
+        while base < end:
+            busy = next((port for port in range(base + count - 1, base - 1, -1) if not is_free(host, port)), None)
+            if busy is None:
+                return base
+            base = busy + 1
+    raise WorldError(
+        f"no {count} consecutive free ports on {host} in {bases.start}–{bases.stop + count}: set world.port_base"
+    )
+
+
+def derive_port_base(identity: str, count: int) -> int:
+    """Return the first of ``count`` ports, derived from a hash of the run's identity and so the same on every node."""
+    bases = range(LOWEST_PORT, max(DEFAULT_EPHEMERAL_START - count, LOWEST_PORT + 1))
+    return bases[zlib.crc32(identity.encode()) % len(bases)]
+
+
+def check_ports(
+    host: str, ports: Iterable[tuple[str, int]], *, key: str, is_free: Callable[[str, int], bool] = is_port_free
+) -> None:
+    """Refuse (owner, port) pairs that are in use on this node. ``key`` names the setting to change."""
+    for owner, port in ports:
+        if not is_free(host, port):
+            raise WorldError(f"{key}: port {port} of {owner} is in use on this node: choose another value, or null")

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.redis_server.server import redis_command, redis_config, start_redis, stop_redis
+from pipelinerl.streams.redis_server import redis_command, redis_config, start_redis, stop_redis
 from tests.ports import free_port
 
 

@@ -1,16 +1,13 @@
 """Every shipped configuration is valid, fits its machine, and is shown by a dry run on a simulated cluster."""
 
-import os
-from collections.abc import Iterator
-
 import pytest
 
 from pipelinerl.config import load
 from pipelinerl.launcher.program import launch
+from pipelinerl.plan.memory import memory_plan
+from pipelinerl.plan.model_shape import find_model_shape
+from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, WorldMap, map_world
-from pipelinerl.world.memory import memory_plan
-from pipelinerl.world.model_shape import find_model_shape
-from pipelinerl.world.training_memory import GIB
 
 REQUIRED = (
     "actor.rollout_policy=pipelinerl.domains.largest.generate_rollout",
@@ -39,15 +36,6 @@ def simulated(gpus: tuple[int, ...]) -> Cluster:
 def place(name: str) -> tuple:
     config = load.validate(load.compose(name, [*REQUIRED, "output_dir=/nowhere"]))
     return config, map_world(config, simulated(CLUSTERS[name]), check=False)
-
-
-@pytest.fixture(autouse=True)
-def umask_restored() -> Iterator[None]:
-    """The launcher tightens the umask of its process."""
-    before = os.umask(0o077)
-    os.umask(before)
-    yield
-    os.umask(before)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

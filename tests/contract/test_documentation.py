@@ -5,18 +5,26 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipelinerl.__main__ import COMMANDS
 from pipelinerl.config.backends import STREAM_BACKENDS
+from pipelinerl.config.engine import EngineTraits, traits_of
 from pipelinerl.config.load import compose, parse
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.engines import build_engine
 from pipelinerl.finetune.model import Policy
+from pipelinerl.launcher import checks
+from pipelinerl.plan.training_memory import engine_memory
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
 from pipelinerl.streams.api import backend_class, get_streams_backend
-from pipelinerl.weights.wire import Connection
+from pipelinerl.weights.transfer.wire import Connection
 from tests.models import make_qwen2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,13 +33,15 @@ BLOCK = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTA
 
 
 @pytest.fixture
-def guides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def guides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The modules of the guides, importable."""
-    for page in (DOCS / "guides").glob("*.md"):
-        for name, code in BLOCK.findall(page.read_text()):
-            (tmp_path / f"{name}.py").write_text(code)
+    modules = [module for page in (DOCS / "guides").glob("*.md") for module in BLOCK.findall(page.read_text())]
+    for name, code in modules:
+        (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    yield tmp_path
+    for name, _ in modules:
+        sys.modules.pop(name, None)
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -79,14 +89,14 @@ def test_a_line_gives_a_stream_backend_its_short_name(guides: Path, monkeypatch:
     assert backend_class("folder").__name__ == "FolderBackend"
 
 
-def test_guides_carriage_moves_a_bucket(guides: Path) -> None:
-    import zip_carriage
+def test_guides_transport_moves_a_bucket(guides: Path) -> None:
+    import zip_transport
 
     ends = [Connection(end, patience_s=5) for end in socket.socketpair()]
     bucket, received = torch.randint(0, 255, (5000,), dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
-    carrier = zip_carriage.ZipCarrier()
-    carrier.give(ends[0], bucket)
-    carrier.take(ends[1], received)
+    bucket_transport = zip_transport.ZipTransport()
+    bucket_transport.send_bucket(ends[0], bucket)
+    bucket_transport.receive_bucket(ends[1], received)
     for end in ends:
         end.close()
     assert torch.equal(bucket, received)
@@ -96,7 +106,7 @@ def test_guides_engine_steps(guides: Path) -> None:
     import my_engine
 
     cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    engine = my_engine.SingleEngine(Policy(make_qwen2(32, hidden=8)), cfg.finetune, torch.device("cpu"))
+    engine = my_engine.SingleEngine(Policy(make_qwen2(32, hidden=8)), cfg, torch.device("cpu"))
     before = {name: parameter.clone() for name, parameter in engine.named_full_parameters()}
     loss = sum((parameter**2).sum() for parameter in engine.policy.parameters())
     engine.backward(loss, last=True)
@@ -170,3 +180,63 @@ def test_launches_of_the_pages_are_valid_configurations(page: Path) -> None:
         plain = [word for word in words[1:] if not word.startswith("--") and "=" in word and "…" not in word]
         if name not in OWN_FILES and not any("/" in word.partition("=")[0] for word in plain):
             parse(compose(name, ["output_dir=x", *plain]))
+
+
+def test_guides_engine_is_chosen_planned_and_built_by_its_dotted_name(guides: Path) -> None:
+    """Its plan: 4 bytes of weights, 4 of gradient and 8 of moments per parameter, or half the moments."""
+    required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    cfg = parse(compose("base", [*required, "finetune.engine=my_engine.SingleEngine"]))
+    assert str(engine_memory(cfg, 1)) == "my_engine.SingleEngine"
+    assert engine_memory(cfg, 1).state_bytes(100) == (400, 400, 800)
+    cfg = parse(compose("base", [*required, "finetune.engine=half_engine.HalfEngine"]))
+    assert engine_memory(cfg, 1).state_bytes(100) == (400, 400, 400)
+    engine = build_engine("half_engine.HalfEngine", Policy(make_qwen2(32, hidden=8)), cfg, torch.device("cpu"))
+    assert type(engine).__name__ == "HalfEngine"
+
+
+def test_engine_of_a_user_says_what_it_cannot_run_with(guides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import my_engine
+
+    def check(cfg: Config) -> str | None:
+        return "`finetune.compile` is true: SingleEngine does not compile" if cfg.finetune.compile else None
+
+    monkeypatch.setattr(my_engine.SingleEngine, "traits", EngineTraits(check=check))
+    required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    overrides = [*required, "finetune.engine=my_engine.SingleEngine"]
+    plain, compiled = (parse(compose("base", [*overrides, f"finetune.compile={value}"])) for value in ("false", "true"))
+    world = SimpleNamespace(trainer_world_size=1)
+    assert checks.engine(SimpleNamespace(config=plain, world=world)) == []
+    with pytest.raises(ConfigError, match="does not compile"):
+        checks.engine(SimpleNamespace(config=compiled, world=world))
+
+
+def test_engine_made_for_one_rank_is_refused_on_two_before_the_start(guides: Path) -> None:
+    required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
+    cfg = parse(compose("base", [*required, "finetune.engine=my_engine.SingleEngine"]))
+    assert checks.engine(SimpleNamespace(config=cfg, world=SimpleNamespace(trainer_world_size=1))) == []
+    with pytest.raises(ConfigError, match=r"my_engine\.SingleEngine.* at most 1 rank.* has 2: lower world\."):
+        checks.engine(SimpleNamespace(config=cfg, world=SimpleNamespace(trainer_world_size=2)))
+
+
+def test_engine_made_for_one_rank_is_refused_in_a_group_of_two(guides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its traits say: its gradients would be those of one rank."""
+    for name, answer in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
+    cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
+    policy = Policy(make_qwen2(32, hidden=8))
+    with pytest.raises(ConfigError, match=r"my_engine\.SingleEngine.* rank 0 of 1, but .* rank 1 of 2: .*max_ranks"):
+        build_engine("my_engine.SingleEngine", policy, cfg, torch.device("cpu"))
+    assert build_engine("ddp", policy, cfg, torch.device("cpu")).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_engine.Missing", "`finetune.engine`: .* has no 'Missing'"),
+        ("nowhere.Engine", "`finetune.engine`: .* no module 'nowhere'"),
+        ("collections.OrderedDict", "collections.OrderedDict, which is no engine: derive the class from"),
+    ],
+)
+def test_name_of_no_engine_is_refused(guides: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        traits_of(name)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+import redis
 
 from pipelinerl.config.load import load_run
 from pipelinerl.config.sections import Config
@@ -15,17 +16,19 @@ from pipelinerl.launcher.program import run_part, take_streams
 from pipelinerl.launcher.run_dir import Claim
 from pipelinerl.launcher.running import RunPlan
 from pipelinerl.membership.lease import LauncherNote
+from pipelinerl.observability.logging import logging_restored
 from pipelinerl.records import SamplesProcessed, TrainerMessage, topics
 from pipelinerl.streams import (
     SingleStreamSpec,
     backend_from_config,
     get_streams_backend,
     open_writer,
-    set_streams_backend,
 )
 from pipelinerl.streams.epoch import read_epoch
 from pipelinerl.world import Job, Node, WorldMap
+from pipelinerl.world.process import process_restored
 from tests.run_folder import write_config
+from tests.says import says
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def external(run: Path, redis_options: dict[str, Any] | None) -> Iterator[Config
     config = load_run(run)
     at = {"backend": "redis", "external": True, "host": "127.0.0.1", "port": redis_options["port"]}
     config = config.model_copy(update={"streams": config.streams.model_copy(update=at)})
-    with pytest.MonkeyPatch.context() as patch:
+    with process_restored(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPELINERL_REDIS_PASSWORD", redis_options["password"])
         patch.setattr(stream_epoch, "write_account", lambda run_dir, lost: None)
         patch.setattr(stream_epoch, "look_into", lambda run_dir: nullcontext(backend_from_config(config, run_dir)))
@@ -51,7 +54,6 @@ def external(run: Path, redis_options: dict[str, Any] | None) -> Iterator[Config
             with open_writer(SingleStreamSpec(run, topics.TRAINER, 0, partition), TrainerMessage) as trainer:
                 trainer.write(SamplesProcessed(samples_processed=1, step=1))
         yield config
-    set_streams_backend("files")
 
 
 def streams_of(run: Path, config: Config) -> int:
@@ -97,7 +99,24 @@ def test_new_run_does_not_go_on_with_the_streams_that_an_earlier_one_left_on_red
         assert not take_streams(claim, plan_of(external, "actor"))
 
 
+def test_redis_that_would_delete_streams_is_refused_before_anything_is_deleted(
+    run: Path, external: Config, redis_options: dict[str, Any]
+) -> None:
+    forced = external.model_copy(update={"force_restart": True})
+    with redis.Redis(port=redis_options["port"], password=redis_options["password"]) as server:
+        server.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            with (
+                open(run / "lock", "w") as lock,
+                pytest.raises(ConfigError, match=says("maxmemory-policy", "allkeys-lru", "noeviction")),
+            ):
+                take_streams(claim_of(run, lock), plan_of(forced, "actor"))
+            assert streams_of(run, external) == 2
+        finally:
+            server.config_set("maxmemory-policy", "noeviction")
+
+
 async def test_node_that_follows_in_a_new_folder_does_not_go_on_with_old_streams(run: Path, external: Config) -> None:
     note = LauncherNote(digest="d", secret_mark="m", marker=".launch-0", old_streams=True)
-    with pytest.raises(ConfigError, match="on this node it is new, but redis"):
+    with logging_restored(), pytest.raises(ConfigError, match="on this node it is new, but redis"):
         await run_part(plan_of(external, "finetune"), run / "new", note, 0.0, None)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ from pipelinerl.domains.math import (
     verify_answer,
 )
 from pipelinerl.domains.math.rollouts import length_penalty
+from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import GenerateRequest, LLMCall, LLMEvent, LLMOutput, LLMStream, Prompt, TrainableLLM
 from pipelinerl.records.answers import Answer, Completion
@@ -47,7 +48,6 @@ from pipelinerl.rollouts import (
 from pipelinerl.streams.codec import Codec
 from pipelinerl.testing import FakeLLM, run_rollout
 from pipelinerl.utils import get_environment_jobs, resolve_environment_key
-from pipelinerl.verifier.app import create_app
 
 REWARDS = {"correct": 1.0, "wrong": -0.5, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pipelinerl.errors import ConfigError, CorruptStreamError, StreamError
 from pipelinerl.records.topics import RETAINED_MB
 from pipelinerl.streams import SingleStreamSpec, StreamRangeSpec, open_reader, open_writer, set_streams_backend
 from tests.memory_streams import MemoryBackend
+from tests.says import says
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
@@ -173,7 +175,7 @@ def test_reader_that_begins_beyond_the_end_is_refused(backend: str, spec: Single
 
 def test_record_of_another_type_is_refused_by_writer_and_reader(backend: str, spec: SingleStreamSpec):
     with open_writer(spec, Note | Other) as writer:
-        with pytest.raises(StreamError, match=r"a int was written where Note \| Other belongs"):
+        with pytest.raises(StreamError, match=says("int", "Note | Other")):
             writer.write(3)
         writer.write(Other(text="x"))
     with open_reader(spec, Note, name="r") as reader, pytest.raises(StreamError, match=r"actor/0/0, record 0: .*Note"):
@@ -285,8 +287,8 @@ def test_writer_that_is_gone_leaves_no_lock_with_its_forked_children(spec: Singl
         os._exit(0)
     try:
         os.read(ready, 1)
-        os.close(writer._appender._lock._fd)  # what the kernel does when the writer is killed
-        writer._appender._lock._fd = None
+        os.close(writer._appender._lock._fd)  # type: ignore[attr-defined]  # what the kernel does when the writer is killed
+        writer._appender._lock._fd = None  # type: ignore[attr-defined]
         open_writer(spec, Note).close()
     finally:
         for fd in (ready, running, hold, release):
@@ -336,3 +338,4 @@ def test_backend_of_your_own_is_named_in_the_configuration(tmp_path: Path, monke
     assert streams.get_streams_backend().bucket == "b"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="does not take these options"):
         streams.backend_from_config(load.parse(load.compose("base", [*needed, chosen[0]])), tmp_path)
+    del sys.modules["my_streams"]

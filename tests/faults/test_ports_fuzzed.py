@@ -1,7 +1,7 @@
 """Strangers on every port that a run opens: whatever bytes they send has no effect, and the service stays.
 
 Each service is the run's own, listening on loopback. Inputs are valid conversations of its protocol without the secret,
-mutated, and random bytes. vLLM's own routes behind the guard are stood in for by a handler that counts its calls.
+mutated, and random bytes. vLLM's own routes behind it are stood in for by a handler that counts its calls.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipelinerl.agents import record_agent
-from pipelinerl.finetune.meeting import SealedStore
-from pipelinerl.inference.guard import Guard
-from pipelinerl.redis_server.server import await_redis, redis_client, redis_config, start_redis, stop_redis
+from pipelinerl.domains.verifier.app import create_app
+from pipelinerl.domains.verifier.pool import JudgePool
+from pipelinerl.finetune.rendezvous import SealedStore
+from pipelinerl.inference.access import RouteAccess
+from pipelinerl.streams.redis_server import await_redis, redis_client, redis_config, start_redis, stop_redis
 from pipelinerl.testing import FakeLLM
-from pipelinerl.verifier.app import create_app
-from pipelinerl.verifier.pool import JudgePool
-from pipelinerl.weights.giver import Giver
-from pipelinerl.weights.shelf import Shelf
-from pipelinerl.weights.wire import Connection
-from pipelinerl.world.ports import find_port_block
+from pipelinerl.weights.transfer.buffers import BufferRegistry
+from pipelinerl.weights.transfer.source import SourceServer
+from pipelinerl.weights.transfer.wire import Connection
+from pipelinerl.world.network import find_port_block
 
 SECRET = "the-secret-of-this-run"
 INPUTS, MANY = 60, 1670
@@ -146,8 +146,8 @@ def inference_server(_: Path) -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPELINERL_SECRET", SECRET)
         patch.setenv("PIPELINERL_STRANGERS", "1")
-        guard = Guard(app)
-    with served(guard) as port:
+        guarded = RouteAccess(app)
+    with served(guarded) as port:
         yield counting(port, handled, lambda: post(port, "/pause", SECRET) == 200)
 
 
@@ -186,18 +186,18 @@ def agents_endpoint(_: Path) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def weights_giver(_: Path) -> Iterator[Service]:
-    shelf, taken = Shelf(), []
-    shelf.put("step_1", torch.zeros(100, dtype=torch.uint8))
-    giver = Giver(shelf, secret=SECRET, host="127.0.0.1", on_order=lambda order: taken.append(order))  # type: ignore[arg-type,return-value]
+    registry, taken = BufferRegistry(), []
+    registry.put("step_1", torch.zeros(100, dtype=torch.uint8))
+    source_server = SourceServer(registry, secret=SECRET, host="127.0.0.1", on_order=lambda order: taken.append(order))  # type: ignore[arg-type,return-value]
 
     def lives() -> bool:
-        Connection.dial(giver.address, SECRET, DEADLINE_S).close()
+        Connection.dial(source_server.address, SECRET, DEADLINE_S).close()
         return True
 
     try:
-        yield Service(giver.address.port, WIRE, lambda: len(taken) + giver.num_bytes, lives)
+        yield Service(source_server.address.port, WIRE, lambda: len(taken) + source_server.num_bytes, lives)
     finally:
-        giver.close()
+        source_server.close()
 
 
 @contextlib.contextmanager

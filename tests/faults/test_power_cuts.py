@@ -15,13 +15,13 @@ import torch
 from pipelinerl import state
 from pipelinerl.actor.journal import TopicJournal
 from pipelinerl.actor.problems import ProblemSource
-from pipelinerl.actor.progress import ActorProgress
+from pipelinerl.actor.resume import ActorProgress
 from pipelinerl.finetune import checkpoints
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.checkpoints import Counters, newest_whole
-from pipelinerl.finetune.peers import Peers
 from pipelinerl.finetune.pieces import Piece
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.finetune.rendezvous import Peers
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.preprocess import intake, loop
 from pipelinerl.records import ActorRecord, MicroBatch, SamplesProcessed, TrainerMessage, topics
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
@@ -65,10 +65,10 @@ class SmallRun:
         self.progress = ActorProgress({"d": source}, None)
         with (
             open_writer(spec, ActorRecord) as groups,
-            open_reader(spec, ActorRecord, name="actor_0") as keeper,
-            open_writer(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage) as news,
+            open_reader(spec, ActorRecord, name="actor_0") as cursor,
+            open_writer(SingleStreamSpec(self.run_dir, topics.TRAINER), TrainerMessage) as trainer_topic,
         ):
-            self.journal = TopicJournal(self.run_dir / "actor_0", groups, keeper, self.progress)
+            self.journal = TopicJournal(self.run_dir / "actor_0", groups, cursor, self.progress)
             self.journal.replay()
             start = self.counters.positions.get("0/0", 0)
             feed = BatchReader([("0/0", open_reader(data, MicroBatch, name="finetune_0", start=start))])
@@ -81,12 +81,12 @@ class SmallRun:
                     while self.counters.step < STEPS and (batch := feed.next_step(self.counters.step, 0.0)):
                         self._train(batch, feed)
                         samples = self.counters.samples_processed
-                        news.write(SamplesProcessed(samples_processed=samples, step=self.counters.step))
+                        trainer_topic.write(SamplesProcessed(samples_processed=samples, step=self.counters.step))
             feed.close()
         return self.trained
 
     def _publish(self) -> None:
-        place = self.progress.sources["d"].take()
+        place = self.progress.sources["d"].next_problem()
         if self.progress.epoch_began or self.progress.published % 5 == 0:
             self.journal.save()
         index = self.progress.dispatch(4)
@@ -99,7 +99,7 @@ class SmallRun:
     def _train(self, batch: list[MicroBatch], feed: BatchReader) -> None:
         names = {name.rpartition("/")[0] for mb in batch for name in mb.sequence_ids if name != "sentinel"}
         self.trained.append(sorted(names))
-        self.counters = self.counters.after(batch[0], feed.positions(), 0)
+        self.counters = self.counters.after(batch[0], feed.resume_offsets(), 0)
         if self.disk is not None:
             self.disk.trained = self.counters.step
         if self.counters.step % SAVE_EVERY == 0:

@@ -18,18 +18,18 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose, to_container
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.inspect.outside import environment_of_live_roles, look_into
+from pipelinerl.inspect import streams as command
+from pipelinerl.inspect.reading import environment_of_live_roles, look_into
+from pipelinerl.membership import redis_role
+from pipelinerl.membership.redis_role import run_redis
 from pipelinerl.observability.status import StatusRecord, write_status
 from pipelinerl.records import TrainingDone
 from pipelinerl.records.messages import TrainerMessage
-from pipelinerl.redis_server import __main__ as redis_role
-from pipelinerl.redis_server import server as redis_server
-from pipelinerl.redis_server.__main__ import run_redis
-from pipelinerl.redis_server.server import redis_command
-from pipelinerl.streams import SingleStreamSpec, open_writer
-from pipelinerl.streams import __main__ as command
+from pipelinerl.streams import SingleStreamSpec, open_writer, redis_server
 from pipelinerl.streams.redis import RedisBackend
+from pipelinerl.streams.redis_server import redis_command
 from tests.ports import free_port
+from tests.says import says
 
 
 class Role:
@@ -173,7 +173,7 @@ def test_password_is_that_of_a_live_role_of_the_run(tmp_path: Path, monkeypatch:
 
 def test_role_fails_when_its_server_is_killed(role: Role):
     role.server().kill()
-    with pytest.raises(StreamError, match="redis-server ended with code -9"):
+    with pytest.raises(StreamError, match=says("redis-server", -9)):
         role.result.result(60)
 
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.transport import Client, RequestLimits
+from pipelinerl.actor.router import Client, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -45,7 +45,7 @@ async def test_completions_with_weights_from_disk_are_repeated_until_the_server_
     limits = RequestLimits(timeout_s=20, max_retries=3, max_completions=8)
     rules = RolloutRules(timeout_s=20, seq_length=100)
     llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters={"max_tokens": 8}, collect_logprobs=True)
-    start = StartGroup(ticket=1, group_id="g", domain=0, problem={}, attempts=(0,), evaluation=False, version=6)
+    start = StartGroup(task_id=1, group_id="g", domain=0, problem={}, attempts=(0,), evaluation=False, version=6)
     async with aiohttp.ClientSession() as session:
         executor = Executor(OmegaConf.create({}), [rollout], (llm, llm), Client(session, limits), rules)
         executor.servers.update({"actor_llm_0": server.url}, {"actor_llm_0": 7})

@@ -29,7 +29,7 @@ def test_varlen_kernel_is_near_one_call_per_document(
         if not has_kernel:
             monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
         announce(DOCUMENTS, DEVICE)
-        output, _ = packed_attention(Layer(), *inputs, None, sliding_window=window)
+        output, _ = packed_attention(Layer(), *inputs, None, sliding_window=window)  # type: ignore[call-arg]
         found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     for kernel, reference in zip(*found, strict=True):
         assert (kernel.float() - reference.float()).norm() <= 0.02 * reference.float().norm()
@@ -46,7 +46,7 @@ def test_varlen_kernel_takes_the_last_queries_of_documents(window: int | None) -
     scoring = attention._Scoring(scale=0.125, window=window, softcap=None, sinks_H=None, dropout=0.0)
     found = []
     for attend in (attention._varlen, attention._attend_documents):
-        output = attend(*inputs, scoring, documents)
+        output = attend(*inputs, scoring, documents)  # type: ignore[call-arg]
         found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     for kernel, reference in zip(*found, strict=True):
         assert (kernel.float() - reference.float()).norm() <= 0.02 * reference.float().norm()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pipelinerl.weights.delta import apply_delta, encode_delta
-from pipelinerl.weights.digest import checksum
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import ParamSpec
+from pipelinerl.weights.transfer.checksum import checksum
+from pipelinerl.weights.transfer.delta import apply_delta, encode_delta
 from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu

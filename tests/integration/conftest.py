@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +25,18 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
-from pipelinerl.inference.control import UpdateControl, control_router
-from pipelinerl.inference.guard import Guard
+from pipelinerl.inference.access import RouteAccess
+from pipelinerl.inference.weight_update import UpdateControl, control_router
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.receiver import Receiver
-from pipelinerl.weights.store.follower import FollowerSettings, StoreFollower
+from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollower
+from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.world import Job, WorldMap
 from tests.ports import free_port
 
 START_S = 240.0
 VOCAB = 256
-LOCK = Path("/tmp/pipelinerl-vllm.lock")
-"""Real servers share the machine's cores: one test process at a time."""
+LOCKS = "/tmp/pipelinerl-vllm.{}.lock"
+"""One for each core, and one that is held by who gathers cores."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def save_byte_tokenizer(path: Path) -> None:
 
 
 def write_run(
-    run_dir: Path, model: Path, *, kind: str = "actor_llm", overrides: tuple[str, ...] = (), num_cores: int = 1
+    run_dir: Path, model: Path, cores: tuple[int, ...], *, kind: str = "actor_llm", overrides: tuple[str, ...] = ()
 ) -> Job:
     """The run folder that a launcher would have written, with one server."""
     cfg = compose(
@@ -111,7 +111,6 @@ def write_run(
     (run_dir / "conf").mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, run_dir / "conf" / "config.yaml", resolve=True)
     port = free_port()
-    cores = tuple(sorted(os.sched_getaffinity(0))[:num_cores])
     job = Job(name=f"{kind}_0", kind=kind, port=port, cores=cores, url=f"http://127.0.0.1:{port}")
     fields = {
         "accelerator": "cpu",
@@ -135,8 +134,8 @@ def running_server(
     start_s: float = START_S,
 ) -> Iterator[RunningServer]:
     """Start, wait until it answers, stop with SIGTERM and require exit code 0."""
-    with one_at_a_time():
-        job = write_run(run_dir, model, kind=kind, overrides=overrides, num_cores=num_cores)
+    with own_cores(num_cores) as cores:
+        job = write_run(run_dir, model, cores, kind=kind, overrides=overrides)
         server = start_server(run_dir, job)
         try:
             wait_until_up(server, start_s)
@@ -153,9 +152,26 @@ def running_server(
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    with open(LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def own_cores(number: int = 1) -> Iterator[tuple[int, ...]]:
+    """Waits for cores on which no other test process has a server."""
+    cores, all_cores = list[int](), os.sched_getaffinity(0)
+    with ExitStack() as held:
+        with locked("turn"):
+            while len(cores) < min(number, len(all_cores)):
+                for core in sorted(all_cores - {*cores}):
+                    with suppress(BlockingIOError):
+                        held.enter_context(locked(core, fcntl.LOCK_NB))
+                        cores.append(core)
+                        break
+                else:
+                    time.sleep(0.02)
+        yield tuple(cores)
+
+
+@contextmanager
+def locked(name: str | int, how: int = 0) -> Iterator[None]:
+    with open(LOCKS.format(name), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | how)
         yield
 
 
@@ -196,7 +212,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, message: Callable[
 def serving() -> SimpleNamespace:
     """The helpers of this file, for tests that start and end servers themselves."""
     return SimpleNamespace(
-        lock=one_at_a_time,
+        own_cores=own_cores,
         write_run=write_run,
         start=start_server,
         running=running_server,
@@ -261,7 +277,7 @@ class ModelServer:
         app = FastAPI()
         updates = UpdateControl(self, workers=[self.receiver.address], secret=SECRET, on_fatal=self._on_fatal)
         app.include_router(control_router(updates))
-        app.add_middleware(Guard)
+        app.add_middleware(RouteAccess)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)
         self.store = Following(updates)

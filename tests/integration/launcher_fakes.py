@@ -21,7 +21,7 @@ NUM_STEPS = 3
 
 
 def launch(arguments: list[str]) -> int:
-    from pipelinerl.launch import main
+    from pipelinerl.launcher.command_line import main
     from pipelinerl.launcher.commands import RoleCommand, role_command
     from pipelinerl.world import Job, WorldMap
 
@@ -83,7 +83,7 @@ def leave_memory() -> str:
     from multiprocessing import resource_tracker
 
     segment = shared_memory.SharedMemory(create=True, size=4096)
-    resource_tracker.unregister(segment._name, "shared_memory")
+    resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
     globals()["kept_segment"] = segment
     return segment.name
 
@@ -175,6 +175,6 @@ if __name__ == "__main__":
         print("the interpreter is up", flush=True)
         sys.exit(launch(sys.argv[2:]))
     del sys.argv[1]
-    from pipelinerl.observability.role import run_role
+    from pipelinerl.membership.role import run_role
 
     run_role(role)

@@ -1,6 +1,7 @@
 """The actor role as a whole: worker processes, topics on disk, a fake server that answers as vLLM does."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import psutil
 import pytest
 
 from pipelinerl.errors import DomainError
+from pipelinerl.inspect.alarms import Alarm
+from pipelinerl.inspect.status import screen
+from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.records import (
     DataOrder,
     EvaluationDone,
@@ -158,8 +162,8 @@ async def test_actor_on_new_streams_goes_on_behind_the_checkpoint(make_run: Call
     lost.mkdir(parents=True)
     result = EvaluationDone(version=0, success=0.5, reward=0.5, num_rollouts=6, metrics={})
     (lost / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(result) + b"\n")
-    settled = DomainOrder(samples=3 * BATCH, epochs={0: EpochOrder(size=66, settled=((0, 5), (6, 7)))})
-    order = DataOrder(domains={"largest": settled})
+    resolved = DomainOrder(samples=3 * BATCH, epochs={0: EpochOrder(size=66, settled=((0, 5), (6, 7)))})
+    order = DataOrder(domains={"largest": resolved})
     run.start()
     run.trainer.write(TrainingResumed(step=3, repeated=1, samples_processed=3 * BATCH, orders={0: order}))
     run.update(3)
@@ -167,7 +171,7 @@ async def test_actor_on_new_streams_goes_on_behind_the_checkpoint(make_run: Call
     first, *groups = run.records
     assert first == OrderResumed(step=3, order=order, published=3 * BATCH)
     positions = sorted(group.position for group in groups)
-    assert positions == [5, *range(7, 6 + len(groups))], "what is settled does not come again, all else in its order"
+    assert positions == [5, *range(7, 6 + len(groups))], "what is resolved does not come again, all else in its order"
     assert all(group.dispatched_version == 3 for group in groups)
     assert run.evaluations == [result]
 
@@ -222,6 +226,41 @@ async def test_domain_that_returns_something_else_is_a_domain_error(make_run: Ca
     run.update(0)
     with pytest.raises(DomainError, match=r"returned dict: it must return a pipelinerl\.rollouts\.RolloutResult"):
         await run.ended()
+
+
+async def test_domain_that_blocks_its_worker_is_named_with_its_line_and_a_cure(
+    make_run: Callable, domain: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A problem of each group blocks in a module beside the domain's, seven frames below it in a library."""
+    (tmp_path / "scoring.py").write_text(
+        "import subprocess\n\ndef score():\n    subprocess.run(['sleep', '1.5'], check=True)\n"
+    )
+    rollout = domain(
+        "    from pipelinerl.domains.largest import generate_rollout as good\n"
+        "    import scoring\n"
+        "    result = await good(cfg, llm, problem, session)\n"
+        "    if result.metrics.success: scoring.score()\n"
+        "    return result\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run = await make_run(rollout, "actor.log_every_s=1")
+    run.start_process()
+    run.update(0)
+    watch = AlarmWatch(run.run_dir, every_s=0)
+    alarms: list[Alarm] = []
+
+    def alarmed() -> bool:
+        alarms.extend(watch.new())
+        return bool(alarms)
+
+    await run.until(alarmed, 120)
+    place = f"{tmp_path}/scoring.py:4 in score"
+    (alarm,) = alarms
+    assert "has blocked its rollout workers for" in alarm.text
+    assert f"last at {place}" in alarm.text
+    assert "await asyncio.to_thread(" in alarm.cure
+    assert f"at={place} " in run.log()
+    assert any(place in line for line in screen(run.run_dir))
 
 
 async def test_problem_that_kills_the_worker_is_dropped_as_poisonous(make_run: Callable, domain: Callable) -> None:

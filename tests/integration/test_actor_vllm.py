@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from benchmarks.whole_group import run_whole_group
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import StartGroup
-from pipelinerl.actor.transport import Client, RequestLimits
+from pipelinerl.actor.router import Client, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -48,7 +48,7 @@ async def test_group_of_two_turn_rollouts_has_exact_tokens_logprobs_and_versions
         executor = Executor(OmegaConf.create({}), [two_turns], (llm, llm), Client(session, limits), rules)
         executor.servers.update({"actor_llm_0": vllm_server.job.url}, {"actor_llm_0": 0})
         start = StartGroup(
-            ticket=1,
+            task_id=1,
             group_id="0-0",
             domain=0,
             problem={"question": "Tell me"},

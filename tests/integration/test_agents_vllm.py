@@ -1,6 +1,6 @@
 """An agent of the official OpenAI client against a real vLLM server: what is recorded is what the server sampled.
 
-A proxy between them is the witness: it keeps every request and every answer of the server as they crossed the wire.
+A proxy between them is the check state: it keeps every request and every answer of the server as they crossed the wire.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Exchange = tuple[list[int], Completion]
 
 
 @asynccontextmanager
-async def witness(server_url: str, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[Exchange]]]:
+async def recording_proxy(server_url: str, session: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[Exchange]]]:
     seen: list[Exchange] = []
     requests: Codec[AnswerRequest] = Codec(AnswerRequest)
     answers: Codec[Answer] = Codec(Answer)
@@ -92,7 +92,7 @@ def exchange_of(text: TrainingText, seen: list[Exchange]) -> Exchange:
 
 async def test_streaming_agent_with_tools_tokens_equal_what_the_server_sampled(agent_server: Any) -> None:
     problems = load_problems(["train"])[::500][:NUM_ROLLOUTS]
-    async with aiohttp.ClientSession() as session, witness(agent_server.job.url, session) as (url, seen):
+    async with aiohttp.ClientSession() as session, recording_proxy(agent_server.job.url, session) as (url, seen):
         llm = await policy(agent_server, url, session)
         llm.parameters["seed"] = 1
         results: list[RolloutResult] = await asyncio.gather(
@@ -116,7 +116,7 @@ async def test_streaming_agent_with_tools_tokens_equal_what_the_server_sampled(a
 
 async def test_turns_of_an_agent_become_one_sequence_of_what_was_sampled(agent_server: Any) -> None:
     """Three calls: the tool's result goes back into the conversation as the client's own objects dump it."""
-    async with aiohttp.ClientSession() as session, witness(agent_server.job.url, session) as (url, seen):
+    async with aiohttp.ClientSession() as session, recording_proxy(agent_server.job.url, session) as (url, seen):
         llm = await policy(agent_server, url, session)
         llm.state.turns = []
         async with record_agent(llm, session) as agent:

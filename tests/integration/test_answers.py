@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.records.answers import ANSWER_PATH, Answer, AnswerRequest, Completion
+from pipelinerl.records.answers import (
+    ANSWER_PATH,
+    REQUEST_NAME,
+    UNDER_WAY_PATH,
+    Answer,
+    AnswerRequest,
+    Completion,
+    RequestUnderWay,
+    UnderWay,
+)
 from pipelinerl.streams.codec import Codec
 from tests.integration.test_server import TOLERANCE, Trainer, error_of, versions_of
 from tests.sender_kit import Senders
 
 BLOCK = 128
 """Tokens of a block of keys and values on CPU: only whole blocks are found again."""
+NONE = RequestUnderWay(tokens=(), waits=False)
 PROMPT = [(7 * i) % 251 + 1 for i in range(3 * BLOCK + 5)]
 
 
@@ -58,6 +69,35 @@ def test_attempts_of_a_group_share_the_prompts_prefill(run: Run) -> None:
     choices = ask(run.url, PROMPT, n=8)
     assert sorted(choice.cached_tokens for choice in choices)[1:] == [3 * BLOCK] * 7
     assert max(error_of(run.trainer, choice, PROMPT) for choice in choices) <= TOLERANCE
+
+
+def under_way(run: Run, prefix: str) -> UnderWay:
+    headers = {"Authorization": f"Bearer {run.server.secret}"}
+    answer = httpx.get(run.url + UNDER_WAY_PATH, params={"prefix": prefix}, headers=headers, timeout=60)
+    return msgspec.json.decode(answer.content, type=UnderWay)
+
+
+def test_server_says_how_far_the_answers_of_a_client_are_until_they_end(run: Run) -> None:
+    """Two answers to one request, each with the tokens it has, and none of another client's or without a name."""
+    assert httpx.get(run.url + UNDER_WAY_PATH, timeout=60).status_code == 401
+    length, body = 2000, encoded(PROMPT[:20], max_tokens=2000, n=2)
+    seen: list[UnderWay] = []
+    with ThreadPoolExecutor(2) as pool:
+        ours = pool.submit(httpx.post, run.url + ANSWER_PATH, content=body, headers={REQUEST_NAME: "a-1"}, timeout=300)
+        theirs = pool.submit(
+            httpx.post, run.url + ANSWER_PATH, content=body, headers={REQUEST_NAME: "b-1"}, timeout=300
+        )
+        while not ours.done():
+            seen.append(under_way(run, "a-"))
+        answer, _ = ours.result(), theirs.result()
+    assert answer.status_code == 200, answer.text
+    assert {name for told in seen for name in told.requests} == {"a-1"}
+    counts = [sum(told.requests["a-1"].tokens) for told in seen if len(told.requests.get("a-1", NONE).tokens) == 2]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert max(counts) <= 2 * length
+    assert seen[-1].sampled - seen[0].sampled > max(counts) - min(counts), "the other client's tokens count, too"
+    assert under_way(run, "").requests == {}
 
 
 def test_conversation_is_computed_anew_by_new_weights_and_found_again_under_them(run: Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.config import load
 from pipelinerl.finetune.engines.zero import deepspeed_settings
 from pipelinerl.inference.args import vllm_arguments
-from pipelinerl.world import Cluster, Node, WorldMap, map_world
+from pipelinerl.world import Cluster, Job, Node, WorldMap, map_world
 
 PARSE_VLLM = """
 import json, sys
@@ -70,16 +70,34 @@ def config(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
+def shared_gpu_line() -> list[str]:
+    overrides = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+    shared = load.parse(load.compose("base_1gpu", overrides))
+    node = Node(rank=0, hostname="127.0.0.1", devices=1)
+    world = map_world(shared, Cluster(accelerator="cuda", nodes=(node,)), check=False)
+    return list(vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30))
+
+
+@pytest.fixture(scope="module")
 def world(config) -> WorldMap:
     nodes = tuple(Node(rank=i, hostname=f"host-{i}", devices=8) for i in range(2))
     return map_world(config, Cluster(accelerator="cuda", nodes=nodes, identity="test"), check=False)
 
 
-def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
-    servers = [*world.get("actor_llm"), *world.get("preprocessor_llm")]
-    parsed = parse(PARSE_VLLM, [list(vllm_arguments(config, world, job)) for job in servers])
+@pytest.fixture(scope="module")
+def servers(world) -> list[Job]:
+    return [*world.get("actor_llm"), *world.get("preprocessor_llm")]
+
+
+@pytest.fixture(scope="module")
+def parsed(config, world, servers, shared_gpu_line) -> list[dict]:
+    """Of each server, and of the one on a shared GPU: one process imports vLLM."""
+    return parse(PARSE_VLLM, [*(list(vllm_arguments(config, world, job)) for job in servers), shared_gpu_line])
+
+
+def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, servers, parsed):
     assert [len(job.gpus) for job in servers] == [4, 4, 4]
-    for job, arguments in zip(servers, parsed, strict=True):
+    for job, arguments in zip(servers, parsed[:-1], strict=True):
         assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (2, 2)
         assert (arguments["dtype"], arguments["port"], arguments["host"]) == ("bfloat16", job.port, "0.0.0.0")
         assert arguments["model"] == config.model_path
@@ -94,14 +112,9 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, world):
         assert arguments["worker_extension_cls"].startswith("pipelinerl.weights.") is policy
 
 
-def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm():
-    overrides = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
-    shared = load.parse(load.compose("base_1gpu", overrides))
-    node = Node(rank=0, hostname="127.0.0.1", devices=1)
-    world = map_world(shared, Cluster(accelerator="cuda", nodes=(node,)), check=False)
-    line = vllm_arguments(shared, world, world.job("actor_llm_0"), gpu_bytes=24 * 2**30)
-    (arguments,) = parse(PARSE_VLLM, [list(line)])
-    assert arguments["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
+def test_kv_cache_of_a_shared_gpu_is_accepted_by_vllm(shared_gpu_line, parsed):
+    line = shared_gpu_line
+    assert parsed[-1]["kv_cache_memory_bytes"] == int(line[line.index("--kv-cache-memory-bytes") + 1]) > 2**30
 
 
 def test_deepspeed_settings_are_accepted_by_accelerate_and_deepspeed(config):

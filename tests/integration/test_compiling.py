@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
-from pipelinerl.finetune.compiling import compile_layers
+from pipelinerl.finetune.build import compile_layers
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
 from tests.models import make_qwen2

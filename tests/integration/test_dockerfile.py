@@ -34,7 +34,8 @@ def test_run_lines_join_and_lose_their_options() -> None:
 
 def test_dockerfile_installs_under_the_lock_and_starts_the_command() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    assert any("-c requirements.lock" in line for line in run_lines(text))
+    assert any("tools/install.py" in line for line in run_lines(text)), "the one place that decides"
+    assert "ENV PATH=/opt/pipelinerl/.venv/bin:$PATH" in text
     assert 'ENTRYPOINT ["pipelinerl"]' in text
     assert defaults(text)["EXTRAS"].startswith("cpu")
 
@@ -53,7 +54,8 @@ def test_dockerfile_run_lines_give_a_working_command(tmp_path: Path) -> None:
     (bin_dir / "apt-get").chmod(stat.S_IRWXU)
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"PATH": f"{bin_dir}:{environment['PATH']}", **defaults(text)}
+    made = source / ".venv" / "bin"
+    environment |= {"PATH": f"{made}:{bin_dir}:{environment['PATH']}", **defaults(text)}
 
     def run(folder: Path, *command: str) -> str:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -50,7 +50,7 @@ def role(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     port = free_port()
     cfg = compose("quickstart", [f"output_dir={tmp_path}"])
     container = OmegaConf.to_container(cfg, resolve=True)
-    container.pop("hydra", None)
+    container.pop("hydra", None)  # type: ignore[call-arg]
     container["environments"] = [{"key": "dice", "_target_": "my_dice.Dice", "sides": 20}]
     (tmp_path / "conf").mkdir()
     OmegaConf.save(OmegaConf.create(container), tmp_path / "conf" / "config.yaml")
@@ -70,7 +70,15 @@ def role(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with (tmp_path / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl.environments", "--run-dir", str(tmp_path), "--job", "environment_0"],
+            [
+                sys.executable,
+                "-m",
+                "pipelinerl.domains.environments",
+                "--run-dir",
+                str(tmp_path),
+                "--job",
+                "environment_0",
+            ],
             stdout=log,
             stderr=log,
             env=os.environ | {"PIPELINERL_SECRET": "s3cret", "PYTHONPATH": path},

@@ -43,7 +43,7 @@ def served(serving: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     model = save_idefics3(folder / "model")
     lm = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    engine = ReplicatedEngine(Policy(lm.eval()), cfg.finetune, torch.device("cpu"))
+    engine = ReplicatedEngine(Policy(lm.eval()), cfg, torch.device("cpu"))
     with serving.running(folder / "run", model) as server:
         yield Served(server, model, engine)
 

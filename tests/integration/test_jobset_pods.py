@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from pipelinerl.inspect.ledger import read_ledger
-from pipelinerl.render.deployment import Deployment
-from pipelinerl.render.jobset import RANK_FIELD, hosts_of, render
+from pipelinerl.launcher.render.deployment import Deployment
+from pipelinerl.launcher.render.jobset import RANK_FIELD, hosts_of, render
 from tests.namespaces import Nodes, are_possible, two_nodes
 from tests.pods import Machine, start_pod
 from tests.sender_kit import wait_for

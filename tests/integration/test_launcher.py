@@ -27,9 +27,9 @@ STOP_S = 90.0
 class Launch:
     """A launcher under test, its run folder and its output."""
 
-    def __init__(self, run_dir: Path, model: Path, arguments: list[str], behaviours: dict[str, str]):
+    def __init__(self, run_dir: Path, model: Path, arguments: list[str], behaviours: dict[str, str], output: str = ""):
         self.run_dir = run_dir
-        self.output_path = run_dir.with_suffix(".out")
+        self.output_path = run_dir.with_name(output or f"{run_dir.name}.out")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FAKE_")}
         environment |= {f"FAKE_{kind.upper()}": value for kind, value in behaviours.items()}
         command = [sys.executable, str(FAKES), "launch", "--config-name=quickstart", f"output_dir={run_dir}"]
@@ -79,11 +79,16 @@ class Launch:
         return found
 
 
+def write_config(folder: Path) -> Path:
+    """As much of a model as a launcher of light roles reads."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = write_config(tmp_path / "model")
     launches: list[Launch] = []
 
     def start(*arguments: str, name: str = "run", **behaviours: str) -> Launch:
@@ -97,9 +102,19 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
             launched.wait(STOP_S)
 
 
-def test_launcher_clean_run_ends_with_summary_and_nothing_left(launch) -> None:
-    run = launch()
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """An undisturbed run, whose launcher was told to write no bytecode. Tests read it."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        run = Launch(folder / "run", write_config(folder / "model"), [], {})
     assert run.wait() == 0, run.output
+    return run
+
+
+def test_launcher_clean_run_ends_with_summary_and_nothing_left(finished: Launch) -> None:
+    run = finished
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
     assert (summary["optimizer_steps"], summary["weight_updates"], summary["seed"]) == (3, 3, 0)
@@ -111,9 +126,8 @@ def test_launcher_clean_run_ends_with_summary_and_nothing_left(launch) -> None:
     assert run.leftovers() == []
 
 
-def test_launcher_run_folder_is_private_and_without_secrets(launch) -> None:
-    run = launch()
-    assert run.wait() == 0, run.output
+def test_launcher_run_folder_is_private_and_without_secrets(finished: Launch) -> None:
+    run = finished
     environments = {entry["job"]: entry["env"] for entry in run.starts()}
     assert set(environments) == {"actor_llm_0", "finetune_0", "actor_0", "preprocessor_0"}
     secrets = {
@@ -121,32 +135,25 @@ def test_launcher_run_folder_is_private_and_without_secrets(launch) -> None:
     }
     assert len(secrets) == 2
     assert all(len(secret) >= 32 for secret in secrets)
-    (run.run_dir / "environment.jsonl").unlink()
-    for path in [run.run_dir, *run.run_dir.rglob("*")]:
+    for path in {run.run_dir, *run.run_dir.rglob("*")} - {run.run_dir / "environment.jsonl"}:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
         if path.is_file():
             assert not any(secret.encode() in path.read_bytes() for secret in secrets), path
     assert not any(secret in run.output for secret in secrets)
 
 
-def test_launcher_roles_share_a_temporary_folder_that_goes_with_the_run(launch) -> None:
-    run = launch()
-    assert run.wait() == 0, run.output
-    (folder,) = {entry["env"]["TMPDIR"] for entry in run.starts()}
+def test_launcher_roles_share_a_temporary_folder_that_goes_with_the_run(finished: Launch) -> None:
+    (folder,) = {entry["env"]["TMPDIR"] for entry in finished.starts()}
     assert Path(folder).name.startswith("prl-")
     assert not Path(folder).exists()
 
 
-def test_launcher_children_warm_their_bytecode_cache(launch, monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    run = launch()
-    assert run.wait() == 0, run.output
-    assert all("PYTHONDONTWRITEBYTECODE" not in entry["env"] for entry in run.starts())
+def test_launcher_children_warm_their_bytecode_cache(finished: Launch) -> None:
+    assert all("PYTHONDONTWRITEBYTECODE" not in entry["env"] for entry in finished.starts())
 
 
-def test_launcher_finished_run_is_told_and_not_repeated(launch) -> None:
-    assert launch().wait() == 0
-    again = launch()
+def test_launcher_finished_run_is_told_and_not_repeated(finished: Launch) -> None:
+    again = Launch(finished.run_dir, finished.run_dir.with_name("model"), [], {}, output="again.out")
     assert again.wait() == 0
     assert "is finished" in again.output
     assert "raise finetune.max_train_steps" in again.output
@@ -222,7 +229,9 @@ def test_launcher_role_that_stands_still_is_reported_killed_and_restarted(
     assert "launcher_fakes.py" in (report / "actor_0.stacks.txt").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_launcher_signal_stops_everything_in_time_and_resumes(launch, number: signal.Signals) -> None:
     run = launch(finetune="endless")
     run.wait_for("evaluation of version 0")

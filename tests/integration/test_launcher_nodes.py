@@ -137,10 +137,11 @@ def test_nodes_run_together_to_the_end(nodes: Nodes, streams: str) -> None:
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
-        (0, signal.SIGKILL),
-        (1, signal.SIGSTOP),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        (0, signal.SIGSTOP),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, signal.SIGKILL), (1, signal.SIGSTOP), (1, signal.SIGKILL))
+        ],
     ],
 )
 def test_nodes_loss_is_seen_by_the_other_in_time(nodes: Nodes, victim: int, number: signal.Signals) -> None:
@@ -160,7 +161,7 @@ def test_nodes_resume_after_a_crash_whoever_comes_first(nodes: Nodes) -> None:
     note = LauncherNote(digest="of another command", secret_mark="of another secret", ending=None)
     for rank in range(2):
         stale = Lease(name=f"launcher_{rank}", incarnation="old", sequence=9, ttl_s=6.0, launcher=note)
-        FolderStore(nodes.run).take(stale)
+        FolderStore(nodes.run).overwrite(stale)
     nodes.start(1)
     nodes.wait_for(1, "waiting for the launcher of node 0 (127.0.0.2)")
     nodes.start(0)
@@ -170,10 +171,9 @@ def test_nodes_resume_after_a_crash_whoever_comes_first(nodes: Nodes) -> None:
 @pytest.mark.parametrize(
     ("asked", "streams"),
     [
-        (0, "files"),
         pytest.param(1, "redis", marks=needs_redis),
         pytest.param(0, "redis", marks=[needs_redis, pytest.mark.slow]),
-        pytest.param(1, "files", marks=pytest.mark.slow),
+        *[pytest.param(rank, "files", marks=pytest.mark.slow) for rank in (0, 1)],
     ],
 )
 def test_nodes_stop_request_ends_all(nodes: Nodes, asked: int, streams: str) -> None:
@@ -200,7 +200,7 @@ def test_nodes_with_different_configurations_end_at_once(nodes: Nodes) -> None:
         assert "node 1 (127.0.0.3) was started with another configuration or world" in nodes.output(rank)
 
 
-@pytest.mark.parametrize("streams", STORES)
+@pytest.mark.parametrize("streams", [pytest.param("files", marks=pytest.mark.slow), STORES[1]])
 def test_nodes_stranger_is_turned_away_and_the_run_waits(nodes: Nodes, streams: str) -> None:
     nodes.start(0, f"streams={streams}", finetune="held")
     stranger = nodes.start(1, f"streams={streams}", secret="another-secret-of-some-length", finetune="held")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.actor.probation import newest_version
+from pipelinerl.actor.publish_gate import newest_version
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import ActorRecord, ProbeMissed, RolloutGroup, TrainerMessage, WeightUpdateSuccess
@@ -58,14 +58,14 @@ def test_real_server_that_swallows_updates_is_expelled_and_its_samples_are_not_t
 
     ledger = read_ledger(run_dir)  # sets the streams backend
     with open_reader(SingleStreamSpec(run_dir, "trainer"), TrainerMessage, name=None) as reader:
-        news = [message for _, message in reader.read_all()]
+        messages = [message for _, message in reader.read_all()]
     with open_reader(SingleStreamSpec(run_dir, "actor"), ActorRecord, name=None) as reader:
         groups = [record for _, record in reader.read_all() if isinstance(record, RolloutGroup)]
-    misses = [message for message in news if isinstance(message, ProbeMissed)]
+    misses = [message for message in messages if isinstance(message, ProbeMissed)]
     assert [(miss.server, miss.is_final) for miss in misses] == [(LIAR, False), (LIAR, True)]
     assert all(miss.since <= SINCE <= miss.version for miss in misses)
     assert all("are not the bytes that it received" in miss.reason for miss in misses)
-    after = [message for message in news[news.index(misses[1]) :] if isinstance(message, WeightUpdateSuccess)]
+    after = [message for message in messages[messages.index(misses[1]) :] if isinstance(message, WeightUpdateSuccess)]
     assert {(message.servers, tuple(message.older)) for message in after} == {(("actor_llm_0",), ())}
     assert after[-1].version == STEPS
 

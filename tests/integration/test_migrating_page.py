@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +33,21 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with an old experiment, and what the page's first command makes of it."""
-    (tmp_path / "old").mkdir()
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "old" / "guessing.yaml").write_text(README_EXAMPLE)
-    done = execute(commands()[0], tmp_path)
+    folder = tmp_path_factory.mktemp("migrated")
+    (folder / "old").mkdir()
+    (folder / "conf").mkdir()
+    (folder / "old" / "guessing.yaml").write_text(README_EXAMPLE)
+    done = execute(commands()[0], folder)
     assert done.returncode == 0, done.stderr
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def folder(migrated: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(migrated, tmp_path, dirs_exist_ok=True)
 
 
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

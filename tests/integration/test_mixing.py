@@ -21,7 +21,7 @@ import pipelinerl.actor.role
 import pipelinerl.preprocess.loop
 from pipelinerl.config.load import compose, load_run
 from pipelinerl.inspect.ledger import read_ledger
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.records import PreprocessorProgress, SamplesProcessed, TrainerMessage, WeightUpdateSuccess, topics
 from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reader, open_writer
 from pipelinerl.testing import FakeServer, byte_tokenizer, save_tokenizer
@@ -107,17 +107,17 @@ async def train(run_dir: Path, server: FakeServer) -> list[str]:
     """Plays the trainer, one optimizer step per packed batch; returns the ids of the samples it trained."""
     trained: list[str] = []
     with (
-        open_writer(SingleStreamSpec(run_dir, topics.TRAINER), TrainerMessage) as news,
+        open_writer(SingleStreamSpec(run_dir, topics.TRAINER), TrainerMessage) as trainer_topic,
         open_reader(SingleStreamSpec(run_dir, topics.PREPROCESSOR), PreprocessorProgress, name=None) as packed,
     ):
-        news.write(WeightUpdateSuccess(version=0, servers=("actor_llm_0",)))
+        trainer_topic.write(WeightUpdateSuccess(version=0, servers=("actor_llm_0",)))
         while len(trained) < STEPS * BATCH:
             for _, progress in await asyncio.to_thread(packed.poll, 0.05):
                 if progress.packed_sample_ids:
                     trained += progress.packed_sample_ids
                     server.version = progress.step
-                    news.write(SamplesProcessed(samples_processed=len(trained), step=progress.step))
-                    news.write(WeightUpdateSuccess(version=progress.step, servers=("actor_llm_0",)))
+                    trainer_topic.write(SamplesProcessed(samples_processed=len(trained), step=progress.step))
+                    trainer_topic.write(WeightUpdateSuccess(version=progress.step, servers=("actor_llm_0",)))
     return trained
 
 

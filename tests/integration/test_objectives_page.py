@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse, to_container
+from pipelinerl.config.objective_rules import objective_is_default, ratio_is_counted_once
+from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, BuiltInLoss, keyword_parameters
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.rl.objective import LossSettings, policy_term
+from pipelinerl.finetune.rl.corrections import Corrections
+from pipelinerl.finetune.rl.objective import LossSettings, find_loss, policy_term
 from pipelinerl.finetune.rl.tokens import TokenInputs
 from pipelinerl.inspect.report import read_summary
 from pipelinerl.launcher import objective_check, preflight
 from pipelinerl.observability.metrics import read_metrics
-from pipelinerl.preprocess.advantages import group_advantages
+from pipelinerl.preprocess.advantages import find_advantage, group_advantages
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "objectives.md"
 BLOCK = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -80,10 +83,10 @@ def test_page_functions_pass_the_trial_before_the_start(modules: Path) -> None:
     ]
     required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     container = to_container(compose("base", [*required, *own]))
-    preflight.check_own_objective(config(*own), container)
+    preflight.check_objective(config(*own), container)
     container["finetune"]["rl"]["policy_loss"] = "my_loss.missing"
     with pytest.raises(ConfigError, match=r"my_loss\.missing.*has no 'missing'"):
-        preflight.check_own_objective(config(*own), container)
+        preflight.check_objective(config(*own), container)
 
 
 WRONG = {
@@ -106,16 +109,121 @@ def test_loss_that_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pyt
         objective_check.check_objective(cfg)
 
 
-def test_every_builtin_loss_declares_the_keys_that_it_takes() -> None:
-    from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES, keyword_parameters
-    from pipelinerl.finetune.rl.objective import find_loss
-    from pipelinerl.preprocess.advantages import find_advantage
+SECRETLY_WHOLE = {
+    "mean": "tokens.weight_K * logprobs_K - tokens.weight_K * logprobs_K.mean()",
+    "sequence_mean": "tokens.weight_K * tokens.sequence_mean(logprobs_K)",
+    "normalised_advantages": "tokens.weight_K * (tokens.advantages_K - tokens.advantages_K.mean()) * logprobs_K",
+    "largest_weight": "tokens.weight_K / tokens.weight_K.max() * logprobs_K",
+    "position": "tokens.weight_K * logprobs_K * torch.arange(len(logprobs_K))",
+    "neighbour": "tokens.weight_K * logprobs_K + logprobs_K.roll(1)",
+    "gradient_alone": "tokens.weight_K * logprobs_K + logprobs_K.sum() - logprobs_K.sum().detach()",
+    "mean_ratio": "tokens.weight_K * logprobs_K * tokens.ratio(logprobs_K).mean().detach()",
+    "deviation": "tokens.weight_K * logprobs_K / (tokens.advantages_K.std() + 1e-4)",
+    "fails_alone": "tokens.weight_K * logprobs_K if len(logprobs_K) != 1 else {}['one']",
+    "chance": "tokens.weight_K * logprobs_K * torch.rand(len(logprobs_K))",
+}
 
+
+def write_marked(folder: Path, name: str, body: str) -> None:
+    code = "import torch\nfrom pipelinerl.finetune.rl import token_level\n\n@token_level\n"
+    (folder / f"marked_{name}.py").write_text(f"{code}def marked(logprobs_K, tokens):\n    return {body}\n")
+
+
+@pytest.mark.parametrize("proximal", [(), ("finetune.rl.proximal_every=2",)])
+@pytest.mark.parametrize("case", SECRETLY_WHOLE)
+def test_loss_marked_token_level_that_is_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, proximal: tuple[str, ...]
+) -> None:
+    """With a sequence correction, too: then the head takes all tokens at once, but the next run may drop it."""
+    write_marked(tmp_path, case, SECRETLY_WHOLE[case])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for correction in ((), ("finetune.rl.veto=1e-4",)):
+        cfg = config(f"finetune.rl.policy_loss=marked_{case}.marked", *proximal, *correction)
+        with pytest.raises(ConfigError, match=r"policy_loss` is marked_.*marked @token_level, but.*remove the mark"):
+            objective_check.check_objective(cfg)
+
+
+@pytest.mark.parametrize("proximal", [(), ("finetune.rl.proximal_every=2",)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "-tokens.weight_K.clamp(max=3) * tokens.advantages_K * logprobs_K",
+        "-tokens.mask_K * tokens.ratio(logprobs_K) * tokens.advantages_K * tokens.outer_weight_K",
+        "torch.where(tokens.advantages_K > 0, -tokens.weight_K * logprobs_K.exp(), logprobs_K.square())",
+    ],
+)
+def test_loss_marked_token_level_that_is_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, proximal: tuple[str, ...]
+) -> None:
+    name = f"honest_{abs(hash(body))}"
+    write_marked(tmp_path, name, body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for correction in ((), ("finetune.rl.sequence_mis=2",), ("finetune.rl.token_mis=2",)):
+        objective_check.check_objective(config(f"finetune.rl.policy_loss=marked_{name}.marked", *proximal, *correction))
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "decoupled_ppo"])
+def test_builtin_losses_keep_their_mark(loss: str) -> None:
+    objective_check.compare_with_one_at_a_time(LossSettings(policy_loss=loss))
+
+
+def test_every_builtin_loss_declares_the_keys_that_it_takes() -> None:
     fields = {field.name for field in dataclasses.fields(LossSettings)}
+    assert set(CORRECTIONS) == set(Corrections.__dataclass_fields__)
     for name, entry in POLICY_LOSSES.items():
         assert tuple(parameter.name for parameter in keyword_parameters(find_loss(name))) == entry.keys
         assert set(entry.keys) <= fields
     assert all(callable(find_advantage(name)) for name in ADVANTAGES)
+
+
+def planted_loss(monkeypatch: pytest.MonkeyPatch, folder: Path, **traits: bool) -> None:
+    """A further built-in loss, which holds no ratio and reads no weight."""
+    code = "def sign_pg(logprobs_K, tokens):\n    return -tokens.mask_K * tokens.advantages_K.sign() * logprobs_K\n"
+    (folder / "sign_pg.py").write_text(code)
+    monkeypatch.syspath_prepend(str(folder))
+    entry = BuiltInLoss("sign_pg.sign_pg", (), "never", ("1", "1"), **traits)
+    monkeypatch.setitem(POLICY_LOSSES, "sign_pg", entry)  # type: ignore[misc]
+
+
+TRUNCATED = ("finetune.rl.policy_loss=sign_pg", "finetune.rl.token_tis=2")
+
+
+def test_rules_refuse_a_truncation_of_a_loss_that_declares_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_loss(monkeypatch, tmp_path)
+    text = ratio_is_counted_once(config(*TRUNCATED))
+    assert text == "`finetune.rl.token_tis`=2.0 has no effect: sign_pg has no weight π/μ that it could bound; remove it"
+    assert ratio_is_counted_once(config(TRUNCATED[0], "finetune.rl.token_mis=2")) is None
+
+
+def test_builtin_loss_is_tried_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It declares a weight that it does not read: the trial finds that, not the first step."""
+    planted_loss(monkeypatch, tmp_path, reads_weight=True)
+    cfg = config(*TRUNCATED)
+    assert ratio_is_counted_once(cfg) is None
+    assert not objective_is_default(cfg)
+    with pytest.raises(ConfigError, match=r"token_tis`=2\.0 bounds .* sign_pg does not read.*remove it"):
+        objective_check.check_objective(cfg)
+    objective_check.check_objective(config(TRUNCATED[0], "finetune.rl.token_mis=2"))
+
+
+def test_default_objective_passes_the_trial_that_a_start_leaves_out() -> None:
+    assert objective_is_default(config())
+    objective_check.check_objective(config())
+
+
+@pytest.mark.parametrize("proximal", [(), ("finetune.rl.proximal_every=2",)])
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_trial_refuses_a_builtin_loss_where_the_rules_do(loss: str, proximal: tuple[str, ...]) -> None:
+    for correction in (None, *CORRECTIONS):
+        given = (f"finetune.rl.{correction}={0.1 if correction == 'veto' else 2}",) if correction else ()
+        cfg = config(f"finetune.rl.policy_loss={loss}", *proximal, *given)
+        if ratio_is_counted_once(cfg) is None:
+            objective_check.check_objective(cfg)
+        else:
+            with pytest.raises(ConfigError, match=r"token_tis|sequence_tis"):
+                objective_check.check_objective(cfg)
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import compose
+from pipelinerl.config.migrate.__main__ import main as migrate
 from pipelinerl.inspect.ledger import read_ledger
 from pipelinerl.launcher.program import launch
-from pipelinerl.migrate.__main__ import main as migrate
 from pipelinerl.records import ActorRecord, RolloutGroup
 from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.tiny_model.builder import write_model
@@ -157,17 +157,13 @@ def test_example_of_the_readme_is_trained_after_the_migration_alone(tmp_path: Pa
     run_on_cpu("guessing", tmp_path, *batch, "eval_every_n_versions=0", "eval.max_problems=4", "wandb.mode=disabled")
 
 
-@pytest.mark.parametrize("name", ["guessing", "counting", "math", "coding", "mixed"])
+@pytest.mark.parametrize("name", ["guessing", "counting", "math", "mixed"])
 def test_every_experiment_of_an_old_folder_is_shown_by_a_dry_run(
     name: str, new_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     overrides = [f"output_dir={new_folder / 'run'}", "dry_run=true", "world.gpus_per_node=8", "wandb.mode=disabled"]
-    umask = os.umask(0o077)
-    try:
-        assert launch(compose(name, overrides, config_dir=new_folder), overrides) == 0
-    finally:
-        os.umask(umask)
+    assert launch(compose(name, overrides, config_dir=new_folder), overrides) == 0
     assert "nothing was started" in capsys.readouterr().out
 
 

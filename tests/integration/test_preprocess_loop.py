@@ -1,5 +1,6 @@
 """The preprocessor's loop on real streams: pacing, drops, and a kill at every single write."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.archive import read_archive
 from pipelinerl.errors import StreamError
 from pipelinerl.inspect.ledger import ledger_of
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
+from pipelinerl.observability.archive import read_archive
+from pipelinerl.observability.status import RoleStatus
 from pipelinerl.preprocess import loop
 from pipelinerl.preprocess.loop import Preprocessor
 from pipelinerl.records import (
@@ -100,7 +102,7 @@ def test_drops_are_reported_with_reasons_and_the_ledger_is_closed(run_dir: Path)
         assert name in points
 
 
-def test_archive_has_every_rollout_of_the_last_step_with_fate_and_advantage(run_dir: Path):
+def test_archive_has_every_rollout_of_the_last_step_with_outcome_and_advantage(run_dir: Path):
     groups = [make_group(np.random.default_rng(i), i, version=0) for i in range(4)]
     refused = msgspec.structs.replace(groups[1].rollouts[0], reward=float("nan"))
     groups[1] = msgspec.structs.replace(groups[1], rollouts=(refused, *groups[1].rollouts[1:]))
@@ -118,8 +120,8 @@ def test_archive_has_every_rollout_of_the_last_step_with_fate_and_advantage(run_
         *(f"0-3/{attempt}" for attempt in range(4)),
     ]
     first = {rollout.sample_id: rollout for record in steps[0] for rollout in record.rollouts}
-    assert {name for name, rollout in first.items() if rollout.fate == "invalid"} == {f"0-1/{i}" for i in range(4)}
-    trained = [rollout for rollout in first.values() if rollout.fate == "trained"]
+    assert {name for name, rollout in first.items() if rollout.outcome == "invalid"} == {f"0-1/{i}" for i in range(4)}
+    trained = [rollout for rollout in first.values() if rollout.outcome == "trained"]
     assert 3 <= len(trained) <= 4, "three chosen ones, and the longest if it is none of them"
     for rollout in trained:
         source = groups[int(rollout.group_id.split("-")[1])]
@@ -194,6 +196,34 @@ def test_killed_at_every_write_data_progress_and_ledger_equal_the_undisturbed_ru
         assert sorted(ledger.entries, key=str) == sorted(
             ledger_of(records, expected_progress, steps_trained=0).entries, key=str
         )
+
+
+def test_ready_role_waits_for_its_first_group_without_a_gap(run_dir: Path):
+    """It has started when it waits, and its wait lasts from then on, however often the topic is polled."""
+    status = RoleStatus(run_dir, "preprocessor_0")
+    ctx = dataclasses.replace(make_context(run_dir, make_world()), status=status)
+    turns: list[tuple[int, Any]] = []
+
+    def observe(self: Preprocessor) -> None:
+        Preprocessor.turn(self)
+        turns.append((status.record().progress_count, status.record().waits))
+        if len(turns) == 1:
+            began.append(status.record().waits[0].since)
+        if len(turns) == 3:
+            write_groups(run_dir, [make_group(np.random.default_rng(0), 0, version=0)])
+        if len(turns) >= 3 and not status.record().waits:
+            ctx.stop.set()
+
+    began: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Preprocessor", type("Observed", (Preprocessor,), {"turn": observe}))
+        loop.run(ctx)
+    assert turns[0][0] == 1
+    for _, waits in turns[:3]:
+        assert [(wait.what, wait.on) for wait in waits] == [("the next group", "actor_0")]
+        assert waits[0].since == pytest.approx(began[0], abs=1e-3)
+    assert turns[-1][1] == ()
+    status.close()
 
 
 def test_no_more_than_max_ready_steps_ahead_of_the_trainer(run_dir: Path):
@@ -291,6 +321,6 @@ def test_new_streams_go_on_with_the_step_and_order_of_the_checkpoint(run_dir: Pa
     assert [batch.step for batch in batches] == [4, 5, 6, 7][: len(batches)]
     assert batches[0].order is not None
     assert batches[0].order.domains["d"].samples == 30
-    assert batches[0].order.domains["d"].epochs[0].settled == ((0, 8),), "a group that is begun counts as settled"
+    assert batches[0].order.domains["d"].epochs[0].settled == ((0, 8),), "a group that is begun counts as resolved"
     assert batches[2].order is not None
     assert batches[2].order.domains["d"].epochs[0].settled == ((0, 11),)

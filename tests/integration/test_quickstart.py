@@ -122,11 +122,22 @@ def test_quickstart_run_folder_holds_what_the_readme_names(finished_run: Path):
 
 
 @pytest.mark.timeout(400)
-def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_path: Path):
-    run_dir = tmp_path / "run"
-    settings = ["finetune.save_checkpoint_steps=4", "eval.at_start=false"]
+def test_run_interrupted_while_training_leaves_nothing_and_resumes_moved_and_from_another_folder(tmp_path: Path):
+    """Its domain is a module in the working directory, which only the first launch has."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "mine.py").write_text("from pipelinerl.domains.largest import generate_rollout, load_problems\n")
+    settings = [
+        "actor.rollout_policy=mine.generate_rollout",
+        "dataset_loader=mine.load_problems",
+        "finetune.save_checkpoint_steps=4",
+        "eval.at_start=false",
+        "finetune.max_train_steps=1000",  # it must not end before it is interrupted
+    ]
+    run_dir = project / "run"
     process = subprocess.Popen(
-        launch(run_dir, "finetune.max_train_steps=1000", *settings),  # it must not end before it is interrupted
+        launch(Path("run"), *settings),
+        cwd=project,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,9 +151,11 @@ def test_quickstart_interrupted_while_training_leaves_nothing_and_resumes(tmp_pa
     marked = [p for p in psutil.process_iter() if str(run_dir) in _environment(p)]
     assert marked == []
 
+    run_dir = run_dir.rename(tmp_path / "moved")
     steps = _trained(run_dir) + 6
     resumed = subprocess.run(
-        launch(run_dir, f"finetune.max_train_steps={steps}", *settings),
+        [sys.executable, "-m", "pipelinerl", "resume", "moved", f"finetune.max_train_steps={steps}"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,

@@ -45,6 +45,27 @@ def test_roles_of_a_local_cluster_restart_and_nothing_is_left(tmp_path: Path) ->
     assert len({start["env"]["PIPELINERL_SECRET"] for start in starts}) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2 * FAKES_TIMEOUT_S)
+def test_run_ends_with_the_reason_when_its_own_cluster_has_lost_its_last_node(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    settings = [f"model_path={tmp_path / 'model'}", "tiny_model=null"]
+    fakes = {"FAKE_FINETUNE": "endless"}
+    program = (str(FAKES), "launch")
+    launch = Launch(tmp_path, "null", "--config-name=quickstart", *settings, program=program, **fakes)
+    try:
+        launch.until(lambda: len(starts(launch.run_dir)) == 4)
+        for process in psutil.Process(launch.process.pid).children(recursive=True):
+            if process.name() == "raylet":
+                process.kill()
+        assert launch.process.wait(FAKES_TIMEOUT_S) == 1, launch.said[-4000:]
+    finally:
+        launch.end()
+    assert "its node is lost, and the cluster that the launcher started has no other" in launch.said
+    assert "restart" not in launch.said
+
+
 class Launch:
     """A launcher on a Ray cluster."""
 
@@ -109,7 +130,7 @@ def test_light_roles_of_a_lost_node_are_placed_again_at_no_restart(tmp_path: Pat
             lost = next(name for name in SERVERS if launch.nodes_of(name) != [nodes.head])
             before = launch.nodes_of(lost)
             nodes.do(f"remove {before[0]}")
-            launch.until(lambda: f"{lost}: its node is lost; Ray places it again" in launch.said)
+            launch.until(lambda: f"{lost}: its node is lost; it is placed again" in launch.said)
             nodes.do("add")
             launch.until(lambda: starts(launch.run_dir).count(lost) == 2)
             assert launch.nodes_of(lost) != before

@@ -20,12 +20,12 @@ from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse, to_container
 from pipelinerl.errors import CheckpointError, ConfigError
 from pipelinerl.finetune.loop import Trainer
-from pipelinerl.inspect.outside import look_into
+from pipelinerl.inspect.reading import look_into
+from pipelinerl.inspect.replay import folder as files
+from pipelinerl.inspect.replay.__main__ import main
+from pipelinerl.inspect.replay.folder import StepBatches
+from pipelinerl.inspect.replay.inputs import TIMINGS, checkpoint_before, collect_inputs
 from pipelinerl.records import MicroBatch
-from pipelinerl.replay import folder as files
-from pipelinerl.replay.__main__ import main
-from pipelinerl.replay.folder import StepBatches
-from pipelinerl.replay.inputs import TIMINGS, checkpoint_before, collect_inputs
 from pipelinerl.streams import SingleStreamSpec, open_writer, set_streams_backend
 from pipelinerl.world import Job, Node, WorldMap
 from tests.models import save_qwen2
@@ -237,11 +237,61 @@ def test_steps_with_a_shared_proximal_policy_are_replayed_from_their_block(tmp_p
     assert (code, found["from_checkpoint"], found["equal"]) == (0, 4, True)
 
 
+def test_step_of_a_run_that_resumed_inside_a_block_is_replayed_with_its_proximal_policy(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """The checkpoint of step 3 holds π_prox of the last step of the block {0, 1, 2, 3}. Step 5 has that of step 4."""
+    every = ["finetune.rl.policy_loss=decoupled_ppo", "finetune.rl.proximal_every=4", "finetune.rl.epsilon_high=1e-5"]
+    run_dir = stopped_and_resumed(tmp_path, 3, *every, "finetune.save_checkpoint_steps=100")
+
+    code, found = replayed(capsys, run_dir, "--step", 3)
+    assert (code, found["from_checkpoint"], found["equal"], found["proximal_made_at"]) == (0, 3, True, 0)
+    assert found["run"]["metrics"]["clip_fraction"] > 0
+    main([str(run_dir), "--step", "3"])
+    said = (
+        "its ratio is to the policy before step 0, π_prox of its block, whose log-probabilities are in the checkpoint"
+    )
+    assert said in capsys.readouterr().out
+
+    bundle = tmp_path / "step3.tar"
+    main([str(run_dir), "--step", "3", "--export", str(bundle)])
+    assert replayed(capsys, bundle)[1]["equal"] is True
+
+    code, found = replayed(capsys, run_dir, "--step", 5)
+    assert (code, found["from_checkpoint"], found["proximal_made_at"]) == (0, 3, 4)
+
+
+def test_replay_says_when_no_checkpoint_holds_the_proximal_policy(tmp_path: Path, capsys: Capture) -> None:
+    """As a version wrote it that did not save π_prox."""
+    every = ["finetune.rl.policy_loss=decoupled_ppo", "finetune.rl.proximal_every=4", "finetune.rl.epsilon_high=1e-5"]
+    run_dir = stopped_and_resumed(tmp_path, 3, *every, "finetune.save_checkpoint_steps=100")
+    manifest = run_dir / "checkpoints" / "step_3" / "manifest.json"
+    held = json.loads(manifest.read_text())
+    del held["counters"]["proximal_made_at"], held["crc32"]
+    manifest.write_text(json.dumps(held))
+
+    code, found = replayed(capsys, run_dir, "--step", 3)
+    assert (code, found["equal"], found["proximal_made_at"]) == (1, False, 3)
+    main([str(run_dir), "--step", "3"])
+    assert "begins with step 0, but no checkpoint holds the rest of it" in capsys.readouterr().out
+
+
+def stopped_and_resumed(run_dir: Path, step: int, *overrides: str) -> Path:
+    given = prepare(run_dir, *overrides)
+    ctx = trainer_context(run_dir, parse(compose("base", given)))
+    ctx.status.progress = lambda **fields: ctx.stop.set() if fields.get("step") == step else None  # type: ignore[method-assign]
+    Trainer(ctx, FakeSender()).run()
+    Trainer(trainer_context(run_dir, parse(compose("base", given))), FakeSender()).run()
+    return run_dir
+
+
 def test_checkpoint_inside_a_block_is_used_only_if_there_is_no_other() -> None:
     assert checkpoint_before(9, [3, 5, 8, 11], block=1) == 8
     assert checkpoint_before(9, [4, 5, 9], block=4) == 4
     assert checkpoint_before(9, [5, 9], block=4) == 9
     assert checkpoint_before(9, [11], block=1) == 0
+    assert checkpoint_before(9, [4, 5, 7, 9], block=4, usable=[7]) == 7
+    assert checkpoint_before(9, [4, 9], block=4, usable=[9]) == 9
 
 
 def test_gap_is_split_with_the_weights_that_sampled(run_dir: Path, capsys: Capture) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipelinerl.inspect.page.build import write_page
-from pipelinerl.inspect.page.serve import LiveRuns, make_server
+from pipelinerl.inspect.page.build import LiveRuns, make_server, write_page
 from pipelinerl.streams import set_streams_backend
 from tests.browser import Page, browser_page, find_browser
 from tests.run_folder import Story, make_run
@@ -115,7 +114,7 @@ async def test_filters_and_sorting(folder: Path, page: Page) -> None:
     assert names
     assert {name.split("/")[0] for name in names} == {"0-7"}
     await fill("text", "")
-    await fill("fate", "evaluation")
+    await fill("outcome", "evaluation")
     names = await page.run("[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[1].textContent)")
     assert all(name.startswith("test-") for name in names)
 

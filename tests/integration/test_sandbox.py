@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from pipelinerl.domains.coding.judge import TestSuite, judge
+from pipelinerl.domains.sandbox import Limits, Outcome, Sandbox
+from pipelinerl.domains.sandbox.runner import MODES, Jail
 from pipelinerl.errors import VerifierError
-from pipelinerl.sandbox import Limits, Outcome, Sandbox
-from pipelinerl.sandbox.modes import MODES
-from pipelinerl.sandbox.runner import Jail
 
 LIMITS = Limits(cpu_s=2, wall_s=10.0, total_s=30.0, memory_mb=512, disk_mb=16, processes=16, output_kb=256)
 
@@ -93,9 +92,123 @@ async def test_program_reads_input_writes_output_and_ends(sandbox):
 
 
 async def test_runs_of_one_program_are_separate(sandbox):
-    code = "import os; print(input(), os.path.exists('mark')); open('mark', 'w')"
+    """Neither a file nor a process nor anything in the interpreter of one is there in the next."""
+    code = """
+import os, sys, time
+print(input(), [os.path.exists(f"{folder}/mark") for folder in (".", "/tmp")], hasattr(os, "mark"))
+open("mark", "w"); open("/tmp/mark", "w"); os.mark = 1
+if os.fork() == 0: time.sleep(60)
+"""
     outcomes = await sandbox.run_python(code, ["1", "2"])
-    assert [o.stdout.split()[0] for o in outcomes] == ["1", "2"]
+    assert [outcome.stdout for outcome in outcomes] == ["1 [False, False] False\n", "2 [False, False] False\n"]
+
+
+async def test_run_finds_no_other_input_and_no_earlier_output_in_its_interpreter(sandbox):
+    """It searches all frames and all objects."""
+    words = [f"{word}-{'x' * 40}" for word in ("first", "second", "third")]
+    code = """
+import gc, sys
+mine, seen, tail = input(), set(), "x" * int("40")
+def look(text):
+    for word in ("first", "second", "third", "heard"):
+        if f"{word}-{tail}" in text and not mine.startswith(word): seen.add(word)
+frame = sys._getframe()
+while frame:
+    look(repr(frame.f_locals)); frame = frame.f_back
+for found in gc.get_objects():
+    if isinstance(found, (dict, list, tuple)):
+        for value in list(found.values() if isinstance(found, dict) else found):
+            if isinstance(value, (str, bytes, bytearray)): look(str(value)[:10**6])
+print(f"heard-{tail}", sorted(seen))
+"""
+    outcomes = await sandbox.run_python(code, words)
+    assert [outcome.stdout.split(" ", 1)[1] for outcome in outcomes] == ["[]\n"] * 3, outcomes
+
+
+async def test_each_run_has_its_own_network_and_process_numbers(sandbox):
+    """Two programs at once: their namespaces are neither each other's nor the jail's."""
+    sandboxes = Sandbox(limits=LIMITS, mode=sandbox.mode, concurrency=2)
+    code = "import time; time.sleep(60)"
+    running = [asyncio.create_task(sandboxes.run_python(code, [""])) for _ in range(2)]
+    await jailed_processes(4)  # two times init and the program
+    jail = (await sandboxes._started())._process.pid
+    jailed = [process.pid for process in psutil.process_iter() if is_jailed(process)]
+    for kind in ("net", "pid", "mnt"):
+        spaces = [os.readlink(f"/proc/{pid}/ns/{kind}") for pid in (jail, *jailed)]
+        assert len(set(spaces)) == 3, (kind, spaces)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await jailed_processes(0)
+    sandboxes.close()
+
+
+async def test_fork_bomb_takes_no_process_from_its_neighbour():
+    """The bomb holds all of its processes while the neighbour starts five, again and again."""
+    bomb = """
+import os, time
+while True:
+    try:
+        if os.fork() == 0: time.sleep(60)
+    except OSError: time.sleep(0.001)
+"""
+    honest = """
+import os
+children = []
+for i in range(5):
+    child = os.fork()
+    if child == 0: os._exit(i)
+    children.append(child)
+print(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+    for mode in usable_modes():
+        sandbox = Sandbox(limits=LIMITS, mode=mode, concurrency=4)
+        bombs = [asyncio.create_task(sandbox.run_python(bomb, [""])) for _ in range(3)]
+        await jailed_processes(3 * (LIMITS.processes + 1))
+        outcomes = [(await sandbox.run_python(honest, [""]))[0].stdout for _ in range(5)]
+        for task in bombs:
+            task.cancel()
+        await asyncio.gather(*bombs, return_exceptions=True)
+        await jailed_processes(0)
+        sandbox.close()
+        assert outcomes == ["10\n"] * 5, mode
+
+
+@pytest.mark.parametrize("holder", ["socketpair", "page tables"])
+async def test_kernel_memory_counts_as_the_programs(holder, sandbox):
+    """Eight processes hold 200 MB in sockets, or one 320 MB in page tables. A quarter of the limit is resident."""
+    small = Sandbox(
+        limits=Limits(cpu_s=20, wall_s=30.0, memory_mb=200, processes=64, disk_mb=1), mode=sandbox.mode, concurrency=1
+    )
+    code = f"""
+import ctypes, os, socket, time
+def hold():
+    held = []
+    try:
+        while True:
+            pair = socket.socketpair(); held.append(pair)
+            for end in pair:
+                end.setblocking(False)
+                try:
+                    while end.send(bytes(1 << 16)): pass
+                except BlockingIOError: pass
+    except OSError: pass
+    return held
+def tables():
+    libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    for i in range(40_000):
+        page = libc.mmap(0x100000000000 + i * (1 << 30), 4096, 1, 0x32, -1, 0)
+        ctypes.string_at(page, 1)
+for _ in range(1 if {holder!r} == "page tables" else 8):
+    if os.fork() == 0:
+        tables() if {holder!r} == "page tables" else hold()
+        time.sleep(600)
+time.sleep(600)
+"""
+    (outcome,) = await small.run_python(code, [""])
+    small.close()
+    assert outcome.ended == "memory", outcome
 
 
 async def test_infinite_loop_is_ended_by_its_cpu_time(sandbox):

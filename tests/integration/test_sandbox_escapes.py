@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipelinerl.domains.coding.judge import TestSuite, judge
-from pipelinerl.sandbox import Limits, Sandbox
+from pipelinerl.domains.sandbox import Limits, Sandbox
 from tests.integration.test_sandbox import usable_modes, warm_sandbox
 
 LIMITS = Limits(cpu_s=2, wall_s=6.0, total_s=20.0, memory_mb=256, disk_mb=16, processes=16, output_kb=64)
@@ -130,7 +130,30 @@ attempt(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
 """,
     "internet socket": "import socket; attempt(socket.create_connection, ('127.0.0.1', 22), 1)",
     "raw socket": "import socket; attempt(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)",
+    "name for a pair's end": """
+import socket
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+    end, other = socket.socketpair(socket.AF_UNIX, kind)
+    attempt(end.bind, "\\0name"); attempt(other.bind, "/tmp/name")
+    attempt(end.connect, "\\0name"); attempt(end.sendto, b"x", "\\0name"); attempt(end.listen)
+""",
+    "lock on a file that all programs share": "attempt(fcntl.flock, open('/usr/bin/env'), fcntl.LOCK_EX)",
+    "ask who locks a shared file": """
+for command in (5, 36): attempt(fcntl.fcntl, open("/usr/bin/env"), command, struct.pack("hhqqi4x", 1, 0, 0, 1, 0))
+""",
+    "watch a shared file": "(syscall(294, 0) >= 0 or syscall(253) >= 0) and escaped()",
     # memory and processes
+    "large socket buffers": """
+import socket
+a, b = socket.socketpair()
+for option in (7, 8, 32, 33):
+    attempt(a.setsockopt, socket.SOL_SOCKET, option, 2**30)
+""",
+    "descriptors that wait in a socket": """
+import socket
+a, b = socket.socketpair()
+attempt(socket.send_fds, a, [b"x"], [0])
+""",
     "shared anonymous memory": """
 import mmap
 attempt(mmap.mmap, -1, 2**20)

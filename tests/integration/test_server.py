@@ -20,8 +20,8 @@ import torch
 from pipelinerl.errors import ServerError, ServersExpelledError
 from pipelinerl.records import ProbeMissed
 from pipelinerl.records.answers import Completion
-from pipelinerl.weights.probe import ProbeText
-from pipelinerl.weights.score_client import score_sequences
+from pipelinerl.weights.verify.probe import ProbeText
+from pipelinerl.weights.verify.scores import score_sequences
 from tests.sender_kit import Senders
 from tests.served import sample
 
@@ -134,7 +134,7 @@ def test_updates_under_load_abort_nothing_and_every_token_has_its_version(
 
 
 @pytest.fixture
-def attesting_sender(vllm_server: Any) -> Iterator[Senders]:
+def checking_sender(vllm_server: Any) -> Iterator[Senders]:
     senders = Senders(vllm_server, timeout_s=60, secret=vllm_server.secret, probe_tolerance=1e-3)
     yield senders
     senders.sender.close()
@@ -157,26 +157,26 @@ def score(trainer: Trainer, text: ProbeText) -> "Future[np.ndarray]":
     return scores
 
 
-def test_server_proves_its_updates_and_is_given_up_after_two_misses(
-    vllm_server: Any, trainer: Trainer, attesting_sender: Senders
+def test_server_is_verified_after_updates_and_is_given_up_after_two_misses(
+    vllm_server: Any, trainer: Trainer, checking_sender: Senders
 ) -> None:
-    senders, sender = attesting_sender, attesting_sender.sender
+    senders, sender = checking_sender, checking_sender.sender
     text = until(lambda: sender.sample_text((4, 256), 256, 0, 1.0))
-    sender.attest_with(text)
-    assert sender._attestor is not None
-    witness = sender._attestor._witnesses["actor_llm_0"]
+    sender.check_with(text)
+    assert sender._checker is not None
+    state = sender._checker._states["actor_llm_0"]
     for version in range(1000, 1003):
         trainer.next_version(version)
         trainer.send(senders, version, scores=score(trainer, text))
-        until(lambda: not witness.is_busy)
-        assert (witness.passed, witness.is_scored) == (version, True)
-    assert witness.baseline is not None
-    assert witness.baseline.noise < 1e-3
+        until(lambda: not state.is_busy)
+        assert (state.passed, state.is_scored) == (version, True)
+    assert state.baseline is not None
+    assert state.baseline.noise < 1e-3
 
     with torch.no_grad():
         next(trainer.model.parameters()).view(-1)[0] += 1e-7  # far below what log-probabilities show
     trainer.send(senders, 1003)
-    until(lambda: witness.passed == 1003)
+    until(lambda: state.passed == 1003)
 
     check = {"headers": {"Authorization": f"Bearer {vllm_server.secret}"}, "json": {"version": 1003}}
     answer = httpx.post(f"{vllm_server.job.url}/check_weights", **check, timeout=60).json()
@@ -188,12 +188,12 @@ def test_server_proves_its_updates_and_is_given_up_after_two_misses(
         next(trainer.model.parameters()).view(-1)[0] += 1e-7
     trainer.send(other, 1003)
     other.sender.close()
-    sender._attestor.took("actor_llm_0", 1003)
+    sender._checker.start_check("actor_llm_0", 1003)
     (miss,) = until(lambda: misses_of(senders))
     assert "received other bytes" in miss.reason
     assert (miss.version, miss.since, miss.is_final) == (1003, 1004, False)
     assert sender.wait_live(1003, 60)
-    until(lambda: not witness.is_busy)
+    until(lambda: not state.is_busy)
     assert len(misses_of(senders)) == 1
 
     wrong: Future[np.ndarray] = Future()
@@ -235,8 +235,8 @@ import sys, time
 import torch
 from transformers import AutoModelForCausalLM
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.origin import SenderSettings
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.publish.origin import SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.world import Job
 count = 0
 def pace(num_bytes):
@@ -249,7 +249,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=6, secret=sys.argv[3])
 sender = WeightSender(lambda: [job], settings, lambda message: None)
-sender.origin.giver._pace = pace
+sender.origin.source_server._pace = pace
 sender.wait_for_servers(1, 20)
 zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
 sender.send(99, zeros.items(), tuple(spec_of(*item) for item in zeros.items()))

@@ -1,12 +1,15 @@
-"""How a server process ends: asked to, or because its engine died."""
+"""How a server process ends, asked to or because its engine died, and what it counts when it is asked to."""
 
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+
+from tests.served import sample
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -23,8 +26,8 @@ def is_gone(pid: int) -> bool:
 def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
     tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
-    with serving.lock():
-        server = serving.start(tmp_path, serving.write_run(tmp_path, tiny_qwen2))
+    with serving.own_cores() as cores:
+        server = serving.start(tmp_path, serving.write_run(tmp_path, tiny_qwen2, cores))
         serving.wait_for(lambda: engine_of(server) is not None, 200, server.log)
         engine = engine_of(server)
         assert engine is not None
@@ -36,10 +39,10 @@ def test_sigterm_while_the_engine_starts_ends_with_zero_and_no_orphan(
 def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_leaves_no_engine(
     tmp_path: Path, tiny_qwen2: Path, serving: Any
 ) -> None:
-    with serving.lock():
+    with serving.own_cores() as cores:
         for victim in ("engine", "front"):
             run_dir = tmp_path / victim
-            server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2))
+            server = serving.start(run_dir, serving.write_run(run_dir, tiny_qwen2, cores))
             serving.wait_until_up(server)
             engine = engine_of(server)
             assert engine is not None
@@ -49,3 +52,16 @@ def test_server_whose_engine_dies_ends_with_an_error_and_one_whose_front_dies_le
             if victim == "engine":
                 assert "the server ended without being asked to" in server.log()
             serving.wait_for(lambda pid=engine.pid: is_gone(pid), 60, server.log)
+
+
+def test_server_that_is_asked_for_vllms_own_metrics_counts_the_tokens_of_answers(
+    tmp_path: Path, tiny_qwen2: Path, serving: Any
+) -> None:
+    wanted = ("+vllm_config.vllm_kwargs.disable_log_stats=false",)
+    with serving.running(tmp_path, tiny_qwen2, overrides=wanted) as server:
+        completions = sample(server.job.url, list(range(40, 60)), max_tokens=7, n=3)
+        assert [len(completion.token_ids) for completion in completions] == [7, 7, 7]
+        lines = httpx.get(f"{server.job.url}/metrics", timeout=30).text.splitlines()
+    counted = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("vllm:")}
+    assert counted["vllm:generation_tokens_total"] == 3 * 7
+    assert counted["vllm:e2e_request_latency_seconds_count"] == 3

@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * START_S)]
 class Nodes:
     """The roles of one server: node 0, whose job is in the world, and a part that joins."""
 
-    def __init__(self, run_dir: Path, job: Any):
+    def __init__(self, run_dir: Path, job: Any, cores: tuple[int, ...]):
         self.run_dir, self.job, self.secret = run_dir, job, secrets.token_hex(16)
         meet = ["--nodes", "2", "--meet", f"127.0.0.1:{free_port()}"]
-        self.part = self._start("part", "--job", "actor_llm", "--node", "1", *meet, core=1)
-        self.process = self._start("server", "--job", job.name, *meet, core=0)
+        self.part = self._start("part", "--job", "actor_llm", "--node", "1", *meet, core=cores[1])
+        self.process = self._start("server", "--job", job.name, *meet, core=cores[0])
 
     def log(self, name: str = "server") -> str:
         return (self.run_dir / f"{name}.log").read_text(errors="replace")
@@ -49,8 +49,8 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, tiny_qwen2: Path, serving: SimpleNamespace) -> Iterator[Nodes]:
-    with serving.lock():
-        nodes = Nodes(tmp_path, serving.write_run(tmp_path, tiny_qwen2, overrides=OVERRIDES))
+    with serving.own_cores(2) as cores:
+        nodes = Nodes(tmp_path, serving.write_run(tmp_path, tiny_qwen2, cores[:1], overrides=OVERRIDES), cores)
         try:
             for process, name in ((nodes.process, "server"), (nodes.part, "part")):
                 assert process.poll() is None, nodes.log(name)[-4000:]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl.render.deployment import Deployment
-from pipelinerl.render.skypilot import render
+from pipelinerl.launcher.render.deployment import Deployment
+from pipelinerl.launcher.render.skypilot import render
 
 SKYPILOT = "skypilot==0.14.1"
 READ = """

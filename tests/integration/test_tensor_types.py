@@ -1,5 +1,6 @@
 """`make check` knows torch: what no tensor or module has is an error, as it is for the package's own classes."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def right(states: Tensor) -> Tensor:
 def test_misspelt_tensor_methods_do_not_pass(tmp_path: Path) -> None:
     """With the settings of `pyproject.toml`, and its cache when `make check` has made one."""
     settings = (ROOT / "pyproject.toml").read_text()
-    (tmp_path / "pyproject.toml").write_text(settings.replace('packages = ["pipelinerl"]\n', ""))
+    (tmp_path / "pyproject.toml").write_text(re.sub(r"packages = .*\n", "", settings, count=1))
     command = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "pyproject.toml"), "-c", MUTATED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if line.startswith("<string>")]

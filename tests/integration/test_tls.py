@@ -20,15 +20,15 @@ from pipelinerl.config.environment import CA_VARIABLE
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.rules import tls_files_are_complete
 from pipelinerl.config.sections import Config, WorldSection
+from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.membership.address import RedisAddress, open_store, parse_address
-from pipelinerl.redis_server.server import await_redis, redis_config, start_redis, stop_redis
 from pipelinerl.streams import SingleStreamSpec
 from pipelinerl.streams.redis import RedisBackend
+from pipelinerl.streams.redis_server import await_redis, redis_config, start_redis, stop_redis
 from pipelinerl.utils import is_healthy
-from pipelinerl.verifier.app import create_app
 from pipelinerl.world.map import url_of
-from pipelinerl.world.ports import find_port_block
+from pipelinerl.world.network import find_port_block
 from pipelinerl.world.tls import adopt, client_context, made_authority, made_server, server_files
 
 SECRET, OTHER = {"PIPELINERL_SECRET": "s" * 20}, {"PIPELINERL_SECRET": "t" * 20}

@@ -98,9 +98,13 @@ def test_saved_by_one_engine_and_rank_count_resumed_by_another(
 @pytest.mark.parametrize(
     ("loss", "engine", "ranks", "sharing"),
     [
-        ("reinforce", "ddp", 2, 2),
         ("gspo", "ddp", 2, 2),
-        *[slow("reinforce", "fsdp2", 4, 4), slow("gspo", "zero3", 4, 4), slow("reinforce", "zero3", 4, 2)],
+        *[
+            slow("reinforce", "ddp", 2, 2),
+            slow("reinforce", "fsdp2", 4, 4),
+            slow("gspo", "zero3", 4, 4),
+            slow("reinforce", "zero3", 4, 2),
+        ],
     ],
 )
 def test_ranks_sharing_each_sequence_have_the_losses_of_one(

@@ -1,5 +1,7 @@
 """The trainer's loop in this process: recorded `training_data` in, steps, messages, checkpoints and sender out."""
 
+import dataclasses
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.synthetic_batches import make_samples, pack, split_evenly
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.metrics import read_metrics
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.observability.status import RoleStatus
 from pipelinerl.records import (
     MicroBatch,
     SamplesProcessed,
@@ -40,10 +43,10 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def record_steps(run_dir: Path, steps: range) -> None:
+def record_steps(run_dir: Path, steps: range, seed: int = 0) -> None:
     with open_writer(SingleStreamSpec(run_dir, "training_data"), MicroBatch) as writer:
         for step in steps:
-            samples = make_samples(0, 6, vocab_size=VOCAB, lengths=(5, 9), step=step, max_lag=2)
+            samples = make_samples(seed, 6, vocab_size=VOCAB, lengths=(5, 9), step=step, max_lag=2)
             for record in pack(samples, split_evenly(6, 2), step, ref=False):
                 writer.write(record)
 
@@ -77,6 +80,35 @@ def test_trainer_run_announces_every_step_and_version_in_order(run_dir: Path) ->
     assert messages[-1] == TrainingDone(step=STEPS, timestamp=messages[-1].timestamp)
     assert {"loss", "grad_norm", "lr", "ess", "lag_max", "entropy", "wait_s"} <= processed[0].metrics.keys()
     assert processed[-1].metrics["lag_max"] <= 2
+
+
+def test_trainer_is_ready_before_its_servers_and_data_and_reports_progress_within_a_step(run_dir: Path) -> None:
+    status = RoleStatus(run_dir, "finetune_0")
+    ctx = dataclasses.replace(make_context(run_dir, "finetune.max_train_steps=1"), status=status)
+    trainer, counts = Trainer(ctx, FakeSender()), {}
+    start, report = trainer.updates.start, trainer.outputs.report  # type: ignore[union-attr]
+
+    def starting(*args: Any, **kwargs: Any) -> None:
+        counts["servers"] = status.record().progress_count
+        start(*args, **kwargs)
+        counts["data"] = status.record().progress_count
+
+    def reporting(*args: Any) -> None:
+        counts["trained"] = status.record().progress_count
+        report(*args)
+
+    trainer.updates.start, trainer.outputs.report = starting, reporting  # type: ignore[union-attr, method-assign]
+    trainer.run()
+    layers = trainer.engine.policy.lm.config.num_hidden_layers
+    assert counts["servers"] == 1
+    assert counts["trained"] - counts["data"] > 4 * layers, "forward and backward of two micro-batches, and the head"
+    status.close()
+
+
+def test_trainer_run_that_has_ended_hides_no_objects_from_the_garbage_collector(run_dir: Path) -> None:
+    """Those of C extensions would still be alive when the process ends, which nanobind reports as leaks."""
+    train(run_dir)
+    assert gc.get_freeze_count() == 0
 
 
 def test_trainer_pushed_weights_are_those_of_the_checkpoint(run_dir: Path) -> None:

@@ -27,7 +27,7 @@ def run_dir(tmp_path: Path) -> Path:
     port = free_port()
     cfg = compose("quickstart", [f"output_dir={tmp_path}", "world.verifier_replicas=1", "verifier.workers=1"])
     container = OmegaConf.to_container(cfg, resolve=True)
-    container.pop("hydra", None)
+    container.pop("hydra", None)  # type: ignore[call-arg]
     (tmp_path / "conf").mkdir()
     OmegaConf.save(OmegaConf.create(container), tmp_path / "conf" / "config.yaml")
     verifier = Job(name="verifier_0", kind="verifier", port=port, url=f"http://127.0.0.1:{port}")
@@ -45,7 +45,7 @@ def run_dir(tmp_path: Path) -> Path:
 def start(run_dir: Path) -> subprocess.Popen[bytes]:
     with (run_dir / "log.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl.verifier", "--run-dir", str(run_dir), "--job", "verifier_0"],
+            [sys.executable, "-m", "pipelinerl.domains.verifier", "--run-dir", str(run_dir), "--job", "verifier_0"],
             stdout=log,
             stderr=log,
             env=os.environ | {"PIPELINERL_SECRET": "s3cret"},

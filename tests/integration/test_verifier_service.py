@@ -19,12 +19,12 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from pipelinerl.domains.math import generate_rollout
+from pipelinerl.domains.verifier.app import create_app
+from pipelinerl.domains.verifier.pool import JudgePool
 from pipelinerl.domains.verifier_client import VerifierClient, client_of
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.records.verdicts import Check
 from pipelinerl.testing import run_rollout
-from pipelinerl.verifier.app import create_app
-from pipelinerl.verifier.pool import JudgePool
 
 START_S = 120.0
 CORRECT = {"kind": "math", "prediction": "\\boxed{\\frac{1}{2}}", "gold": "0.5"}

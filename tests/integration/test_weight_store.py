@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.snapshot import STRIPE_UNIT
+from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
 from pipelinerl.weights.store import files, publisher
 from pipelinerl.weights.store.manifest import NAME
 from tests.sender_kit import wait_for
@@ -66,7 +66,7 @@ def test_servers_fetch_what_all_ranks_wrote_bit_by_bit(
         assert [server.label for server in servers] == [str(version)] * 2
         message = trainer.announced[-1]
         assert (message.version, sorted(message.servers)) == (version, ["actor_llm_0", "actor_llm_1"])
-    assert sum(origin.giver.num_bytes for origin in trainer.origins) == 0
+    assert sum(origin.source_server.num_bytes for origin in trainer.origins) == 0
     stripes = [name for name in files.open_files(url).names() if "-7-" in name and name.endswith("whole")]
     assert len(stripes) == RANKS
     layout = Layout(tuple(spec_of(*item) for item in weights(0, dtype).items()))
@@ -135,7 +135,7 @@ def test_restarted_server_and_restarted_trainer_go_on_with_the_newest(
 def test_damaged_file_is_not_served_and_the_next_version_is(
     start_model_server: Any, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelinerl.weights.store.follower.LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.load.store_follower.LONGEST_PAUSE_S", 0.05)
     url = str(tmp_path / "store")
     server, late = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
     server.store.follow(url)
@@ -163,7 +163,7 @@ def test_incomplete_file_is_found_before_memory_is_changed_for_it(
     server, trainer = following(start_model_server(), make_trainer, url)
     server.store.follower.close()
     server.store.follower.join()
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     wait_for(lambda: not (trainer.sender.is_busy and b"-1-0.whole" not in (Path(url) / NAME).read_bytes()))
     path = next(Path(url).glob("*-1-2.whole"))
     {"cut": lambda: os.truncate(path, 100), "gone": path.unlink, "longer": lambda: os.truncate(path, 1 << 30)}[damage]()
@@ -220,7 +220,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
         return put(self, name, content)
 
     monkeypatch.setattr(files.FolderFiles, "put", full)
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     wait_for(lambda: "event=version_not_published version=1" in caplog.text)
     assert "No space left on device" in caplog.text
     assert server.label == "0"
@@ -232,7 +232,7 @@ def test_full_disk_keeps_the_former_version_and_is_tried_again(
 def test_server_that_missed_its_probe_fetches_the_whole_version_again(
     start_model_server: Any, make_trainer: Any, url: str
 ) -> None:
-    from pipelinerl.weights.attestor import Miss
+    from pipelinerl.weights.verify.checker import Miss
 
     servers = [start_model_server(f"actor_llm_{i}") for i in range(2)]
     for server in servers:
@@ -244,7 +244,7 @@ def test_server_that_missed_its_probe_fetches_the_whole_version_again(
         trainer.send(version, sent)
     before = servers[0].swaps
     miss = Miss(server="actor_llm_0", version=1, since=0, is_final=False, reason="test")
-    trainer.sender._loop.call(lambda: trainer.sender._take_miss(miss))
+    trainer.sender._loop.call(lambda: trainer.sender._queue_miss(miss))
     wait_for(lambda: any(getattr(message, "server", "") == "actor_llm_0" for message in trainer.announced))
     wait_for(lambda: set(getattr(trainer.announced[-1], "servers", ())) == {"actor_llm_0", "actor_llm_1"})
     assert servers[0].swaps == before + 1
@@ -276,7 +276,7 @@ from tests.store_kit import Trainer, weights
 trainer = Trainer(sys.argv[1], [], ranks=2)
 version = 0
 while True:
-    trainer.take(version, weights(version))
+    trainer.take_snapshot(version, weights(version))
     print(version, flush=True)
     version += 1
 """

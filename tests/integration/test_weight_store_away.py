@@ -25,7 +25,7 @@ def test_disk_that_is_full_is_tried_again_until_there_is_room(
     url = str(small_disk / "store")
     server, trainer = following(start_model_server(), make_trainer, url)
     (small_disk / "others").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     wait_for(lambda: "event=version_not_published version=1" in caplog.text)
     assert "No space left on device" in caplog.text
     assert server.label == "0"
@@ -71,7 +71,7 @@ def test_store_that_hangs_holds_up_neither_steps_nor_servers(
     url = str(tmp_path / "store")
     server, trainer = following(start_model_server(), make_trainer, url)
     store = hang("put", "get", "open", "size")
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     wait_for(lambda: store.calls >= 1 + RANKS)
     assert trainer.sender.is_busy
     trainer.sender.check()
@@ -93,7 +93,7 @@ def test_store_that_goes_on_hanging_ends_the_updates_and_the_trainer_can_close(
     trainer = make_trainer(url, server, timeout_s=1.0)
     trainer.send(0, weights(0))
     hang("put")
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     with pytest.raises(WeightUpdateError, match=r"could not be published for weights.timeout_s=1 s: the store has not"):
         trainer.sender.wait_live(1, 60)
     closing = threading.Thread(target=trainer.close)
@@ -115,7 +115,7 @@ def test_store_that_stays_away_ends_the_updates_with_its_reason(
     trainer.send(0, weights(0))
     shutil.rmtree(url)
     Path(url).write_text("in the way")
-    trainer.take(1, weights(1))
+    trainer.take_snapshot(1, weights(1))
     with pytest.raises(WeightUpdateError, match=r"could not be published for weights.timeout_s=0.3 s: .*store"):
         trainer.sender.wait_live(1, 60)
     assert server.label == "0"

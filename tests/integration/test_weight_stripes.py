@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.weights.digest import added, checksum
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.origin import Origin, SenderSettings
-from pipelinerl.weights.sender import WeightSender
-from pipelinerl.weights.snapshot import STRIPE_UNIT
+from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
+from pipelinerl.weights.publish.snapshot import STRIPE_UNIT
+from pipelinerl.weights.transfer.checksum import added, checksum
 from tests.models import save_qwen2
 from tests.ports import free_port
 from tests.sender_kit import take_on_all_ranks, wait_for
@@ -48,7 +48,7 @@ class Trainer:
 
     @property
     def given(self) -> list[int]:
-        return [origin.giver.num_bytes for origin in self.origins]
+        return [origin.source_server.num_bytes for origin in self.origins]
 
     def close(self) -> None:
         self.sender.close()
@@ -58,7 +58,7 @@ class Trainer:
 
 @pytest.fixture
 def make_trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    monkeypatch.setattr("pipelinerl.weights.roster.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
     made: list[Trainer] = []
 
     def make(*servers: Any, **settings: Any) -> Trainer:
@@ -97,7 +97,9 @@ def test_each_rank_holds_only_its_stripe_in_memory(start_model_server: Any, make
     for version in range(3):
         trainer.send(version, weights(version))
     held = [
-        sum(item.buffer.numel() for item in origin.giver._shelf._items.values())  # what servers could still pull
+        sum(
+            item.buffer.numel() for item in origin.source_server._registry._items.values()
+        )  # what servers could still pull
         for origin in trainer.origins
     ]
     assert held == [STRIPE_UNIT] * RANKS
@@ -148,7 +150,7 @@ def test_rank_that_is_gone_ends_the_update_with_its_address(start_model_server: 
     specs = [spec_of(*item) for item in sent.items()]
     plan = trainer.sender.plan()
     trainer.sender.send(1, sent.items(), specs, plan=plan)
-    trainer.origins[1].take(1, sent.items(), specs, plan)
+    trainer.origins[1].take_snapshot(1, sent.items(), specs, plan)
     with pytest.raises(WeightUpdateError, match=str(trainer.origins[2].address)):
         trainer.sender.wait_live(1, 60)
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 import torch
 
-from pipelinerl.weights.handover import Handover
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.protocol import Failed, Part, WeightUpdateRequest
-from pipelinerl.weights.wire import WireError
+from pipelinerl.weights.protocol import Failed, PayloadRange, WeightUpdateRequest
+from pipelinerl.weights.transfer.handover import Handover
+from pipelinerl.weights.transfer.wire import WireError
 from tests.sender_kit import Senders, wait_for
 
 SECRET = "unit-test-secret"
@@ -37,7 +37,7 @@ def holds(server: Any, version: int) -> bool:
 
 @pytest.fixture
 def make_sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Senders]]:
-    monkeypatch.setattr("pipelinerl.weights.roster.WATCH_S", 0.05)
+    monkeypatch.setattr("pipelinerl.weights.publish.server_pool.WATCH_S", 0.05)
     made: list[Senders] = []
 
     def make(*servers: Any, **overrides: Any) -> Senders:
@@ -70,8 +70,8 @@ def test_every_byte_leaves_the_trainer_once_and_goes_from_server_to_server(
     senders = make_sender(*servers)
     outcomes = senders.send(0, params(0))
     (num_bytes,) = {outcome.num_bytes for outcome in outcomes.values()}
-    assert senders.sender.origin.giver.num_bytes == num_bytes
-    assert sorted(server.receiver.giver.num_bytes for server in servers) == [0, num_bytes, num_bytes, num_bytes]
+    assert senders.sender.origin.source_server.num_bytes == num_bytes
+    assert sorted(server.receiver.source_server.num_bytes for server in servers) == [0, num_bytes, num_bytes, num_bytes]
     assert all(holds(server, 0) for server in servers)
 
 
@@ -90,12 +90,12 @@ def test_server_that_comes_late_is_fed_by_one_that_has_the_version(start_model_s
     first, late = start_model_server("actor_llm_0"), start_model_server("actor_llm_1")
     senders = make_sender(first)
     senders.send(5, params(5))
-    given = senders.sender.origin.giver.num_bytes
+    given = senders.sender.origin.source_server.num_bytes
     senders.servers.append(late)
     assert senders.sender.wait_live(5, 20, count=2)
     assert holds(late, 5)
-    assert senders.sender.origin.giver.num_bytes == given
-    assert first.receiver.giver.num_bytes == given
+    assert senders.sender.origin.source_server.num_bytes == given
+    assert first.receiver.source_server.num_bytes == given
 
 
 def test_server_that_the_provider_names_no_more_is_not_announced(start_model_server: Any, make_sender: Any) -> None:
@@ -207,13 +207,13 @@ def test_version_that_the_trainer_has_replaced_is_given_up_at_once(start_model_s
     for version in (0, 1):
         senders.send(version, params(version))
     specs = tuple(spec_of(*item) for item in params(0).items())
-    part = Part(start=0, end=Layout(specs).num_bytes, sources=(senders.sender.origin.address,))
+    part = PayloadRange(start=0, end=Layout(specs).num_bytes, sources=(senders.sender.origin.address,))
     request = WeightUpdateRequest(
         sender=senders.sender.origin.sender,
         version=0,
         params=specs,
         workers=((part,),),
-        carriage="tcp",
+        transport="tcp",
         bucket_bytes=1 << 20,
         timeout_s=600.0,
         stall_s=300.0,
@@ -290,8 +290,8 @@ CHILD = """
 import sys, time
 import torch
 from pipelinerl.weights.layout import spec_of
-from pipelinerl.weights.origin import SenderSettings
-from pipelinerl.weights.sender import WeightSender
+from pipelinerl.weights.publish.origin import SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
 from pipelinerl.world import Job
 job = Job(name="actor_llm_0", kind="actor_llm", url=sys.argv[1])
 settings = SenderSettings(bucket_bytes=1 << 20, timeout_s=float(sys.argv[2]), secret="unit-test-secret")
@@ -302,7 +302,7 @@ def pace(num_bytes):
     if count == 3:
         print("half", flush=True)
         time.sleep(600)
-sender.origin.giver._pace = pace
+sender.origin.source_server._pace = pace
 sender.wait_for_servers(1, 20)
 weight = torch.full((4 << 20,), -1.0)
 sender.send(1, [("w", weight)], [spec_of("w", weight)])

@@ -16,7 +16,7 @@ def register() -> None:
     """Runs first in every process of a vLLM server."""
     if os.environ["LIAR_SERVER"] not in sys.argv:
         return
-    from pipelinerl.weights import worker
+    from pipelinerl.weights.load import worker
 
     since, probe_s = int(os.environ["LIAR_SINCE"]), float(os.environ["LIAR_PROBE_S"])
     engine = worker.StagedWeightTransferEngine

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import RecordError
-from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages
-from pipelinerl.preprocess.aggregation import Members, rollout_weights
-from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages
-from pipelinerl.preprocess.shaping import soft_overlong_penalty
+from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages, step_returns, text_advantages
+from pipelinerl.preprocess.collate import Members, rollout_weights
+from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages, soft_overlong_penalty
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 
 KINDS = ("loo", "group_mean", "group_std", "batch_std", "value")
@@ -106,6 +105,41 @@ def test_batch_std_scale_nothing_to_normalise_is_one(advantages):
     assert batch_std_scale(np.array(advantages)) == 1.0
 
 
+def test_batch_std_scale_normalises_from_a_deviation_of_a_millionth_on():
+    """±x has the deviation x·√2 with ddof 1: 0.8e-6·√2 is above 1e-6, 0.7e-6·√2 is not."""
+    assert batch_std_scale(np.array([0.8e-6, -0.8e-6])) == pytest.approx(1 / (0.8e-6 * math.sqrt(2)), rel=1e-9)
+    assert batch_std_scale(np.array([0.7e-6, -0.7e-6])) == 1.0
+
+
+REWARDS = [np.array([1.0, 2.0]), np.array([0.0, 1.0, 3.0]), np.array([2.0])]
+
+
+def test_step_returns_by_hand():
+    """The example of the module's text. With discount 1/2: 1 + 2/2 and 2; 0 + (1 + 3/2)/2, 1 + 3/2 and 3; 2."""
+    np.testing.assert_array_equal(step_returns(REWARDS), [[3, 2, 0], [4, 4, 3], [2, 0, 0]])
+    np.testing.assert_array_equal(step_returns(REWARDS, 0.5), [[2, 2, 0], [1.25, 2.5, 3], [2, 0, 0]])
+    assert step_returns([]).shape == (0, 0)
+
+
+def test_advantages_of_steps_by_hand():
+    """Every column is a group of its own, of all three members: of step 2, 3 − 0 and 0 − 3/2."""
+    returns_nK = step_returns(REWARDS)
+    loo = group_advantages(returns_nK, "loo")
+    np.testing.assert_allclose(loo, [[0, 0, -1.5], [1.5, 3, 3], [-1.5, -3, -1.5]], rtol=1e-12, atol=1e-12)
+    mean = group_advantages(returns_nK, "group_mean")
+    np.testing.assert_allclose(mean, [[0, 0, -1], [1, 2, 2], [-1, -2, -1]], rtol=1e-12, atol=1e-12)
+    std = group_advantages(returns_nK, "group_std")
+    deviations = np.array([1, 2, math.sqrt(3)]) + 1e-4
+    np.testing.assert_allclose(std, [[0, 0, -1], [1, 2, 2], [-1, -2, -1]] / deviations, rtol=1e-12, atol=1e-12)
+
+
+def test_advantages_of_texts_by_hand():
+    """Step 0: 1, 0, 2, which all have; step 1: 2 and 1; step 2: one alone, so no advantage."""
+    found = text_advantages(REWARDS, "loo")
+    assert [member.tolist() for member in found] == [[0.0, 1.0], [-1.5, -1.0, 0.0], [1.5]]
+    assert text_advantages([], "group_mean") == []
+
+
 def per_sequence(*rollouts: Rollout, kind: str = "loo") -> list[list[float]]:
     shaping = Shaping(advantage=kind, seq_length=100)
     return [[float(a) for a in member] for member in sequence_advantages(rollouts, shaping)]
@@ -151,19 +185,28 @@ def test_prepare_group_infinite_advantage_is_refused_with_the_samples_identity()
 
 
 TOKENS = np.array([10, 30, 20, 40])
+TEXTS = np.array([1, 3, 2, 2])
+KINDS = ("sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean")
 
 
 def members(weighted: list[bool]) -> Members:
     """Two groups of two rollouts."""
     counted = np.where(weighted, TOKENS, 0)
     sums = counted.reshape(2, 2).sum(1).repeat(2)
-    return Members(tokens_N=TOKENS, weighted_N=np.array(weighted), group_sizes_N=np.full(4, 2), group_tokens_N=sums)
+    return Members(
+        tokens_N=TOKENS,
+        weighted_N=np.array(weighted),
+        texts_N=TEXTS,
+        group_sizes_N=np.full(4, 2),
+        group_tokens_N=sums,
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
         ("sum_over_batch", [1 / 4] * 4),
+        ("sum_over_texts", [1 / 8] * 4),
         ("token_mean", [1 / 100] * 4),
         ("sample_mean", [1 / 40, 1 / 120, 1 / 80, 1 / 160]),
         ("prompt_mean", [1 / 80, 1 / 80, 1 / 120, 1 / 120]),
@@ -178,6 +221,7 @@ def test_rollout_weights_by_hand(kind, expected):
     ("kind", "expected"),
     [
         ("sum_over_batch", [1 / 4, 0, 1 / 4, 1 / 4]),
+        ("sum_over_texts", [1 / 8, 0, 1 / 8, 1 / 8]),
         ("token_mean", [1 / 70, 0, 1 / 70, 1 / 70]),
         ("sample_mean", [1 / 40, 0, 1 / 80, 1 / 160]),
         ("prompt_mean", [1 / 20, 0, 1 / 120, 1 / 120]),
@@ -188,9 +232,16 @@ def test_rollout_weights_zero_weight_rollouts_stay_members_but_their_tokens_coun
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rollout_weights_nothing_weighted_is_all_zero(kind):
     assert rollout_weights(kind, members([False] * 4)).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollout_weights_single_token_has_all_the_weight(kind):
+    one = np.ones(1, dtype=np.int64)
+    alone = Members(tokens_N=one, weighted_N=np.ones(1, bool), texts_N=one, group_sizes_N=one, group_tokens_N=one)
+    assert rollout_weights(kind, alone).tolist() == [1.0]
 
 
 def test_prompt_mean_rollout_left_alone_in_a_batch_weighs_an_eighth_of_its_group():
@@ -202,6 +253,7 @@ def test_prompt_mean_rollout_left_alone_in_a_batch_weighs_an_eighth_of_its_group
     lone = Members(
         tokens_N=np.full(9, 10),
         weighted_N=np.ones(9, bool),
+        texts_N=np.ones(9, int),
         group_sizes_N=np.full(9, 8),
         group_tokens_N=np.full(9, 80),
     )
@@ -218,6 +270,7 @@ def test_prompt_mean_cut_anywhere_gives_every_token_the_weight_of_the_whole_grou
         batch = Members(
             tokens_N=np.array([tokens[g] for g in part]),
             weighted_N=np.ones(3, bool),
+            texts_N=np.ones(3, int),
             group_sizes_N=np.array([sizes[g] for g in part]),
             group_tokens_N=np.array([sizes[g] * tokens[g] for g in part]),
         )

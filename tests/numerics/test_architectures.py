@@ -11,10 +11,11 @@ from transformers import AutoConfig
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import architecture
-from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config, small_copy
+from pipelinerl.finetune.architecture import Architecture, Comparison, examine_config
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
 from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.rl.head import LogitMap
+from pipelinerl.finetune.small_copy import small_copy
 
 PLAIN = LogitMap()
 PACKABLE = {
@@ -80,6 +81,44 @@ def test_architectures_with_states_train_in_rows_and_say_so(model_type: str):
     assert examine_config(config, packing=False).logit_map == logit_map
 
 
+SPARSE = {
+    "glm_moe_dsa": ({}, "index_topk=2048 "),
+    "deepseek_v32": ({"index_topk": 300}, "index_topk=300 "),
+}
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sparse_attention_is_refused_beyond_the_keys_that_it_chooses(model_type: str):
+    """Keys of equal scores are chosen in another order in a pack. Up to its number, all keys are chosen."""
+    values, said = SPARSE[model_type]
+    narrow = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 5}
+    config = make_config(model_type, **narrow, q_lora_rank=64, kv_lora_rank=32, **values)
+    with pytest.raises(ConfigError, match=f"more than {said}tokens .*max_model_len to at most "):
+        examine_config(config, longest=4096)
+    assert examine_config(config, longest=config.index_topk).attention == "sdpa"
+
+
+def test_blocks_of_keys_are_refused_in_packs():
+    """Alone they are exact: the blocks of a pack begin elsewhere. It takes more tokens than blocks times their size."""
+    config = make_config("minimax_m3_vl_text", layer_types=["full_attention"] * 3 + ["minimax_m3_sparse"] * 57)
+    with pytest.raises(ConfigError, match=r"right with packed documents .*set finetune\.seq_packing=false"):
+        examine_config(config, longest=8192)
+
+
+def test_copy_lowers_what_its_documents_cross_and_leaves_the_order():
+    """gpt_oss has windows of 128, rope from 4,096 and at most 131,072 positions."""
+    found = small_copy(make_config("gpt_oss"), longest=4097)
+    lowered = {(t.name, t.value): (t.lowered, t.is_crossed) for t in found.thresholds}
+    assert lowered["sliding_window", 128] == (4, True)
+    assert lowered["original_max_position_embeddings", 4096] == (6, True)
+    assert max(found.lengths) == 4 * 6 + 1
+    assert lowered["max_position_embeddings", 131072] == (25, False)
+    assert found.lm.config.sliding_window == 4
+    assert found.lm.config.rope_parameters["original_max_position_embeddings"] == 6
+    shorter = small_copy(make_config("gpt_oss"), longest=4096)
+    assert [t.name for t in shorter.thresholds if t.is_crossed] == ["sliding_window"]
+
+
 def test_layers_between_the_model_and_its_head_are_refused():
     """ModernBERT's decoder has a dense layer there; the trainer's log-probs are off by nats."""
     with pytest.raises(ConfigError, match=r"ModernBertDecoderForCausalLM's own logits .*use a model with such a head"):
@@ -106,17 +145,17 @@ def test_ranks_that_share_a_pack_take_packed_attention_or_none(monkeypatch: pyte
 
 
 def test_logits_changed_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch):
-    lm = small_copy(make_config("qwen2"))
-    plain = type(lm).forward
+    copied = small_copy(make_config("qwen2"))
+    plain = type(copied.lm).forward
 
     def squared(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
         output.logits = output.logits.square()
         return output
 
-    monkeypatch.setattr(type(lm), "forward", squared)
+    monkeypatch.setattr(type(copied.lm), "forward", squared)
     with pytest.raises(ConfigError, match=r"neither a scale nor a softcap"):
-        Comparison(lm)
+        Comparison(copied)
 
 
 def test_a_leak_smaller_than_the_former_bound_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -137,6 +176,6 @@ def test_a_leak_smaller_than_the_former_bound_is_seen(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("model_type", "layers"), [("qwen3_moe", 2), ("gemma3_text", 6), ("qwen3_next", 4)])
 def test_copy_has_one_layer_of_each_kind_and_costs_little(model_type: str, layers: int):
     """Dense or one expert layer twice; five windows and a whole attention; three linear attentions and a whole one."""
-    lm = small_copy(make_config(model_type))
+    lm = small_copy(make_config(model_type)).lm
     assert lm.config.get_text_config().num_hidden_layers == layers
     assert sum(p.numel() for p in lm.parameters()) <= 5e6

@@ -1,5 +1,6 @@
 """bfloat16 narrows the model, never the constants of the loss."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
+    hook = sys.excepthook  # which torch replaces
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

@@ -30,7 +30,7 @@ def compared(folder: Path) -> tuple[Policy, ImageReader]:
     torch.manual_seed(0)
     from transformers import AutoConfig
 
-    lm = small_copy(AutoConfig.from_pretrained(folder)).eval()
+    lm = small_copy(AutoConfig.from_pretrained(folder)).lm.eval()
     lm.set_attn_implementation("eager")
     reader = ImageReader(lm, str(folder))
     return Policy(lm, images=reader).eval(), reader

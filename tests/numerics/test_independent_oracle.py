@@ -225,7 +225,7 @@ def make_engine(case: Case, cfg: Config) -> RecordingEngine:
     policy = Policy(lm, temperature=rl.temperature, chunk=7, value_loss_coef=coef)
     if policy.value_head is not None:
         torch.nn.init.normal_(policy.value_head.weight, std=0.1)
-    return RecordingEngine(policy, cfg.finetune, torch.device("cpu"))
+    return RecordingEngine(policy, cfg, torch.device("cpu"))
 
 
 def oracle_policy(engine: RecordingEngine) -> OraclePolicy:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from pipelinerl.finetune.rl.head import OutputHead, head_loss
 from pipelinerl.finetune.rl.objective import LossSettings, PolicyObjective
 from pipelinerl.finetune.rl.tokens import TokenInputs
-from pipelinerl.preprocess.aggregation import Members, rollout_weights
+from pipelinerl.preprocess.collate import Members, rollout_weights
 
 VOCAB, HIDDEN, TEMPERATURE = 37, 6, 0.7
 LOSSES = ("reinforce", "ppo", "gspo", "decoupled_ppo", "ppo with π_prox", "gspo with π_prox")
-AGGREGATIONS = ("sum_over_batch", "token_mean", "sample_mean", "prompt_mean")
+AGGREGATIONS = ("sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean")
 CORRECTIONS = {
     "none": {},
     "token_tis": {"token_tis": 1.2},
@@ -185,6 +185,8 @@ def oracle(
 def aggregate(kind: str, per_rollout: list[tuple[Rollout, int, Tensor]]) -> Tensor:
     if kind == "sum_over_batch":
         return sum(total for _, _, total in per_rollout) / len(per_rollout)
+    if kind == "sum_over_texts":
+        return sum(total for _, _, total in per_rollout) / sum(len(rollout.sequences) for rollout, _, _ in per_rollout)
     if kind == "token_mean":
         return sum(total for _, _, total in per_rollout) / sum(tokens for _, tokens, _ in per_rollout)
     if kind == "sample_mean":
@@ -207,6 +209,7 @@ def inputs_of(case: Case, aggregation: str, with_reference: bool, with_proximal:
     members = Members(
         tokens_N=tokens,
         weighted_N=np.ones(len(tokens), dtype=bool),
+        texts_N=np.array([len(rollout.sequences) for rollout in case.rollouts]),
         group_sizes_N=same.sum(1),
         group_tokens_N=(same * tokens).sum(1),
     )

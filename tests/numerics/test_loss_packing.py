@@ -115,7 +115,7 @@ def test_merged_and_unmerged_turns_give_the_same_gradient(name: str) -> None:
         )
         assert len(batch.samples) == 2
         policy = make_policy()
-        ((record,),) = collate(batch, Collation(num_ranks=1, seq_length=256, aggregation="sum_over_batch"))
+        ((record,),) = collate(batch, Collation(data_parallel_size=1, seq_length=256, aggregation="sum_over_batch"))
         assert len(record.segment_lengths) == (2 if merged else 6)
         rows = to_batch(record, check_record(record, VOCAB, max_lag_steps=2), rows=False)
         policy(rows, LossSettings(policy_loss=name, entropy_bonus=0.05)).loss.backward()
@@ -183,7 +183,7 @@ def test_value_head_reaches_the_reward(tmp_path: object) -> None:
         learning_rate=1e-2,
         optimizer=SimpleNamespace(name="adamw", kwargs={}, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
     )
-    engine = ReplicatedEngine(policy, finetune, torch.device("cpu"))
+    engine = ReplicatedEngine(policy, SimpleNamespace(finetune=finetune), torch.device("cpu"))
     samples = make_samples(2, SAMPLES, vocab_size=VOCAB, lengths=(3, 14))
     record = pack(samples, [range(SAMPLES)])[0]
     batch = to_batch(record, check_record(record, VOCAB, 0), rows=False)

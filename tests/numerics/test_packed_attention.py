@@ -69,7 +69,7 @@ def test_outputs_and_gradients_are_those_of_the_masked_softmax(name: str, block:
     documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 
     announce(LENGTHS, CPU)
-    ours, _ = packed_attention(torch.nn.Identity(), *inputs, None, **OPTIONS[name])
+    ours, _ = packed_attention(torch.nn.Identity(), *inputs, None, **OPTIONS[name])  # type: ignore[call-arg]
     expected = oracle(*inputs, documents, **OPTIONS[name])
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
     ours_grads, grads = (torch.autograd.grad(x, inputs, weights) for x in (ours, expected))
@@ -104,7 +104,7 @@ def test_no_tensor_has_the_square_of_the_pack():
     for options in ({}, {"sliding_window": 16}, {"softcap": 2.0}):
         announce((64,) * 32, CPU)
         with Largest() as largest:
-            packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].sum().backward()
+            packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].sum().backward()  # type: ignore[call-arg]
         assert largest.elements <= 2 * 2048 * 64
 
 
@@ -127,7 +127,7 @@ def test_elements_made_do_not_grow_with_documents_times_tokens():
         announce((length - 1, length + 1) * (documents // 2), CPU)
         inputs = [torch.randn(1, 2, 2048, 8, requires_grad=True) for _ in range(3)]
         with Made() as seen:
-            packed_attention(torch.nn.Identity(), *inputs, None)[0].sum().backward()
+            packed_attention(torch.nn.Identity(), *inputs, None)[0].sum().backward()  # type: ignore[call-arg]
         return seen.elements
 
     assert made(128) <= 1.5 * made(8)

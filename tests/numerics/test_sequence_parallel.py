@@ -1,4 +1,4 @@
-"""Attention that ranks share equals attention over the whole, outputs and gradients. Their parts and work, by hand."""
+"""Attention that ranks share equals attention over the whole, outputs and gradients. Their slices and work, by hand."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipelinerl.finetune import attention, sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
-from pipelinerl.finetune.sequence import DocumentPart, parts_of, rows_of_ranks
+from pipelinerl.finetune.sequence import DocumentSlice, rows_of_ranks, slices_of
 from tests.ports import free_port
 
 SCRIPT = Path(__file__).parents[1] / "ranks" / "sequence_rank.py"
@@ -45,9 +45,9 @@ def test_ranks_hold_a_block_from_the_beginning_and_one_from_the_end(monkeypatch:
 
 def test_parts_see_their_document_from_its_first_token_on():
     # 0 1 2 | 3 4 5 6 7: rank 0 of 2 holds 0 1 and 6 7, rank 1 holds 2 3 and 4 5
-    first, second = (parts_of((3, 5), SequenceGroup(None, index, 2)) for index in (0, 1))
-    assert first == [DocumentPart(2, slice(0, 2)), DocumentPart(2, slice(3, 8))]
-    assert second == [DocumentPart(1, slice(0, 3)), DocumentPart(1, slice(3, 4)), DocumentPart(2, slice(3, 6))]
+    first, second = (slices_of((3, 5), SequenceGroup(None, index, 2)) for index in (0, 1))
+    assert first == [DocumentSlice(2, slice(0, 2)), DocumentSlice(2, slice(3, 8))]
+    assert second == [DocumentSlice(1, slice(0, 3)), DocumentSlice(1, slice(3, 4)), DocumentSlice(2, slice(3, 6))]
 
 
 @given(lengths=st.lists(st.integers(1, 1100), min_size=1, max_size=8), ranks=st.integers(2, 8))
@@ -63,8 +63,8 @@ def pairs_of_tokens(lengths: tuple[int, ...], ranks: int) -> list[int]:
     """Pairs of a query and a key that each rank computes, which is its work in attention."""
     work = []
     for index in range(ranks):
-        parts = parts_of(lengths, SequenceGroup(None, index, ranks))
-        spans = ((part.queries, part.keys.stop - part.keys.start) for part in parts)
+        slices = slices_of(lengths, SequenceGroup(None, index, ranks))
+        spans = ((one.queries, one.keys.stop - one.keys.start) for one in slices)
         work.append(sum(queries * seen - queries * (queries - 1) // 2 for queries, seen in spans))
     return work
 
@@ -140,7 +140,7 @@ def test_parts_of_all_ranks_are_dense_attention_in_float64(
         for index, own in enumerate(rows):
             announce(lengths, torch.device("cpu"), SequenceGroup(None, index, ranks))
             parts = (x[:, :, own] for x in (query, key, value))
-            ours[:, :, own] = packed_attention(torch.nn.Identity(), *parts, None, **KINDS[kind])[0].transpose(1, 2)
+            ours[:, :, own] = packed_attention(torch.nn.Identity(), *parts, None, **KINDS[kind])[0].transpose(1, 2)  # type: ignore[call-arg]
         expected = dense_attention(query, key, value, lengths, kind)
         pairs = [(ours, expected)]
         gradients = (torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (ours, expected))
@@ -154,6 +154,6 @@ def test_under_autocast_inputs_are_narrowed_before_they_travel():
     announce((5,), torch.device("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = packed_attention(torch.nn.Identity(), query, key, value.bfloat16(), None)
-    narrow, _ = packed_attention(torch.nn.Identity(), *(x.bfloat16() for x in (query, key, value)), None)
+    narrow, _ = packed_attention(torch.nn.Identity(), *(x.bfloat16() for x in (query, key, value)), None)  # type: ignore[call-arg]
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, narrow)

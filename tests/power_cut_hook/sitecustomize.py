@@ -11,7 +11,7 @@ from typing import Any
 ADDRESS, ROOT = os.environ.get("POWER_CUT_RECORDER"), os.environ.get("POWER_CUT_ROOT", "/")
 
 
-def tell(event: str, path: str) -> None:
+def record(event: str, path: str) -> None:
     if not os.path.abspath(path).startswith(ROOT):
         return
     try:
@@ -30,7 +30,7 @@ def hook(name: str) -> None:
     def hooked(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         is_sync = name in ("fsync", "fdatasync")
-        tell("sync" if is_sync else name, os.readlink(f"/proc/self/fd/{args[0]}") if is_sync else os.fspath(args[0]))
+        record("sync" if is_sync else name, os.readlink(f"/proc/self/fd/{args[0]}") if is_sync else os.fspath(args[0]))
         return result
 
     setattr(os, name, hooked)

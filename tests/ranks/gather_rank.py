@@ -10,7 +10,7 @@ import torch
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.build import make_engine
 from pipelinerl.finetune.engines import read_ranks
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 
 
 def main(model: str) -> None:
@@ -24,7 +24,7 @@ def main(model: str) -> None:
         full = {name: tensor.clone() for name, tensor in engine.named_full_parameters(dtype)}
         assert [(name, tuple(tensor.shape)) for name, tensor in full.items()] == engine.full_shapes()
         for name, parameter in engine.policy.named_parameters():
-            assert torch.equal(full[name], parameter.detach().full_tensor().to(dtype or parameter.dtype)), name
+            assert torch.equal(full[name], parameter.detach().full_tensor().to(dtype or parameter.dtype)), name  # type: ignore[attr-defined]
     engine.close()
 
 

@@ -16,7 +16,7 @@ from pipelinerl.finetune import attention, sequence
 from pipelinerl.finetune.attention import announce, packed_attention
 from pipelinerl.finetune.rl.tokens import SequenceGroup
 from pipelinerl.finetune.sequence import rows_of_ranks
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, VALUE_SIZE = 6, 2, 8, 6
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def attend(inputs: list[Tensor], lengths: tuple[int, ...], group: SequenceGroup | None, kind: str) -> Tensor:
     announce(lengths, CPU, group)
     options = {name: x.to(inputs[0].dtype) if isinstance(x, Tensor) else x for name, x in KINDS[kind].items()}
-    return packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].transpose(1, 2)
+    return packed_attention(torch.nn.Identity(), *inputs, None, **options)[0].transpose(1, 2)  # type: ignore[call-arg]
 
 
 def error(lengths: tuple[int, ...], group: SequenceGroup, kind: str, dtype: torch.dtype) -> float:

@@ -21,7 +21,7 @@ from pipelinerl.finetune.build import make_rules
 from pipelinerl.finetune.engines import read_ranks
 from pipelinerl.finetune.export import exported_parameters
 from pipelinerl.finetune.rl.objective import settings_at
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 from tests.ranks.trainer_rank import records_of
 from tests.trainer_kit import sending_rank
 
@@ -50,7 +50,7 @@ def main(job: dict[str, Any]) -> None:
         assert own.sender.wait_live(1, 60, count=own.num_servers)
     full = exported_parameters(own.engine, torch.float32)
     weights = {name: tensor.to(getattr(torch, dtype), copy=True) for name, tensor in full}
-    out.with_suffix(f".{rank}").write_text(json.dumps(own.origin.giver.num_bytes))
+    out.with_suffix(f".{rank}").write_text(json.dumps(own.origin.source_server.num_bytes))
     if rank == 0:
         save_file(weights, out)
     own.engine.gather_objects(None)  # no rank leaves before the servers have all

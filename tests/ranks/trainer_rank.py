@@ -8,7 +8,9 @@ metrics of each step (and, at the end, the weights) to `out` on rank 0.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from pipelinerl.finetune.accumulate import train_step
 from pipelinerl.finetune.build import make_engine, make_rules
 from pipelinerl.finetune.checkpoints import Counters
 from pipelinerl.finetune.engines import Engine, read_ranks
-from pipelinerl.finetune.optim import learning_rate
+from pipelinerl.finetune.learning_rate import learning_rate
+from pipelinerl.finetune.proximal import ProximalPolicy
 from pipelinerl.finetune.rl.objective import settings_at
 from pipelinerl.finetune.saving import Saver, SaveRules
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 from pipelinerl.records import MicroBatch
 
 SAMPLES, VOCAB, MICRO_BATCHES = 12, 64, 4
@@ -38,9 +41,9 @@ def records_of(step: int, rank: int, world_size: int) -> list[MicroBatch]:
     return [record for record, owner in zip(records, owners, strict=True) if owner == rank]
 
 
-def make_saver(engine: Engine, run_dir: Path, model: str) -> Saver:
+def make_saver(engine: Engine, run_dir: Path, model: str, proximal: ProximalPolicy) -> Saver:
     rules = SaveRules(run_dir=run_dir, dtype=torch.float32, keep=2, keep_exports=None)
-    return Saver(engine, rules, AutoTokenizer.from_pretrained(model))
+    return Saver(engine, rules, AutoTokenizer.from_pretrained(model), proximal_state=proximal.state)
 
 
 def main(job: dict[str, Any]) -> None:
@@ -60,17 +63,25 @@ def main(job: dict[str, Any]) -> None:
     cfg = parse(compose("base", overrides))
     engine = make_engine(cfg, device, world_size)
     rules = make_rules(engine.policy, cfg)
+    proximal = ProximalPolicy(cfg.proximal_steps, cfg.finetune.max_train_steps)
     if "load" in job:
-        assert make_saver(engine, Path(job["load"]), job["model"]).resume() is not None
+        saver = make_saver(engine, Path(job["load"]), job["model"], proximal)
+        counters = saver.resume()
+        assert counters is not None
+        if (left_of_block := saver.read_proximal(counters)) is not None:
+            proximal.restore(left_of_block, device)
     metrics = []
     for step in range(*job["steps"]):
         sharing = cfg.finetune.seq_parallel
         records = records_of(step, rank // sharing, world_size // sharing)
         settings = settings_at(cfg, step)
-        metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step)))
+        later: Any = SimpleNamespace(peek=partial(records_of, rank=rank // sharing, world_size=world_size // sharing))
+        logprobs = proximal.of_step(step, records, later, engine, rules)
+        metrics.append(train_step(engine, records, settings, rules, learning_rate(cfg.finetune, step), logprobs))
         if step + 1 == job.get("save_at"):
-            saver = make_saver(engine, Path(job["save"]), job["model"])
-            saver.start(Counters(step=step + 1), export=True)
+            saver = make_saver(engine, Path(job["save"]), job["model"], proximal)
+            left_of = proximal.made_at if proximal.is_inside_block else None
+            saver.start(Counters(step=step + 1, proximal_made_at=left_of), export=True)
     if "save" in job:
         saver.finish()
     weights = {name: tensor.clone() for name, tensor in engine.named_full_parameters()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.finetune.loop import Trainer
-from pipelinerl.observability.role import leave
+from pipelinerl.membership.role import leave
 from pipelinerl.streams import set_streams_backend
 from tests.trainer_kit import FakeSender, trainer_context
 

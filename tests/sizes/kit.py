@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.synthetic_groups import group_of
 from pipelinerl.config.load import compose, parse
-from pipelinerl.observability.role import RoleContext
+from pipelinerl.membership.role import RoleContext
 from pipelinerl.records import ActorRecord, Rollout, RolloutGroup, TrainingSequence, topics
 from pipelinerl.streams import SingleStreamSpec, open_writer
 from pipelinerl.world import Job, WorldMap

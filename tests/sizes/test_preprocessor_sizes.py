@@ -81,9 +81,9 @@ def test_rollout_that_lived_through_two_thousand_versions_is_packed_with_each() 
     cutter = BatchCutter(step=2000, batch_size=4, max_lag_steps=None)
     for sample in prepare_group(0, group, Shaping(advantage="loo", seq_length=33_000)):
         assert cutter.offer(sample) is None
-    batch = cutter.take()
+    batch = cutter.next_batch()
     assert batch is not None
-    (micro_batches,) = collate(batch, Collation(num_ranks=1, seq_length=33_000))
+    (micro_batches,) = collate(batch, Collation(data_parallel_size=1, seq_length=33_000))
     for micro_batch in micro_batches:
         np.testing.assert_array_equal(micro_batch.spans, group.rollouts[0].sequences[0].spans)
 

@@ -10,6 +10,7 @@ from pipelinerl.errors import DomainError, PipelineRLError, RecordError
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.testing import run_rollout
+from tests.says import says
 
 
 def returning(change: Any) -> Any:
@@ -81,5 +82,5 @@ async def test_run_rollout_knows_the_mode_of_the_rewards() -> None:
         result.training_texts[0].model_fields_set.discard("reward")
         return result
 
-    with pytest.raises(RecordError, match="is not set: with rewards='texts'"):
+    with pytest.raises(RecordError, match=says("not set", "rewards='texts'")):
         await run_rollout(returning(unset), {}, ["yes"], cfg={"actor": {"rewards": "texts"}})

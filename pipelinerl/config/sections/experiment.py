@@ -48,7 +48,7 @@ class SubsetSection(Section):
 
 
 class DebugSection(Section):
-    """Roles without the rest of the run. [guides/alone.md](guides/alone.md) shows each mode."""
+    """Roles without the rest of the run. [guides/debug-modes.md](guides/debug-modes.md) shows each mode."""
 
     mode: Literal["servers", "actor", "evaluation", "preprocessor", "finetune"] | None = key(
         None,
@@ -80,7 +80,7 @@ class DomainSection(Section):
     test_dataset_names: list[str] = key(REQUIRED, "as `test_dataset_names`")
 
 
-class Config(Section):  # structure: one field per key of the top level
+class Config(Section):
     """The experiment."""
 
     output_dir: str = key(

@@ -8,7 +8,7 @@ from pipelinerl.config.backends import STREAM_BACKEND_PATTERN
 from pipelinerl.config.keys import Section, key
 
 
-class WorldSection(Section):  # structure: one field per key of the section
+class WorldSection(Section):
     """Devices and their division among the roles. [cluster.md](cluster.md) has the details."""
 
     accelerator: Literal["auto", "cuda", "cpu"] = key(
@@ -165,7 +165,7 @@ class ArchiveSection(Section):
 
     archive_mb: NonNegativeInt = key(
         256,
-        "disk space for rollouts with their fates, and the trainer's log-probabilities of them. 0 = none stay",
+        "disk space for rollouts with their outcomes, and the trainer's log-probabilities of them. 0 = none stay",
         may_change=True,
     )
     rollouts_per_step: NonNegativeInt = key(

@@ -38,7 +38,7 @@ class EvaluationLLMSection(LLMSection):
     tool_parser: str | None = key("${llm.tool_parser}", "format of the model's tool calls", may_change=True)
 
 
-class ActorSection(Section):  # structure: one field per key
+class ActorSection(Section):
     """Rollouts: the domain's function, how many at a time, and what happens to those that fail."""
 
     rollout_policy: str = key(
@@ -48,7 +48,7 @@ class ActorSection(Section):  # structure: one field per key
     system_prompt: str | None = key(
         None,
         "system message of the domains that ask one question. These are math, coding, counting, countdown and "
-        "instructions. Null = the domain's own",
+        "instructions. Null = the domain's own, an empty text = none",
     )
     task_template: str = key("{task}", "what these domains ask. They need `{task}`, the problem's question")
     discount_factor: float = key(1.0, "factor on their reward per sampled token", gt=0, le=1)
@@ -72,8 +72,12 @@ class ActorSection(Section):  # structure: one field per key
     rollout_workers: PositiveInt = key(
         1, "asyncio processes that run rollouts. More help when the domain computes", may_change=True
     )
-    rollout_timeout_s: PositiveFloat = key(3600, "a rollout that takes longer counts as failed", may_change=True)
-    request_timeout_s: PositiveFloat = key(1800, "a request to a server that takes longer failed", may_change=True)
+    rollout_timeout_s: PositiveFloat = key(
+        3600, "a rollout that takes longer counts as failed; the answer that then grows is awaited", may_change=True
+    )
+    request_timeout_s: PositiveFloat = key(
+        1800, "a request whose answer has not grown for this long failed", may_change=True
+    )
     max_request_retries: NonNegativeInt = key(
         8,
         "repetitions of a request after a transport error. They back off, and use another server where there is one",
@@ -94,7 +98,9 @@ class ActorSection(Section):  # structure: one field per key
 class EvalSection(Section):
     """Evaluation on the test problems."""
 
-    at_start: bool = key(True, "evaluate the weights that the run begins with", may_change=True)
+    at_start: bool = key(
+        True, "evaluate the weights that the run begins with. `eval.at_end` is about the last ones", may_change=True
+    )
     at_end: bool = key(True, "evaluate the last weights", may_change=True)
     attempts: PositiveInt = key(1, "rollouts per test problem", may_change=True)
     timeout_s: PositiveFloat = key(3600, "longest time that new weights wait for a running evaluation", may_change=True)
@@ -114,7 +120,7 @@ class PreprocessSection(Section):
     overlong_buffer_tokens: NonNegativeInt = key(0, "length of the soft penalty before `max_tokens`. 0 = none")
     lag_drop: Literal["rollout", "token"] = key(
         "rollout",
-        "what `max_lag_steps` takes away. `rollout` drops one that has a too old token, `token` masks these. See "
+        "if a token exceeds `max_lag_steps`: `rollout` drops the whole rollout, `token` masks the token. See "
         "[§5](algorithms.md)",
     )
     reference_concurrency: PositiveInt = key(64, "requests at a time per reference server", may_change=True)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from pipelinerl.config.backends import Carriage
+from pipelinerl.config.backends import TransportName
 from pipelinerl.config.keys import Section, key
 
 
@@ -30,7 +30,7 @@ class VLLMSection(Section):
         "version",
         "which keys and values of a prompt's beginning are used again. `version`: those computed by the weights that "
         "sample the request's first token. `conversation`: also those of the rollout's earlier turns, across updates. "
-        "`off`: none. See [Servers](architecture.md)",
+        "`off`: none. See [What a server does](serving.md#prefix-caching)",
         may_change=True,
     )
     env: dict[str, str] = key({}, "environment variables of the servers", may_change=True)
@@ -39,7 +39,7 @@ class VLLMSection(Section):
 class WeightsSection(Section):
     """Weight updates from the trainer to the servers."""
 
-    backend: Literal["auto", Carriage, "store"] = key(
+    backend: Literal["auto", TransportName, "store"] = key(
         "auto",
         "how weights travel from one process to the next. `nccl` between GPUs, `ipc` in a world of one shared GPU, "
         "`tcp` (through host memory) on CPU and on several shared GPUs. `store`: as files in `weights.store`, for "
@@ -71,13 +71,14 @@ class WeightsSection(Section):
     )
     timeout_s: PositiveFloat = key(
         120,
-        "a server that takes longer for an update leaves service. It returns when it answers and is updated",
+        "a server that takes longer for an update leaves service, unless others held it up. It returns when it answers "
+        "and is updated",
         may_change=True,
     )
     stall_s: PositiveFloat = key(
         5,
-        "a server that has not got a byte for so long, or is so far behind, pulls the rest of an update from another "
-        "one. A server that is slower than the first by this time does not hold up the next update",
+        "a server that has not got a byte for so long pulls the rest of an update from another one. A server that is "
+        "slower than the first by this time does not hold up the next update",
         may_change=True,
     )
     probe: bool = key(
@@ -86,9 +87,10 @@ class WeightsSection(Section):
         "trainer's. A server that misses is sent the weights again, then it leaves service",
         may_change=True,
     )
-    probe_tolerance: PositiveFloat = key(
-        0.2,
+    probe_tolerance: PositiveFloat | Literal["auto"] = key(
+        "auto",
         "largest deviation in nats, over likely tokens, between a healthy server and the trainer at equal weights. "
-        "Each server's own is measured at its start, and later updates are judged by that",
+        "`auto` = 0.001 where both compute in float32, else 0.2. Each server's own is measured at its start, and later "
+        "updates are judged by that",
         may_change=True,
     )

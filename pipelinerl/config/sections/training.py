@@ -4,11 +4,12 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from pipelinerl.config.backends import ENGINE_PATTERN
 from pipelinerl.config.keys import Section, key
 from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES, names
 
 
-class RLSection(Section):  # structure: one field per key
+class RLSection(Section):
     """The objective. [algorithms.md](algorithms.md) has the formulas, the § of which the rows name.
     Files in `conf/finetune` combine them, e.g. `finetune=grpo`."""
 
@@ -17,7 +18,9 @@ class RLSection(Section):  # structure: one field per key
     advantage: str = key("loo", f"{names(ADVANTAGES)} (§1)")
     advantage_kwargs: dict[str, Any] = key({}, "keyword arguments of an advantage of yours")
     step_discount: float = key(1.0, "factor per step in returns of rollouts with `rewards=steps` (§1)", gt=0, le=1)
-    aggregation: Literal["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"] = key("sum_over_batch", "§4")
+    aggregation: Literal["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"] = key(
+        "sum_over_batch", "§4"
+    )
     proximal_every: PositiveInt | None = key(
         None,
         "steps that share one proximal policy, to which `ppo`, `gspo` and `decoupled_ppo` then take their ratio. Null "
@@ -26,6 +29,9 @@ class RLSection(Section):  # structure: one field per key
     ratio_clamp: PositiveFloat = key(5.0, "c of `reinforce`")
     epsilon_low: PositiveFloat = key(0.2, "lower clip of `ppo`, `gspo`, `decoupled_ppo`")
     epsilon_high: PositiveFloat = key(0.2, "upper clip")
+    dual_clip: PositiveFloat = key(
+        10.0, "`ppo`, `gspo`, `decoupled_ppo`: a token with A < 0 and a larger ratio has no gradient (§2)"
+    )
     token_tis: PositiveFloat | None = key(None, "correction, bounds the weight at C. Null = off")
     sequence_tis: PositiveFloat | None = key(None, "the same with the sequence's ratio")
     token_mis: PositiveFloat | None = key(None, "correction, drops tokens with ρ beyond C. Null = off")
@@ -70,7 +76,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = key(0.0, "decay of matrices")
 
 
-class FinetuneSection(Section):  # structure: one field per key
+class FinetuneSection(Section):
     """The trainer."""
 
     seq_length: PositiveInt = key(
@@ -87,14 +93,20 @@ class FinetuneSection(Section):  # structure: one field per key
         may_change=True,
     )
     train_batch_size: PositiveInt = key(
-        1, "with packing, a factor of the optimizer batch. Without packing, sequences per micro-batch"
+        1,
+        "batch size = this × `gradient_accumulation_passes` rollouts. Leave it 1 with packing. Without packing it is "
+        "the sequences per micro-batch",
     )
     gradient_accumulation_passes: PositiveInt = key(
-        256, "optimizer batch = this × `train_batch_size` rollouts over all ranks"
+        256, "batch size = this × `train_batch_size` rollouts, over all ranks"
     )
     learning_rate: PositiveFloat = key(1.0e-6, "peak learning rate")
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(
-        "cosine", "over `max_train_steps`"
+        "cosine", "over `schedule_steps`"
+    )
+    schedule_steps: PositiveInt | None = key(
+        None,
+        "optimizer steps of the learning rate's schedule, where the run ends before it. Null = `max_train_steps`",
     )
     num_warmup_steps: NonNegativeInt = key(20, "optimizer steps of linear warm-up")
     optimizer: OptimizerSection
@@ -145,8 +157,12 @@ class FinetuneSection(Section):  # structure: one field per key
         "token, layer and chosen expert in every record",
         may_change=True,
     )
-    engine: Literal["auto", "ddp", "deepspeed", "fsdp2"] = key(
-        "auto", "auto = by `use_deepspeed` and `use_fsdp`, and `ddp` for one rank", may_change=True
+    engine: str = key(
+        "auto",
+        "`ddp`, `deepspeed`, `fsdp2`, or the dotted name of a class of yours ([guide](guides/engine.md)). auto = by "
+        "`use_deepspeed` and `use_fsdp`, and `ddp` for one rank",
+        may_change=True,
+        pattern=ENGINE_PATTERN,
     )
     shard_gradients: bool = key(
         False,

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from pipelinerl.domains.sandbox import Outcome
 from pipelinerl.errors import VerifierError
-from pipelinerl.sandbox import Outcome
 
 RETRIES = 4
 FIRST_DELAY_S = 0.5

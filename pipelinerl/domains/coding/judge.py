@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipelinerl.domains.sandbox import Outcome
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict, correct, no_answer
-from pipelinerl.sandbox import Outcome
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
 LANGUAGES = ("", "python", "python3", "py")
@@ -177,4 +177,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 def close(actual: float, expected: float) -> bool:
-    return abs(actual - expected) <= TOLERANCE * max(1.0, abs(expected))
+    try:
+        return abs(actual - expected) <= TOLERANCE * max(1.0, abs(expected))
+    except OverflowError:  # a whole number beyond every float
+        return False

@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.coding.fusion import RUN_TIMEOUT_S, SandboxFusion
 from pipelinerl.domains.coding.judge import Runner, TestSuite, judge
+from pipelinerl.domains.sandbox import Sandbox
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.records.verdicts import Verdict
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox import Sandbox
 
 required_problem_keys = ("task", "tests")
 

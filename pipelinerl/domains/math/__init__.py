@@ -2,8 +2,14 @@
 
 from pipelinerl.domains.math.dataset import load_problems
 from pipelinerl.domains.math.environment import MathEnvironment
-from pipelinerl.domains.math.outcomes import RewardTable, get_reward, length_penalty, verify_answer, verify_answer_rpc
-from pipelinerl.domains.math.rollouts import generate_rollout
+from pipelinerl.domains.math.rollouts import (
+    RewardTable,
+    generate_rollout,
+    get_reward,
+    length_penalty,
+    verify_answer,
+    verify_answer_rpc,
+)
 
 generate_math_rollout = generate_rollout
 load_datasets = load_problems

@@ -1,11 +1,132 @@
-"""Loads mathematical problems with reference answers. The configuration maps the columns."""
+"""Loads mathematical problems with reference answers. The configuration maps the columns.
+
+The data sets that PipelineRL's configurations name are known: where each lies, which rows count, and its columns.
+"""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.domains.datasets import column
-from pipelinerl.domains.math.named import named_rows
+from pipelinerl.domains.datasets import column, rows_of
 from pipelinerl.errors import DomainError
+
+Row = dict[str, Any]
+ORZ = "https://raw.githubusercontent.com/Open-Reasoner-Zero/Open-Reasoner-Zero/refs/heads/main/data/orz_math_"
+SIMPLERL = (
+    "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/refs/heads/v0/train/data/"
+    "math_level3to5_data_processed_with_qwen_prompt.json"
+)
+EURUS_ENDING = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
+COMPETITION_REPEATS = 16
+"""Competitions have 30 to 43 problems. PipelineRL evaluates each 16 times, without this under `<name>_original`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedDataset:
+    """A data set behind a name."""
+
+    source: str
+    """As `pipelinerl.domains.datasets` reads it."""
+    read: Callable[[Row], Row] | None = None
+    """Row → `{"task", "answer"}`. None: the row has columns with one of the usual names."""
+    keep: Callable[[Row], bool] | None = None
+    """Which rows count. None: all."""
+    repeats: int = 1
+    """How often the problems come, one time after the other."""
+
+
+def orz(row: Row) -> Row:
+    return {"task": row["0"]["value"], "answer": row["1"]["ground_truth"]["value"]}
+
+
+def eurus(row: Row) -> Row:
+    task = row["prompt"][1]["content"].replace(EURUS_ENDING, "")
+    return {"task": task, "answer": str(row["reward_model"]["ground_truth"])}
+
+
+def is_math(row: Row) -> bool:
+    return bool(row["ability"] == "math")
+
+
+def is_verified(row: Row) -> bool:
+    """Whether math-verify agrees with one of the solutions, according to the data set's authors."""
+    return any(row.get("correctness_math_verify") or [True])
+
+
+def of_year(year: int) -> Callable[[Row], bool]:
+    return lambda row: str(year) in row["url"]
+
+
+def competition(name: str, source: str, keep: Callable[[Row], bool] | None = None) -> dict[str, NamedDataset]:
+    return {
+        name: NamedDataset(source=source, keep=keep, repeats=COMPETITION_REPEATS),
+        f"{name}_original": NamedDataset(source=source, keep=keep),
+    }
+
+
+def plain(source: str) -> NamedDataset:
+    return NamedDataset(source=source)
+
+
+NAMED: dict[str, NamedDataset] = {
+    "train": plain("agentica-org/DeepScaleR-Preview-Dataset"),
+    "test": plain("HuggingFaceH4/MATH-500@test"),
+    "math_500": plain("HuggingFaceH4/MATH-500@test"),
+    "omni_math_500": plain("reliable-agents/Omni-MATH-500@test"),
+    "math_train": plain("hendrycks/competition_math@train"),
+    "math_test": plain("hendrycks/competition_math@test"),
+    "math_simplerl_train": plain(SIMPLERL),
+    "deepscaler": plain("agentica-org/DeepScaleR-Preview-Dataset"),
+    "deepscaler_preview": plain("agentica-org/DeepScaleR-Preview-Dataset"),
+    "nemotron_cascade_math": plain("nvidia/Nemotron-Cascade-RL-Math"),
+    "limo": plain("GAIR/LIMO"),
+    "gpqa_main": plain("hendrydong/gpqa_main@test"),
+    "gpqa_diamond": plain("hendrydong/gpqa_diamond@test"),
+    "gsm8k_train": plain("openai/gsm8k:main@train"),
+    "gsm8k_test": plain("openai/gsm8k:main@test"),
+    "open_r1_math_220k": NamedDataset(source="open-r1/OpenR1-Math-220k@default", keep=is_verified),
+    "open_reasoner_zero_57k": NamedDataset(source=f"{ORZ}57k_collected.json", read=orz),
+    "open_reasoner_zero_extended_72k": NamedDataset(source=f"{ORZ}72k_collection_extended.json", read=orz),
+    "open_reasoner_zero_hard_13k": NamedDataset(source=f"{ORZ}13k_collection_hard.json", read=orz),
+    "eurus_train": NamedDataset(source="PRIME-RL/Eurus-2-RL-Data@train", read=eurus, keep=is_math),
+    "eurus_validation": NamedDataset(source="PRIME-RL/Eurus-2-RL-Data@validation", read=eurus, keep=is_math),
+    **competition("aime_2025", "MathArena/aime_2025"),
+    **{
+        name: entry
+        for year in (2022, 2023, 2024)
+        for name, entry in competition(f"aime_{year}", "AI-MO/aimo-validation-aime", of_year(year)).items()
+    },
+    **{
+        name: entry
+        for year in (2022, 2023)
+        for name, entry in competition(f"amc_{year}", "AI-MO/aimo-validation-amc", of_year(year)).items()
+    },
+}
+"""`train` and `test` are the project's own names."""
+
+
+def named_rows(name: str, streaming: bool) -> Iterator[Row]:
+    """Yields the rows of a data set that is named here, or of any other that `rows_of` reads.
+
+    Raises:
+        DomainError: as `rows_of`, or a row of a named data set lacks a column that it was published with.
+    """
+    entry = NAMED.get(name)
+    if entry is None:
+        yield from rows_of(name, streaming)
+        return
+    for _ in range(entry.repeats):
+        for index, row in enumerate(rows_of(entry.source, streaming)):
+            try:
+                if entry.keep is None or entry.keep(row):
+                    yield row if entry.read is None else entry.read(row)
+            except (KeyError, IndexError, TypeError) as error:
+                raise DomainError(
+                    f"dataset {name!r} ({entry.source}): row {index} is not as it was published: "
+                    f"{type(error).__name__}: {error}, its columns are {sorted(row)}"
+                ) from error
+
 
 GSM8K_ANSWER = re.compile(r"####\s*(.+?)\s*$")
 
@@ -19,7 +140,7 @@ def load_problems(
     """Loads problems ``{"dataset", "task", "answer", "id"}`` of all data sets, in order.
 
     Args:
-        dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``pipelinerl.domains.math.named``: `train` is
+        dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``pipelinerl.domains.math.dataset``: `train` is
             DeepScaleR's data set, `test` is MATH-500, `aime_2024` is what PipelineRL calls so.
         columns: field → column, e.g. ``{"task": "problem", "answer": "solution"}``. By default the first that exists:
             ``task``, ``question`` or ``problem``, and ``answer`` or ``solution``.

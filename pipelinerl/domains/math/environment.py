@@ -23,7 +23,9 @@ class MathEnvironment:
         """Serves until the process is told to stop. An address beyond this machine needs the run's secret."""
         import uvicorn
 
-        create_app = import_module("pipelinerl.verifier.app").create_app  # by name: the verifier imports this folder
+        create_app = import_module(
+            "pipelinerl.domains.verifier.app"
+        ).create_app  # by name: the verifier imports this folder
         workers, timeout_s, memory_mb, max_body_kb = self._limits
         app = create_app(
             workers=workers,

@@ -1,17 +1,21 @@
-"""Judges mathematical answers with math-verify, which finds, parses and compares them.
+"""Judges mathematical answers: parses answer and reference, and compares what they mean.
 
-A check may run forever or take all memory (``10^{10^{10}}``). Call it only in a process with limits, as the verifier
-does. math-verify's own alarm-based timeouts are off, because the worker's limits replace them.
+``latex`` parses, ``equality`` compares. math-verify finds the answer in an output without a box, compares where the
+grammar does not cover the reference, and evaluates operators where the options allow them.
+
+A check may need much time or memory there. Call it only in a process with limits, as the verifier does. math-verify's
+own alarm-based timeouts are off, because the worker's limits replace them.
 """
 
 import functools
 import logging
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-from pipelinerl.domains.math.single_value import number_objection, objection
+from pipelinerl.domains.math import latex, units
+from pipelinerl.domains.math.equality import Refusal, same
+from pipelinerl.domains.math.values import TooLargeError
 from pipelinerl.records.verdicts import Verdict, correct, error, no_answer, unparsable, wrong
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -19,16 +23,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_ANSWER_CHARS = 1000
 MAX_TEXT_CHARS = 4000
 """If an output has no box, its last characters, up to this many, are searched for an answer."""
-NUMBER = re.compile(
-    r"(?P<sign>-?)(?:(?P<decimal>[0-9]{1,12}(?:\.[0-9]{1,12})?)"
-    r"|\\[dt]?frac\{(?P<top>[0-9]{1,9})\}\{(?P<bottom>[0-9]{1,9})\}|(?P<over>[0-9]{1,9})/(?P<under>[0-9]{1,9}))",
-    re.ASCII,
-)
-GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?: |~|\\[,;: ])[0-9]{3})+(?![0-9])")
-"""Numbers with spaces between thousands. math-verify would read only the last group."""
-CLEARLY_DIFFERENT = Fraction(1, 1000)
-"""Numbers closer than this are left to math-verify, which rounds to six digits."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
+WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +55,16 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def part_to_judge(prediction: str) -> str:
+    """Returns what ``judge`` reads of an output: its last box, or the end of an output that has none."""
+    if "\\boxed" not in prediction:
+        return prediction[-MAX_TEXT_CHARS:]
+    answer = last_boxed(prediction)
+    if answer is None:
+        return "\\boxed{"
+    return f"\\boxed{{{answer if len(answer) <= MAX_ANSWER_CHARS else '?' * (MAX_ANSWER_CHARS + 1)}}}"
+
+
 def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     r"""Judges a whole output.
 
@@ -68,9 +74,9 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
         options:
             ``answer_format``: ``boxed`` accepts only ``\boxed{}``. With ``any`` (default), math-verify searches an
             output without a box.
-            ``strict`` (default true): variable names and the kind of bracket matter, as defined by math-verify.
-            ``operators`` (default ``refuse``): ``allow`` accepts operators that the answer leaves unevaluated
-            (``\gcd``, ``\sum``) if the reference is a number.
+            ``strict`` (default true): the kind of bracket and the name before an equals sign matter.
+            ``operators`` (default ``refuse``): ``allow`` accepts what the answer leaves to be computed (``\gcd``,
+            ``\sum``, ``40 + 2``) if the reference is a number.
     """
     answer_format = options.get("answer_format", "any")
     if answer_format not in ("boxed", "any"):
@@ -81,113 +87,106 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     reference = reference_text(str(gold))
     answer = last_boxed(prediction)
     if answer is None:
-        return no_answer("no \\boxed{}") if answer_format == "boxed" else judge_plain(prediction, reference, rules)
+        if answer_format == "boxed":
+            return no_answer("no \\boxed{}")
+        answer = answer_in_prose(prediction[-MAX_TEXT_CHARS:].strip())
+        if answer is None:
+            return no_answer("nothing that looks like an answer")
     if not answer:
         return no_answer("an empty \\boxed{}")
     if len(answer) > MAX_ANSWER_CHARS:
         return unparsable(f"an answer of more than {MAX_ANSWER_CHARS} characters")
-    return judge_texts(f"\\boxed{{{answer}}}", reference, rules)
+    try:
+        return compare(answer, reference, rules)
+    except RecursionError:
+        return unparsable("nested too deeply")
 
 
-def judge_plain(prediction: str, reference: str, rules: Rules) -> Verdict:
-    text = prediction[-MAX_TEXT_CHARS:].strip()
-    if not text:
-        return no_answer("an empty output")
-    return judge_texts(text, reference, rules)
+def answer_in_prose(text: str) -> str | None:
+    """Returns what math-verify takes for the answer in a text without a box."""
+    found = [item for item in parse_with_library(text) if isinstance(item, str)] if text else []
+    return found[-1] if found else None
 
 
 def reference_text(gold: str) -> str:
-    """Puts the reference inside a LaTeX environment, as math-verify requires."""
-    return gold if LATEX.search(gold) else f"\\boxed{{{gold.strip()}}}"
+    """Returns the reference without its LaTeX environment."""
+    if not LATEX.search(gold):
+        return gold.strip()
+    return last_boxed(gold) or answer_in_prose(gold) or gold.strip()
 
 
-def judge_texts(answer: str, reference: str, rules: Rules) -> Verdict:
-    """Compares two texts that math-verify can parse."""
-    answer, reference = (
-        GROUPED.sub(lambda number: re.sub("[^0-9]", "", number[0]), text) for text in (answer, reference)
-    )
-    quick = compare_numbers(answer, reference)
-    if quick is not None:
-        return correct() if quick else wrong("another number")
-    from math_verify import verify
-
-    parsed_reference = parse_text(reference)
-    if not parsed_reference:
-        return error(f"math: the reference {reference[:100]!r} cannot be parsed")
-    parsed_answer = parse_text(answer)
-    if not parsed_answer:
-        return no_answer("nothing that looks like an answer")
-    if verify(list(parsed_reference), list(parsed_answer), strict=rules.strict, timeout_seconds=None):
-        reason = _objection(answer, reference, rules)
-        return correct() if reason is None else wrong(reason)
-    return unparsable("only text") if all(isinstance(item, str) for item in parsed_answer) else wrong()
-
-
-def _objection(answer: str, reference: str, rules: Rules) -> str | None:
-    """Returns why an answer that math-verify accepts is not the single value of the reference. None if it is."""
-    from sympy import Expr
-
-    value = next(iter(parse_text(reference)), None)
-    if not isinstance(value, Expr):
-        return None  # sets, intervals, equations and texts may join several values
-    answer, reference = _inside(answer), _inside(reference)
-    if answer == reference:
-        return None
-    found = number_objection(answer, reference) if value.is_number else None
-    return found or objection(
-        answer, reference, functools.partial(_equal, strict=rules.strict), operators=rules.operators
-    )
+def compare(answer: str, reference: str, rules: Rules) -> Verdict:
+    """Compares an answer with a reference, both without an environment."""
+    words = words_of(reference)
+    if answer == reference or (words is not None and words_of(answer) == words):
+        return correct()
+    refusal = unparsable("no answer of the grammar")
+    for bare_units in (True, False):
+        try:
+            wanted = parse(reference, bare_units)
+        except latex.NotParsedError:
+            return compare_with_library(answer, reference, rules)
+        try:
+            same(parse(answer, bare_units), wanted, strict=rules.strict, operators=rules.operators)
+        except latex.NotParsedError as reason:
+            refusal = unparsable(str(reason))
+        except TooLargeError as reason:
+            return unparsable(str(reason))
+        except Refusal as reason:
+            refusal = wrong(str(reason))
+        else:
+            return correct()
+    other_names = not rules.strict and refusal.status == "wrong"  # of variables: the library takes them for the same
+    asks_library = other_names or (rules.operators and _leaves_undone(answer))
+    return compare_with_library(answer, reference, rules) if asks_library else refusal
 
 
-def _inside(text: str) -> str:
-    """Returns the part of a text to compare: the content of its last box, or the answer that math-verify finds."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    found = [item for item in parse_text(text) if isinstance(item, str)]
-    return found[-1] if found else text
+def _leaves_undone(answer: str) -> bool:
+    return bool(re.search(rf"\\(?:{'|'.join(latex.UNDONE)}|[bp]?mod|[lr]floor|[lr]ceil)(?![A-Za-z])", answer))
 
 
-def _equal(left: str, right: str, *, strict: bool) -> bool:
-    from math_verify import verify
+def words_of(text: str) -> str | None:
+    """Returns the words of a text without markup, in small letters. A single letter, such as a choice, stays as it is.
 
-    sides = [list(parse_text(f"\\boxed{{{side}}}")) for side in (left, right)]
-    return bool(sides[0] and sides[1]) and verify(*sides, strict=strict, timeout_seconds=None)
-
-
-def compare_numbers(answer: str, reference: str) -> bool | None:
-    """Whether two boxed plain numbers are equal. None if one is not a plain number, or if they are close to each other.
-
-    math-verify gives the same result (a test compares both) but is a hundred times slower.
+    None for a text that is more than words.
     """
-    left, right = plain_number(answer), plain_number(reference)
-    if left is None or right is None:
+    bare = re.sub(r"\s+", " ", WRAPPER.sub(" ", text)).strip(" .")
+    if re.fullmatch(r"\( ?[A-Za-z' -]+ ?\)", bare):
+        bare = bare[1:-1].strip()
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9' :-]*", bare) or re.search(r"[\^_]", text):
         return None
-    if left == right:
-        return True
-    return False if abs(left - right) > CLEARLY_DIFFERENT * max(Fraction(1), abs(right)) else None
-
-
-def plain_number(text: str) -> Fraction | None:
-    r"""Returns the value of a boxed integer, decimal or simple fraction. None for any other text."""
-    match = NUMBER.fullmatch(text.removeprefix("\\boxed{").removesuffix("}")) if text.startswith("\\boxed{") else None
-    if match is None:
-        return None
-    top, bottom = match["decimal"] or match["top"] or match["over"], match["bottom"] or match["under"] or "1"
-    return None if int(bottom) == 0 else Fraction(match["sign"] + top) / int(bottom)
+    return bare.lower() if len(bare) > 1 and not re.search(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", bare) else bare
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_text(text: str) -> tuple[Any, ...]:
-    """Returns math-verify's candidates. Cached, because a group's attempts share the reference and often the answer."""
-    from math_verify import parse
+def parse(text: str, bare_units: bool) -> latex.Statement:
+    """Parses a text. Cached, because a group's attempts share the reference and often the answer."""
+    return latex.parse(text, bare_units=bare_units)
 
-    return tuple(parse(text, parsing_timeout=None))
+
+def compare_with_library(answer: str, reference: str, rules: Rules) -> Verdict:
+    from math_verify import verify
+
+    sides = [list(parse_with_library(f"\\boxed{{{side}}}")) for side in (reference, answer)]
+    if not sides[0]:
+        return error(f"math: the reference {reference[:100]!r} cannot be parsed")
+    if not sides[1]:
+        return unparsable("nothing that looks like an answer")
+    return correct() if verify(*sides, strict=rules.strict, timeout_seconds=None) else wrong()
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_with_library(text: str) -> tuple[Any, ...]:
+    from math_verify import parse as parse_text
+
+    return tuple(parse_text(text, parsing_timeout=None))
 
 
 def warm_up() -> None:
-    """Imports the libraries and fills the parser's tables, so that every worker forked later has them."""
-    samples = ("42", "\\frac{1}{2}", "x^2+1", "[1,2)", "\\{1,2\\}", "x=3", "\\sqrt{2}", "1.5", "50\\%")
+    """Imports the libraries and fills the parsers' tables, so that every worker forked later has them."""
+    units.registry()
+    samples = ("42", "\\frac{1}{2}", "x^2+1", "[1,2)", "\\{1,2\\}", "x=3", "\\sqrt{2}", "5\\text{ cm}", "50\\%")
     for sample in samples:
-        judge(f"\\boxed{{{sample}}}", sample + " ", {})
         judge(f"\\boxed{{{sample}}}", "7/3", {})
+        judge(f"\\boxed{{{sample}}}", "5\\text{ km}", {})
+        parse_with_library(f"\\boxed{{{sample}}}")

@@ -7,18 +7,16 @@ domains by weight.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import DomainError
 
 LOADERS = {
     "math": "pipelinerl.domains.math.load_problems",
-    "guessing": "pipelinerl.domains.guessing.load_problems",
-    "counting": "pipelinerl.domains.counting.load_problems",
-    "coding": "pipelinerl.domains.coding.load_problems",
-    "livecodebench": "pipelinerl.domains.coding.load_problems",
+    "guessing": "pipelinerl.domains.pipelinerl_games.guessing.load_problems",
+    "counting": "pipelinerl.domains.pipelinerl_games.counting.load_problems",
 }
-"""PipelineRL's domains whose data sets the project loads."""
+"""PipelineRL's domains whose data sets are the same here."""
 SUBSETS = ("train", "test", "all")
 
 

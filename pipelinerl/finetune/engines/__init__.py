@@ -6,11 +6,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipelinerl.config.engine import engine_class, traits_of
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import Engine, NonFiniteGradientError
-from pipelinerl.finetune.meeting import open_rendezvous
 from pipelinerl.finetune.model import Policy
+from pipelinerl.finetune.rendezvous import open_rendezvous
 
 __all__ = ["Engine", "NonFiniteGradientError", "build_engine", "join_ranks", "read_ranks"]
 
@@ -34,13 +35,13 @@ def read_ranks(accelerator: str) -> tuple[int, int, torch.device]:
 
 
 def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Join the process group that engine ``name`` needs. Only a single rank with `ddp` needs none.
+    """Join the process group that engine ``name`` needs. A single rank may need none.
 
     Args:
         timeout_s: how long a rank waits for the others in one collective. The others wait while rank 0 alone waits for
             the servers or writes checkpoints, and NCCL's default of 10 minutes may be too short for that.
     """
-    if (world_size > 1 or name != "ddp") and not dist.is_initialized():
+    if (world_size > 1 or traits_of(name).always_in_a_group) and not dist.is_initialized():
         rank = int(os.environ.get("RANK", "0"))
         _stores.append(open_rendezvous(rank, world_size, timeout_s))
         dist.init_process_group(
@@ -53,21 +54,18 @@ def join_ranks(name: str, world_size: int, device: torch.device, timeout_s: floa
 
 
 def build_engine(name: str, policy: Policy, cfg: Config, device: torch.device) -> Engine:
-    """Make the engine ``name`` (`ddp`, `deepspeed` or `fsdp2`) for ``policy``.
+    """Make the engine with this short or dotted name for ``policy``.
 
     Raises:
-        ConfigError: ``name`` is none of them.
+        ConfigError: ``name`` is no engine, or one that takes itself for another rank than this process is.
     """
-    if name == "ddp":
-        from pipelinerl.finetune.engines.replicated import ReplicatedEngine
-
-        return ReplicatedEngine(policy, cfg.finetune, device)
-    if name == "fsdp2":
-        from pipelinerl.finetune.engines.sharded import ShardedEngine
-
-        return ShardedEngine(policy, cfg.finetune, device)
-    if name == "deepspeed":
-        from pipelinerl.finetune.engines.zero import ZeroEngine
-
-        return ZeroEngine(policy, cfg, device)
-    raise ConfigError(f"finetune.engine is {name!r}: use ddp, deepspeed or fsdp2")
+    engine: Engine = engine_class(name)(policy, cfg, device)
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = (getattr(engine, "rank", None), getattr(engine, "world_size", None))
+    if own != ranks:  # it would not sum the gradients of all ranks
+        raise ConfigError(
+            f"`finetune.engine` is {name}, which says that it is rank {own[0]} of {own[1]}, but this process is rank "
+            f"{ranks[0]} of {ranks[1]}: let it take both from torch.distributed and sum gradients over ranks, or say "
+            "in its traits on how many ranks it trains (max_ranks)"
+        )
+    return engine

@@ -10,17 +10,18 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.config.engine import EngineTraits
+from pipelinerl.config.sections import Config, FinetuneSection
 from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.meeting import gather_objects
 from pipelinerl.finetune.model import Policy, PolicyOutput, Tokens
 from pipelinerl.finetune.pieces import Piece
+from pipelinerl.finetune.rendezvous import gather_objects
 from pipelinerl.finetune.rl.objective import LossSettings
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
@@ -31,12 +32,24 @@ class NonFiniteGradientError(RecordError):
 
 
 class Engine(ABC):
-    """Trains one policy on this rank."""
+    """Trains one policy on this rank.
 
+    Args:
+        policy: on the meta device where the model's file is read shard by shard, else with its values.
+        cfg: the run's configuration.
+        device: of this rank.
+    """
+
+    traits: ClassVar[EngineTraits] = EngineTraits()
+    """What the launcher, the plan and the checks must know of the engine before it is built."""
     policy: Policy
     rank: int
     world_size: int
+    """Ranks whose gradients it sums. An engine that does not take it from torch.distributed declares `max_ranks`."""
     device: torch.device
+
+    @abstractmethod
+    def __init__(self, policy: Policy, cfg: Config, device: torch.device): ...
 
     @abstractmethod
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:

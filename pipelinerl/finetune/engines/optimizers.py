@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.engine import ADAMW
-from pipelinerl.config.load import resolve_function
 from pipelinerl.config.sections import FinetuneSection
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.engines.base import adamw, create_moments, parameter_groups

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.config.engine import TRAITS
+from pipelinerl.config.sections import Config
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.stepping import SteppingEngine
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, materialise
@@ -22,7 +23,10 @@ BUCKET_BYTES = 64 * 2**20
 class ReplicatedEngine(SteppingEngine):
     """`finetune.engine: ddp`."""
 
-    def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
+    traits = TRAITS["ddp"]
+
+    def __init__(self, policy: Policy, cfg: Config, device: torch.device):
+        finetune = cfg.finetune
         materialise(policy, device)
         self.policy = policy
         self.device = device

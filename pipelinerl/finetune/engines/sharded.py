@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.config.sections import FinetuneSection
+from pipelinerl.config.engine import TRAITS
+from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.optimizers import state_tensors
@@ -29,7 +30,10 @@ from pipelinerl.finetune.rl.objective import LossSettings
 class ShardedEngine(SteppingEngine):
     """`finetune.engine: fsdp2`."""
 
-    def __init__(self, policy: Policy, finetune: FinetuneSection, device: torch.device):
+    traits = TRAITS["fsdp2"]
+
+    def __init__(self, policy: Policy, cfg: Config, device: torch.device):
+        finetune = cfg.finetune
         empty = is_empty(policy)
         self.policy = policy if empty else policy.to(device)
         self.device = device

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelinerl.config.engine import deepspeed_file
+from pipelinerl.config.engine import TRAITS, deepspeed_file
 from pipelinerl.config.sections import Config
 from pipelinerl.finetune.data import Batch
 from pipelinerl.finetune.engines.base import (
@@ -29,7 +29,7 @@ from pipelinerl.finetune.engines.base import (
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, decoder_layers, is_empty, materialise
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
-from pipelinerl.host.heap import return_freed_heap
+from pipelinerl.world.process import return_freed_heap
 
 UNCLIPPED = 1e12
 """Threshold that clips nothing. DeepSpeed computes the gradient norm only when it clips."""
@@ -53,6 +53,8 @@ def deepspeed_settings(cfg: Config, path: Path) -> dict[str, Any]:
 
 class ZeroEngine(Engine):
     """`finetune.engine: deepspeed`."""
+
+    traits = TRAITS["deepspeed"]
 
     def __init__(self, policy: Policy, cfg: Config, device: torch.device):
         self.device = device
@@ -113,11 +115,11 @@ class ZeroEngine(Engine):
     def _piece(self, parameter: Any, key: str | None) -> Piece | None:
         """This rank's range of the master weights (``key`` None) or of moment ``key``. None if it has no range."""
         if self.stage == 3:
-            shard = parameter._z3_optimizer.get_local_fp32_param(parameter, key)
+            shard = parameter._z3_optimizer.get_local_fp32_param(parameter, key)  # noqa: SLF001 — no public access
             start, whole = self.rank * len(shard), parameter.ds_numel
             length = min(len(shard), whole - start)  # the last shards are padded
             return Piece(shard.detach()[:length], start, whole) if length > 0 else None
-        mapping = parameter._hp_mapping
+        mapping = parameter._hp_mapping  # noqa: SLF001 — where its master weights are
         if mapping is None:
             return None
         return Piece(mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start, parameter.numel())
@@ -135,7 +137,7 @@ class ZeroEngine(Engine):
             moments = {key: torch.zeros_like(flat) for key in OPTIMIZER_STATES}
             zero.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         if self.stage != 3:
-            zero._lazy_init_hp_params_optimizer_state()
+            zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001 — before the first step
 
     def _refresh_working_copy(self) -> None:
         """Copy the loaded float32 weights into the parameters that the forward pass uses."""
@@ -143,9 +145,9 @@ class ZeroEngine(Engine):
         if self.stage != 3:
             zero.update_lp_params()
             return
-        zero._partition_all_parameters()
+        zero._partition_all_parameters()  # noqa: SLF001 — refreshes the working copy after a load
         for group in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(group)
+            zero._reassign_or_swap_out_partitioned_parameters(group)  # noqa: SLF001 — refreshes the working copy after a load
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 

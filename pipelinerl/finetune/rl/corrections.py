@@ -60,8 +60,14 @@ class Corrected(NamedTuple):
     """bool: whether the token is truncated or masked."""
 
 
-def corrected(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections) -> Corrected:
-    """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within ``inputs.group``."""
+def corrected(
+    log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections, largest: float | None = None
+) -> Corrected:
+    """Apply ``corrections`` to the log-ratios of a micro-batch. Collective within ``inputs.group``.
+
+    Args:
+        largest: bound of a weight that no correction bounds. None: it has no bound.
+    """
     log_ratio_K = log_ratio_K.detach()
     kept_K = torch.ones_like(log_ratio_K, dtype=torch.bool)
     whole_K = log_ratio_K
@@ -75,7 +81,10 @@ def corrected(log_ratio_K: Tensor, inputs: TokenInputs, corrections: Corrections
         below_K = log_ratio_K < math.log(corrections.veto)
         kept_K &= (segment_sum(below_K.to(log_ratio_K.dtype), inputs) == 0)[inputs.segments_K]
     counted_K = whole_K if corrections.weighs_sequences else log_ratio_K
-    bound = LARGEST_EXPONENT if corrections.truncation is None else math.log(corrections.truncation)
+    bound = corrections.truncation
+    if bound is None and not corrections.mask_bounds_weight:
+        bound = largest
+    bound = LARGEST_EXPONENT if bound is None else min(math.log(bound), LARGEST_EXPONENT)
     mask_K = kept_K.to(log_ratio_K.dtype)
     weight_K = counted_K.clamp(max=bound).exp() * mask_K
     return Corrected(weight_K, mask_K, ~kept_K | (counted_K > bound))

@@ -12,7 +12,7 @@ autocast narrows them: servers get the rounded weights. The products are summed 
 Shapes: K trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -81,12 +81,20 @@ class _HeadOptions:
     logit_map: LogitMap
     narrow: torch.dtype | None
     """Half-precision dtype to which states and weight are rounded. None: they are multiplied as they are."""
+    on_chunk: Callable[[], object]
+    """Called for every chunk."""
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""
 
 
 class OutputHead(nn.Linear):
     """Replacement for a causal LM's ``lm_head`` that computes plain products, or the loss without all logits."""
 
     logit_map = LogitMap()
+    on_chunk: Callable[[], object] = staticmethod(_ignore)
+    """Called for every chunk of tokens that the head computes."""
 
     @classmethod
     def wrap(cls, linear: nn.Linear, logit_map: LogitMap | None = None) -> "OutputHead":
@@ -99,6 +107,10 @@ class OutputHead(nn.Linear):
         head.in_features, head.out_features = linear.in_features, linear.out_features
         head.weight, head.bias = linear.weight, linear.bias
         return head
+
+    def report_chunks(self, report: Callable[[], object]) -> None:
+        """Call ``report`` for every chunk from now on."""
+        self.on_chunk = report
 
     def forward(self, input: Tensor, *loss_arguments: Any) -> Any:
         """``forward(hidden)`` returns products, ``forward(hidden_KH, targets_K, options)`` returns a ``HeadOutput``."""
@@ -140,7 +152,7 @@ def head_loss(
     return head(
         hidden_KH,
         targets_K,
-        _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight)),
+        _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight), head.on_chunk),
     )
 
 
@@ -148,7 +160,7 @@ def head_logprobs(
     head: OutputHead, hidden_KH: Tensor, targets_K: Tensor, *, temperature: float, chunk: int, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities [K], entropies [K]) without a graph. Arguments as in ``head_loss``."""
-    options = _HeadOptions(None, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight))
+    options = _HeadOptions(None, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight), head.on_chunk)
     return head(hidden_KH, targets_K, options)[1:]
 
 
@@ -175,7 +187,7 @@ class _Operands:
         self.dtype = _compute_dtype(hidden_KH)
         self.direct = narrow is not None and weight_VH.is_cuda
         self.fp32 = fp32
-        self.logit_map = options.logit_map
+        self.logit_map, self._on_chunk = options.logit_map, options.on_chunk
         if narrow is not None:
             hidden_KH, weight_VH = hidden_KH.to(narrow), weight_VH.to(narrow)
         if not self.direct and (fp32 or narrow is None):
@@ -184,6 +196,7 @@ class _Operands:
         self.hidden_KH, self.weight_VH, self.bias_V = hidden_KH, weight_VH, bias_V
 
     def logits(self, rows: slice) -> Tensor:
+        self._on_chunk()
         hidden_CH = self.hidden_KH[rows]
         if self.direct and self.fp32:
             logits_CV = torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32)

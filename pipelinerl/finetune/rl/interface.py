@@ -18,6 +18,9 @@ from torch import Tensor
 from pipelinerl.finetune.rl.corrections import Corrected, Corrections, corrected
 from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, segment_sum
 
+LARGEST_PROXIMAL_WEIGHT = 100.0
+"""Bound of π_prox/μ where no correction bounds it. A loss multiplies by this ratio outside of its clip."""
+
 
 class TokenLoss(NamedTuple):
     """Result of a policy loss."""
@@ -36,7 +39,7 @@ class PolicyTokens:
         self._logprobs_K = logprobs_K.detach()
         self.has_proximal = proximal
         """Whether ``ratio`` is taken to a proximal policy instead of the sampler."""
-        self.read_weights = self.read_masks = False
+        self.read_weights = self.read_masks = self.read_outer = False
 
     @property
     def advantages_K(self) -> Tensor:
@@ -54,7 +57,10 @@ class PolicyTokens:
 
     @property
     def weight_K(self) -> Tensor:
-        """π/μ, or π_prox/μ with a proximal policy, corrected: the factor of −A·log π in a policy gradient."""
+        """π/μ, or π_prox/μ with a proximal policy, corrected: the factor of −A·log π in a policy gradient.
+
+        π_prox/μ is at most ``LARGEST_PROXIMAL_WEIGHT`` if no correction has another bound. π/μ is then unbounded.
+        """
         self.read_weights = True
         return self._corrected.weight_K
 
@@ -67,6 +73,7 @@ class PolicyTokens:
     @property
     def outer_weight_K(self) -> Tensor:
         """Factor of a loss in ``ratio``: the corrected π_prox/μ, or the mask alone if ``ratio`` is π/μ itself."""
+        self.read_outer = True
         return self.weight_K if self.has_proximal else self.mask_K
 
     @property
@@ -96,7 +103,8 @@ class PolicyTokens:
     @cached_property
     def _corrected(self) -> Corrected:
         base_K = self._proximal_logprobs_K if self.has_proximal else self._logprobs_K
-        return corrected(base_K - self.sampler_logprobs_K, self._inputs, self._corrections)
+        largest = LARGEST_PROXIMAL_WEIGHT if self.has_proximal else None
+        return corrected(base_K - self.sampler_logprobs_K, self._inputs, self._corrections, largest)
 
 
 PolicyLoss = Callable[..., TokenLoss | Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
@@ -24,7 +24,7 @@ from pipelinerl.finetune.rl.tokens import TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings:  # structure: one field per key
+class LossSettings:
     """The settings of ``finetune.rl`` that determine the loss of one optimizer step."""
 
     policy_loss: str = "reinforce"
@@ -35,6 +35,7 @@ class LossSettings:  # structure: one field per key
     ratio_clamp: float = 5.0
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
+    dual_clip: float = 10.0
     token_tis: float | None = None
     sequence_tis: float | None = None
     token_mis: float | None = None
@@ -107,15 +108,21 @@ def policy_term(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings)
 def _refuse_unused_corrections(settings: LossSettings, tokens: PolicyTokens) -> None:
     if settings.corrections.truncation is not None and not tokens.read_weights:
         name = "token_tis" if settings.token_tis is not None else "sequence_tis"
+        given = f"`finetune.rl.{name}`={getattr(settings, name)} bounds the weight π/μ"
+        if tokens.read_outer:
+            raise ConfigError(
+                f"{given}, but `finetune.rl.policy_loss` {settings.policy_loss} already holds that ratio in its clip "
+                "and would count it twice: remove it, use a mask (token_mis, sequence_mis, veto), or set "
+                "finetune.rl.proximal_every"
+            )
         raise ConfigError(
-            f"`finetune.rl.{name}` bounds the weight π/μ, but `finetune.rl.policy_loss` {settings.policy_loss} already "
-            "holds that ratio in its clip and would count it twice: remove it, use a mask (token_mis, sequence_mis, "
-            "veto), or set finetune.rl.proximal_every"
+            f"{given}, which `finetune.rl.policy_loss` {settings.policy_loss} does not read: it would have no effect; "
+            "remove it, or let the loss multiply by tokens.weight_K"
         )
     if settings.corrections.masks and not (tokens.read_weights or tokens.read_masks):
         raise ConfigError(
             f"`finetune.rl.policy_loss` {settings.policy_loss} reads neither weight_K nor mask_K: token_mis, "
-            "sequence_mis and veto would have no effect; remove them or multiply by tokens.mask_K"
+            "sequence_mis and veto would have no effect; remove them, or let the loss multiply by tokens.mask_K"
         )
 
 

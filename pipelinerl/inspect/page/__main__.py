@@ -16,9 +16,8 @@ from pathlib import Path
 
 from pipelinerl.config.paths import REPORT_FILE
 from pipelinerl.errors import told_in_one_line
-from pipelinerl.inspect.arguments import command_parser
-from pipelinerl.inspect.page.build import write_page
-from pipelinerl.inspect.page.serve import LOOPBACK, LiveRuns, make_server
+from pipelinerl.inspect.page.build import LOOPBACK, LiveRuns, make_server, write_page
+from pipelinerl.inspect.reading import command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipelinerl.archive import chosen
 from pipelinerl.inspect.decode import BROKEN, TokenText, problem_fields, show_images
 from pipelinerl.inspect.samples import SeenRollout
+from pipelinerl.observability.archive import chosen
 from pipelinerl.records import ScoredSequence, TrainingSequence
 
 PER_STEP = 16
@@ -34,7 +34,7 @@ class Candidates:
         self._by_step: dict[int | None, list[SeenRollout]] = defaultdict(list)
         self.seen = 0
 
-    def take(self, rollouts: Iterable[SeenRollout]) -> None:
+    def add(self, rollouts: Iterable[SeenRollout]) -> None:
         for rollout in rollouts:
             self.seen += 1
             own = self._by_step[rollout.dispatched_version if rollout.is_test else rollout.step]
@@ -98,7 +98,7 @@ def as_data(seen: SeenRollout, text: TokenText) -> dict[str, Any]:
         "group": seen.group_id,
         "domain": seen.domain,
         "dataset": seen.dataset,
-        "fate": seen.fate,
+        "outcome": seen.outcome,
         "step": seen.dispatched_version if seen.is_test else seen.step,
         "reward": round(seen.rollout.reward, 4),
         "success": seen.success,

@@ -1,14 +1,18 @@
 """Builds one HTML file from run folders. Data, style and program are inlined, and the page loads no other file.
 
-The data is gzip in base64, which all current browsers can unpack.
+The data is gzip in base64, which all current browsers can unpack. The page of running runs is served on loopback, and
+the browser asks for new data every few seconds. One request at a time reads the runs, and its data is reused for
+`FRESH_S`, so that several tabs need one reading.
 """
 
 import base64
 import gzip
 import html
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,16 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.host.disk import replace_file
 from pipelinerl.inspect.alarms import History, alarms
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.ending import ending_alarms, read_ending
-from pipelinerl.inspect.outside import look_into
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
 from pipelinerl.inspect.page.data import RunSource, read_source, run_data
+from pipelinerl.inspect.progress import blocked_places
+from pipelinerl.inspect.reading import look_into
 from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
+from pipelinerl.observability.status import read_statuses
+from pipelinerl.world.disk import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +54,8 @@ def collect(run_dir: Path, max_bytes: int = MAX_ROLLOUT_BYTES) -> dict[str, Any]
         text = text_or_numbers(run_dir, log_missing_text)
         training, tests = Candidates(), Candidates()
         replicas = source.cfg.world.replicas
-        training.take(read_training(run_dir, replicas=replicas))
-        tests.take(read_tests(run_dir, replicas=replicas))
+        training.add(read_training(run_dir, replicas=replicas))
+        tests.add(read_tests(run_dir, replicas=replicas))
     chosen = within(training.in_turn(), text, max_bytes * 4 // 5)
     evaluated = within(tests.in_turn(), text, max_bytes // 5)
     ending = read_ending(run_dir)
@@ -69,6 +75,7 @@ def history_of(source: RunSource, unreadable_tokens: float | None = None) -> His
         preprocessor=source.preprocessor,
         messages=source.records.trainer,
         steps_per_update=max(source.cfg.finetune.weight_update_interval, source.cfg.steps_per_phase),
+        blocked_at=blocked_places(read_statuses(source.run_dir)),
         unreadable_share=unreadable_tokens,
     )
 
@@ -120,3 +127,53 @@ def _fill(runs: Sequence[dict[str, Any]], live: bool) -> bytes:
 
 def part(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+FRESH_S = 2.0
+LOOPBACK = "127.0.0.1"
+
+
+class LiveRuns:
+    """The data of the runs, read again if it is older than `fresh_s`. Any thread may ask for it."""
+
+    def __init__(self, run_dirs: Sequence[Path], fresh_s: float = FRESH_S):
+        self._run_dirs, self._fresh_s = run_dirs, fresh_s
+        self._lock = threading.Lock()
+        self._read_at = -float("inf")
+        self._runs: list[dict[str, Any]] = []
+
+    def runs(self) -> list[dict[str, Any]]:
+        with self._lock:
+            if time.monotonic() - self._read_at > self._fresh_s:
+                self._runs = [collect(path, MAX_ROLLOUT_BYTES // len(self._run_dirs)) for path in self._run_dirs]
+                self._read_at = time.monotonic()
+            return self._runs
+
+
+def make_server(live: LiveRuns, port: int = 0) -> ThreadingHTTPServer:
+    """Return a server of the page at `/` and of its data at `/data`. Pages of other sites cannot read them."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").partition(":")[0]
+            if host not in (LOOPBACK, "localhost"):
+                self.send_error(403, "only as 127.0.0.1 or localhost")
+            elif self.path == "/":
+                self._answer("text/html; charset=utf-8", build_page(live.runs(), live=True))
+            elif self.path == "/data":
+                self._answer("application/octet-stream", encode(live.runs()))
+            else:
+                self.send_error(404)
+
+        def _answer(self, kind: str, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    return ThreadingHTTPServer((LOOPBACK, port), Handler)

@@ -263,23 +263,32 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def survivorship(points: Points) -> dict[str, Any]:
-    """Counts and means of every fate over the run, and the newest share of dropped rollouts per length decile."""
+    """Counts and means of every outcome over the run, and the newest share of dropped rollouts per length decile."""
     totals: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0.0, "tokens": 0.0, "reward": 0.0})
     for point in points:
-        for fate, count in PreprocessorMetric.SURVIVORSHIP_COUNT.found(point).items():
+        for outcome, count in PreprocessorMetric.SURVIVORSHIP_COUNT.found(point).items():
             if count:
-                own = totals[fate]
+                own = totals[outcome]
                 own["count"] += count
-                own["tokens"] += count * (point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(fate=fate)) or 0.0)
-                own["reward"] += count * (point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(fate=fate)) or 0.0)
-    fates = [
-        {"fate": fate, "count": int(t["count"]), "tokens": t["tokens"] / t["count"], "reward": t["reward"] / t["count"]}
-        for fate, t in sorted(totals.items(), key=lambda item: -item[1]["count"])
+                own["tokens"] += count * (
+                    point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.of(outcome=outcome)) or 0.0
+                )
+                own["reward"] += count * (
+                    point.get(PreprocessorMetric.SURVIVORSHIP_MEAN_REWARD.of(outcome=outcome)) or 0.0
+                )
+    outcomes = [
+        {
+            "outcome": outcome,
+            "count": int(t["count"]),
+            "tokens": t["tokens"] / t["count"],
+            "reward": t["reward"] / t["count"],
+        }
+        for outcome, t in sorted(totals.items(), key=lambda item: -item[1]["count"])
     ]
     shares = (PreprocessorMetric.DROPPED_BY_LENGTH.found(point) for point in reversed(points))
     newest = next((found for found in shares if found.get("1") is not None), {})
     deciles = [newest[decile] for decile in sorted(newest, key=int)]
-    return {"fates": fates, "deciles": deciles}
+    return {"outcomes": outcomes, "deciles": deciles}
 
 
 def time_by_role(source: RunSource) -> list[dict[str, Any]]:

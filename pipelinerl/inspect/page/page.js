@@ -171,12 +171,12 @@
 
   // Rollouts. A metric of optimizer step n is reported after it, as n + 1 steps: its batch has number n.
   const nearestStep = (run, point) => {
-    const known = runs[run].rollouts.filter((one) => one.fate !== "evaluation" && one.step != null).map((one) => one.step);
+    const known = runs[run].rollouts.filter((one) => one.outcome !== "evaluation" && one.step != null).map((one) => one.step);
     return known.length ? known.reduce((best, step) => (Math.abs(step - point + 1) < Math.abs(best - point + 1) ? step : best)) : null;
   };
   const COLUMNS = [
     ["step", "step", true], ["id", "rollout"], ["domain", "domain"], ["reward", "reward", true], ["success", "success"],
-    ["advantage", "advantage", true], ["lag", "lag", true], ["tokens", "tokens", true], ["fate", "fate"],
+    ["advantage", "advantage", true], ["lag", "lag", true], ["tokens", "tokens", true], ["outcome", "outcome"],
     ["finish", "ended by"], ["flags", "flags"], ["said", "said"],
   ];
 
@@ -186,7 +186,7 @@
     filters();
     form.elements.from.value = step ?? "";
     form.elements.to.value = step ?? "";
-    form.elements.fate.value = evaluation ? "evaluation" : "";
+    form.elements.outcome.value = evaluation ? "evaluation" : "";
     if (step != null && !selected().length) { form.elements.from.value = form.elements.to.value = ""; }
     table();
     $("#rollouts").scrollIntoView();
@@ -203,8 +203,8 @@
       make("label", {}, "step ", make("input", { name: "from", type: "number", "aria-label": "first step" }), " to ",
         make("input", { name: "to", type: "number", "aria-label": "last step" })),
       make("select", { name: "domain", "aria-label": "domain" }, ...options(unique((one) => [one.domain]), "all domains")),
-      make("select", { name: "fate", "aria-label": "fate" },
-        ...options(unique((one) => [one.fate, ...one.flags]), "all of training")),
+      make("select", { name: "outcome", "aria-label": "outcome" },
+        ...options(unique((one) => [one.outcome, ...one.flags]), "all of training")),
       make("label", {}, make("select", { name: "field", "aria-label": "number" },
         ...["reward", "advantage", "lag", "tokens"].map((name) => make("option", { value: name }, name))), " ",
         make("input", { name: "low", type: "number", step: "any", "aria-label": "at least" }), " to ",
@@ -226,11 +226,11 @@
     const form = $("#filters").elements;
     const bound = (name) => (form[name].value === "" ? null : Number(form[name].value));
     const [from, to, low, high] = ["from", "to", "low", "high"].map(bound);
-    const [domain, fate, field, text] = [form.domain.value, form.fate.value, form.field.value, form.text.value.toLowerCase()];
+    const [domain, outcome, field, text] = [form.domain.value, form.outcome.value, form.field.value, form.text.value.toLowerCase()];
     const inside = (value, least, most) => (least == null || (value != null && value >= least)) && (most == null || (value != null && value <= most));
     return runs[state.run].rollouts.filter((one) =>
       inside(one.step, from, to) && inside(one[field], low, high) && (!domain || one.domain === domain)
-      && (fate ? one.fate === fate || one.flags.includes(fate) : one.fate !== "evaluation") && (!text || whole(one).includes(text)));
+      && (outcome ? one.outcome === outcome || one.flags.includes(outcome) : one.outcome !== "evaluation") && (!text || whole(one).includes(text)));
   }
 
   function table() {
@@ -292,7 +292,7 @@
     const facts = [["reward", one.reward], ["advantage", one.advantage], ["lag", one.lag], ["tokens", one.tokens]]
       .filter(([, value]) => value != null);
     return make("article", { class: "panel", "data-attempt": one.id },
-      make("h3", {}, `${one.id}, ${one.fate}${one.step == null ? "" : one.fate === "evaluation" ? ` of version ${one.step}` : `, step ${one.step}`}`),
+      make("h3", {}, `${one.id}, ${one.outcome}${one.step == null ? "" : one.outcome === "evaluation" ? ` of version ${one.step}` : `, step ${one.step}`}`),
       make("div", { class: "facts" }, ...facts.flatMap(([name, value]) => [`${name} `, make("b", {}, short(value)), "  "]),
         `ended by ${one.finish}  `, one.servers.length ? `on ${one.servers.join(", ")}  ` : "",
         Object.entries(one.metrics).map(([name, value]) => `${name} ${short(value)}`).join("  ")),
@@ -313,7 +313,7 @@
       const number = place.get(position);
       if (number === undefined) { quiet += piece; return; }
       flush();
-      const show = (event) => tell(one, sequence, number, piece, event.currentTarget);
+      const show = (event) => describeToken(one, sequence, number, piece, event.currentTarget);
       nodes.push(make("u", { class: altered.has(number) ? "altered" : "", style: `background:${paint(one, sequence, number)}`,
         "data-token": number, onpointerenter: show, onclick: show }, piece));
     });
@@ -331,14 +331,14 @@
     return scale(Math.abs(moved) / 0.7, moved > 0 ? 140 : 0);
   }
 
-  function tell(one, sequence, number, piece, node) {
+  function describeToken(one, sequence, number, piece, node) {
     document.querySelectorAll(".tokens u.on").forEach((other) => other.classList.remove("on"));
     node.classList.add("on");
     const version = sequence.versions[number], server = sequence.logprobs[number] / 1000;
     const trainer = sequence.trained ? sequence.trained[number] / 1000 : null;
     const facts = [
       ["token", JSON.stringify(piece)], ["version", version],
-      ["lag", one.fate === "evaluation" || one.step == null ? null : one.step - version],
+      ["lag", one.outcome === "evaluation" || one.step == null ? null : one.step - version],
       ["log-prob of the server", server.toFixed(3)],
       ["of the trainer", trainer == null ? "not archived" : trainer.toFixed(3)],
       ["ratio", trainer == null ? null : Math.exp(trainer - server).toFixed(4)],
@@ -352,16 +352,16 @@
 
   function survivorship() {
     const panels = runs.map((run) => {
-      const { fates, deciles } = run.survivorship;
-      if (!fates.length) return null;
-      const total = fates.reduce((sum, fate) => sum + fate.count, 0);
+      const { outcomes, deciles } = run.survivorship;
+      if (!outcomes.length) return null;
+      const total = outcomes.reduce((sum, outcome) => sum + outcome.count, 0);
       return make("div", { class: "panel" }, make("h3", {}, run.name),
-        make("div", { class: "stack" }, ...fates.map((fate, index) => make("div",
-          { style: `flex:${fate.count};background:${color(index)}`, title: `${fate.fate} ${fate.count}` }))),
-        make("table", {}, make("tbody", {}, make("tr", {}, ...["fate", "rollouts", "share", "mean tokens", "mean reward"].map((text, i) =>
+        make("div", { class: "stack" }, ...outcomes.map((outcome, index) => make("div",
+          { style: `flex:${outcome.count};background:${color(index)}`, title: `${outcome.outcome} ${outcome.count}` }))),
+        make("table", {}, make("tbody", {}, make("tr", {}, ...["outcome", "rollouts", "share", "mean tokens", "mean reward"].map((text, i) =>
           make("th", { class: i ? "number" : "" }, text))),
-          ...fates.map((fate, index) => make("tr", {}, make("td", {}, make("i", { class: "key", style: `background:${color(index)}` }), fate.fate),
-            ...[fate.count, `${(100 * fate.count / total).toFixed(1)} %`, short(fate.tokens), short(fate.reward)].map((text) =>
+          ...outcomes.map((outcome, index) => make("tr", {}, make("td", {}, make("i", { class: "key", style: `background:${color(index)}` }), outcome.outcome),
+            ...[outcome.count, `${(100 * outcome.count / total).toFixed(1)} %`, short(outcome.tokens), short(outcome.reward)].map((text) =>
               make("td", { class: "number" }, String(text))))))),
         deciles.some((share) => share > 0) ? make("div", {}, make("div", { class: "bars", role: "img", "aria-label": "loss by length" },
           ...deciles.map((share, index) => make("div", { style: `height:${100 * share}%`, title: `decile ${index + 1}: ${(100 * share).toFixed(1)} %` }))),

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from pipelinerl.config.paths import TIMELINE_FILE
 from pipelinerl.errors import told_in_one_line
-from pipelinerl.host.disk import replace_file, replacement
-from pipelinerl.inspect.arguments import command_parser
+from pipelinerl.inspect.reading import command_parser
 from pipelinerl.inspect.timeline.chrome import chrome_trace
 from pipelinerl.inspect.timeline.overlap import draw, overlap
 from pipelinerl.inspect.timeline.reading import between, otlp_lines, read_spans
+from pipelinerl.world.disk import replace_file, replacement
 
 
 def main(argv: Sequence[str] | None = None) -> int:

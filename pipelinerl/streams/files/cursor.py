@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipelinerl.errors import CorruptStreamError, StreamError
-from pipelinerl.host.disk import make_folder, replace_file, sync_path
 from pipelinerl.streams.base import MAX_RECORDS_PER_READ, Cursor
 from pipelinerl.streams.files.folder import (
     READER_NAME,
@@ -19,6 +18,7 @@ from pipelinerl.streams.files.segment import Segment
 from pipelinerl.streams.frames import Buffer
 from pipelinerl.streams.spec import SingleStreamSpec
 from pipelinerl.streams.wakeup import FolderWatch
+from pipelinerl.world.disk import make_folder, replace_file, sync_path
 
 _GAP_CHECK_S = 1.0
 _REREADS = 3

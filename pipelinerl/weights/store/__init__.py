@@ -9,6 +9,7 @@ swap it in like pushed weights. Nobody connects to the trainer.
 | both    | `manifest`  | the published versions, signed, and which steps lead a server to the newest. Pure |
 | both    | `files`     | the folder or URL: durable writes, bounded reads                                  |
 | trainer | `publisher` | which files make up the newest version, and which may be removed                  |
-| trainer | `delivery`  | publishes versions, and learns from the servers' reports who serves which         |
-| server  | `follower`  | looks for newer versions and has its server take them                             |
+
+`publish.store_delivery` publishes versions here, and learns from the servers' reports who serves which.
+`load.store_follower` looks for newer versions and has its server take them.
 """

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from pipelinerl.config.paths import without_credentials
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.host.disk import make_folder, replacement
 from pipelinerl.weights.protocol import StoredFile
 from pipelinerl.weights.store.manifest import StoreError
+from pipelinerl.world.disk import make_folder, replacement
 
 CHUNK_BYTES = 8 << 20
 """Bytes that are hashed and written at a time."""
@@ -58,7 +58,8 @@ class MissingFileError(StoreError):
 
 @lru_cache(maxsize=8)
 def open_files(url: str) -> Files:
-    """Returns the store at a `pipelinerl.config.paths.weight_store`: a folder's path, or an fsspec URL such as ``s3://bucket/run``.
+    """Returns the store at a `pipelinerl.config.paths.weight_store`: a folder's path, or an fsspec URL such as
+    ``s3://bucket/run``.
 
     Credentials and options come from the environment, as the file system's own library reads them, or as fsspec's
     ``FSSPEC_<PROTOCOL>_<OPTION>``.

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pipelinerl.errors import WeightUpdateError
-from pipelinerl.weights.protocol import ParamSpec, Part, StoredFile, payload_key
+from pipelinerl.weights.protocol import ParamSpec, PayloadRange, StoredFile, payload_key
 
 NAME = "manifest"
 MAX_BYTES = 8 << 20
@@ -38,12 +38,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     version: Version
     base_version: Version | None = None
     """None = a whole version."""
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=4096)]
+    ranges: Annotated[tuple[PayloadRange, ...], Meta(min_length=1, max_length=4096)] = msgspec.field(name="parts")
     """The stripes of the trainer's ranks, each with its file."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.end - part.start for part in self.parts)
+        return sum(one.end - one.start for one in self.ranges)
 
 
 class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,8 +66,8 @@ class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for before, step in pairwise(self.steps):
             if step.base_version != before.version or step.version <= before.version:
                 raise ValueError(f"version {step.version} does not follow from version {before.version}")
-        if any(part.file is None for step in self.steps for part in step.parts):
-            raise ValueError("a part has no file")
+        if any(one.file is None for step in self.steps for one in step.ranges):
+            raise ValueError("a range has no file")
 
     @property
     def version(self) -> int:
@@ -85,8 +85,8 @@ class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def names(self) -> frozenset[str]:
         """Files that it names."""
-        parts = [part.file.name for step in self.steps for part in step.parts if part.file is not None]
-        return frozenset((self.layout.name, *parts))
+        names = [one.file.name for step in self.steps for one in step.ranges if one.file is not None]
+        return frozenset((self.layout.name, *names))
 
     def steps_from(self, held: "Precedence | None") -> tuple[Step, ...]:
         """Returns the steps that lead to the newest version from the ``order`` that a server holds (None = nothing)."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pipelinerl.weights.protocol import ParamSpec, Part, StoredFile
+from pipelinerl.weights.protocol import ParamSpec, PayloadRange, StoredFile
 from pipelinerl.weights.store.files import Files
 from pipelinerl.weights.store.manifest import (
     MAX_BYTES,
@@ -42,7 +42,7 @@ class Published:
 
 
 @dataclass(eq=False)
-class Shelved:
+class PublishedFiles:
     """The published manifests, oldest first, and all files of the store."""
 
     published: list[Published] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Publisher:
         self._keep, self._grace_s = keep, grace_s
         self._manifest: StoreManifest | None = None
         self._layout: tuple[tuple[ParamSpec, ...], StoredFile] | None = None
-        self._shelved = Shelved()
+        self._shelved = PublishedFiles()
         before = self._former()
         self._generation = 1 if before is None else before.generation + 1
         self.prefix = f"g{self._generation}-{secrets.token_hex(4)}"
@@ -105,13 +105,13 @@ class Publisher:
 
     def extends(self, version: int, base_version: int | None, lengths: Sequence[tuple[int, int]]) -> bool:
         """Whether the difference from ``base_version`` may be published: (start, end) of each stripe's."""
-        parts = tuple(Part(start=s, end=e, file=self._unwritten(e - s)) for s, e in lengths)
-        return base_version is not None and self._steps(version, base_version, parts) is not None
+        ranges = tuple(PayloadRange(start=s, end=e, file=self._unwritten(e - s)) for s, e in lengths)
+        return base_version is not None and self._steps(version, base_version, ranges) is not None
 
     def publish(
-        self, version: int, specs: tuple[ParamSpec, ...], parts: tuple[Part, ...], base_version: int | None
+        self, version: int, specs: tuple[ParamSpec, ...], ranges: tuple[PayloadRange, ...], base_version: int | None
     ) -> StoreManifest:
-        """Replaces the manifest. All files of ``parts`` are durable.
+        """Replaces the manifest. All files of ``ranges`` are durable.
 
         Raises:
             StoreError: the store does not answer. The former version stays published.
@@ -119,7 +119,7 @@ class Publisher:
         if self._layout is None or self._layout[0] != specs:
             written = self._files.put(f"{self.prefix}-{version}.layout", memoryview(encode_layout(specs)))
             self._layout = (specs, written)
-        steps = self._steps(version, base_version, parts)
+        steps = self._steps(version, base_version, ranges)
         assert steps is not None, "the difference does not follow from what is published"
         manifest = StoreManifest(
             generation=self._generation,
@@ -152,8 +152,10 @@ class Publisher:
             self._shelved.files.discard(name)
         return len(names)
 
-    def _steps(self, version: int, base_version: int | None, parts: tuple[Part, ...]) -> tuple[Step, ...] | None:
-        step = Step(version=version, base_version=base_version, parts=parts)
+    def _steps(
+        self, version: int, base_version: int | None, ranges: tuple[PayloadRange, ...]
+    ) -> tuple[Step, ...] | None:
+        step = Step(version=version, base_version=base_version, ranges=ranges)
         return (step,) if base_version is None else extended(self._manifest, step)
 
     def _unwritten(self, num_bytes: int) -> StoredFile:

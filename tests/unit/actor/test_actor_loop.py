@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from pipelinerl.actor.messages import GroupFinished, StartGroup
-from pipelinerl.actor.reporting import evaluation_metrics
-from pipelinerl.actor.workers import Lost
+from pipelinerl.actor.metrics import evaluation_metrics
+from pipelinerl.actor.worker_pool import Lost
 from pipelinerl.errors import DomainError
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.records import EvaluationDone, GroupDropped, ProbeMissed, RolloutGroup
 from tests.actor_stage import ATTEMPTS, Stage, finished, rollout
+from tests.says import says
 from tests.scripted_actor import ScriptedWorkers
 
 
@@ -116,7 +117,7 @@ def test_drops_make_room_so_that_no_failure_starves_the_trainer() -> None:
 
 def test_domain_errors_beyond_the_budget_end_the_role() -> None:
     stage = Stage(lambda start: finished(start, failed=start.attempts, reason="domain_error"))
-    with pytest.raises(DomainError, match=r"6 rollouts failed.*actor\.max_domain_errors=5; the last: d"):
+    with pytest.raises(DomainError, match=says(6, "failed", "actor.max_domain_errors=5", "d")):
         stage.until(lambda: False)
 
 
@@ -128,7 +129,7 @@ class Fragile(ScriptedWorkers):
         running = list(self.running.values())
         self.running.clear()
         if any(start.problem["i"] == 3 for start in running):
-            return [Lost(tickets=tuple(start.ticket for start in running), exit_code=-11)]
+            return [Lost(task_ids=tuple(start.task_id for start in running), exit_code=-11)]
         return [finished(start) for start in running]
 
 
@@ -145,8 +146,8 @@ def test_guilty_problem_is_found_although_others_die_with_it() -> None:
 def test_evaluation_leaves_out_the_problem_that_kills_and_no_other() -> None:
     stage = Stage(tests=8, at_start=True)
     stage.workers.__class__ = Fragile
-    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
-    assert (stage.news[-1].num_rollouts, stage.news[-1].metrics["complete"]) == (7, 7 / 8)
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.announced))
+    assert (stage.announced[-1].num_rollouts, stage.announced[-1].metrics["complete"]) == (7, 7 / 8)
 
 
 def test_evaluation_counts_only_tokens_of_the_announced_version() -> None:
@@ -155,12 +156,12 @@ def test_evaluation_counts_only_tokens_of_the_announced_version() -> None:
     def answer(start: StartGroup) -> GroupFinished:
         version = next(stale, start.version) if start.evaluation else start.version
         return GroupFinished(
-            ticket=start.ticket, rollouts=tuple(rollout(i, version) for i in start.attempts), failures=()
+            task_id=start.task_id, rollouts=tuple(rollout(i, version) for i in start.attempts), failures=()
         )
 
     stage = Stage(answer, tests=3, at_start=True)
-    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
-    done = stage.news[-1]
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.announced))
+    done = stage.announced[-1]
     assert (done.version, done.num_rollouts, done.metrics["complete"]) == (0, 3, 1.0)
     assert len([start for start in stage.workers.started if start.evaluation]) == 4
 
@@ -170,8 +171,8 @@ def test_evaluation_failure_is_left_out_and_never_scored() -> None:
         return finished(start, failed=start.attempts if start.evaluation and start.problem["i"] == 0 else ())
 
     stage = Stage(answer, tests=4, at_start=True)
-    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
-    done = stage.news[-1]
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.announced))
+    done = stage.announced[-1]
     assert (done.success, done.num_rollouts, done.metrics["complete"]) == (1.0, 3, 0.75)
 
 
@@ -179,8 +180,8 @@ def test_evaluation_without_any_rollout_has_no_result() -> None:
     stage = Stage(
         lambda start: finished(start, failed=start.attempts if start.evaluation else ()), tests=3, at_start=True
     )
-    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.news))
-    done = stage.news[-1]
+    stage.until(lambda: any(isinstance(message, EvaluationDone) for message in stage.announced))
+    done = stage.announced[-1]
     assert (done.success, done.reward, done.num_rollouts) == (None, None, 0)
     assert evaluation_metrics(done) == {ActorMetric.EVAL_COMPLETE: 0.0}
 
@@ -194,7 +195,7 @@ def test_evaluation_every_n_versions_while_training_goes_on() -> None:
         return stage.trainer.version == 7 and len(stage.records) >= 16
 
     stage.until(condition)
-    assert [m.version for m in stage.news if isinstance(m, EvaluationDone)] == [3, 6]
+    assert [m.version for m in stage.announced if isinstance(m, EvaluationDone)] == [3, 6]
 
 
 def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
@@ -208,8 +209,8 @@ def test_training_done_gives_up_groups_and_evaluates_the_last_version() -> None:
 
     stage.stop = condition
     stage.loop.run(stage.stop)
-    assert [type(m).__name__ for m in stage.news] == ["EvaluationStarted", "EvaluationDone"]
-    assert stage.news[-1].version == 9
+    assert [type(m).__name__ for m in stage.announced] == ["EvaluationStarted", "EvaluationDone"]
+    assert stage.announced[-1].version == 9
     assert stage.records == []
     assert stage.workers.running == {}
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from omegaconf import OmegaConf
 
 from benchmarks.whole_group import run_whole_group
+from pipelinerl.actor import growth
 from pipelinerl.actor.executor import Executor, RolloutRules
 from pipelinerl.actor.messages import FromWorker, GroupFinished, RolloutFailed, StartGroup
-from pipelinerl.actor.transport import Client, JoinPolicy, RequestLimits
+from pipelinerl.actor.router import Client, JoinPolicy, RequestLimits
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.errors import ServerError, TransportError, VerifierError
 from pipelinerl.llm import Prompt, TrainableLLM
@@ -46,6 +48,13 @@ async def server() -> AsyncIterator[FakeServer]:
 Run = Callable[..., Any]
 
 
+async def follow(client: Client, every_s: float) -> None:
+    """Asks the servers again and again how far their answers are, as a worker does."""
+    while True:
+        await asyncio.sleep(every_s)
+        await client.follow()
+
+
 @pytest.fixture
 async def run() -> AsyncIterator[Run]:
     async with aiohttp.ClientSession() as session:
@@ -57,7 +66,7 @@ async def run() -> AsyncIterator[Run]:
             limits = {"timeout_s": changes.pop("request_timeout_s", 10.0), "max_completions": 64}
             limits |= {"max_retries": changes.pop("max_request_retries", 2)}
             parameters = changes.pop("parameters", {"max_tokens": 8})
-            group_id = changes.pop("group_id", "g")
+            group_id, follow_s = changes.pop("group_id", "g"), changes.pop("follow_s", None)
             assert not changes
             llm = TrainableLLM(model_name="policy", tokenizer=TOKENIZER, parameters=parameters, collect_logprobs=True)
             client = Client(session, RequestLimits(**limits))
@@ -66,7 +75,7 @@ async def run() -> AsyncIterator[Run]:
                 {str(i): running.url for i, running in enumerate(servers)}, {str(i): 7 for i in range(len(servers))}
             )
             start = StartGroup(
-                ticket=1,
+                task_id=1,
                 group_id=group_id,
                 domain=0,
                 problem=problem or {"p": 1},
@@ -74,7 +83,12 @@ async def run() -> AsyncIterator[Run]:
                 evaluation=False,
                 version=0,
             )
-            return await run_whole_group(executor, start)
+            following = asyncio.create_task(follow(client, follow_s)) if follow_s else None
+            try:
+                return await run_whole_group(executor, start)
+            finally:
+                if following:
+                    following.cancel()
 
         yield run_group
 
@@ -166,9 +180,9 @@ async def test_unequal_lengths_separate_the_requests_of_later_groups(run: Run) -
         rules = RolloutRules(timeout_s=10, seq_length=1000)
         executor = Executor(OmegaConf.create({}), [plain], (llm, llm), client, rules)
         executor.servers.update({"0": server.url}, {"0": 7})
-        for ticket in range(20):
+        for task_id in range(20):
             start = StartGroup(
-                ticket=ticket,
+                task_id=task_id,
                 group_id="g",
                 domain=0,
                 problem={},
@@ -262,7 +276,7 @@ async def test_exception_of_the_domain_is_typed_and_costs_one_rollout(
     assert failure.reason == reason
     assert f"failing raised {type(error).__name__}" in failure.detail
     assert "{'p': 1}" in failure.detail
-    assert len(Codec(FromWorker).encode(RolloutFailed(ticket=1, failure=failure))) < 4000
+    assert len(Codec(FromWorker).encode(RolloutFailed(task_id=1, failure=failure))) < 4000
 
 
 async def test_rollout_deadline_ends_it_as_timeout(run: Run, server: FakeServer) -> None:
@@ -271,6 +285,50 @@ async def test_rollout_deadline_ends_it_as_timeout(run: Run, server: FakeServer)
     (failure,) = finished.failures
     assert failure.reason == "timeout"
     assert "actor.rollout_timeout_s=0.2" in failure.detail
+
+
+class GrowingServer(FakeServer):
+    """Has sampled one more token of every request each time it is asked. Answers at the ``last``."""
+
+    def __init__(self, last: int):
+        super().__init__(answer)
+        self.last = last
+        self.hold.clear()
+
+    async def _under_way(self, request: web.Request) -> web.Response:
+        self.num_sampled += 1
+        if self.num_sampled >= self.last:
+            self.hold.set()
+        return await super()._under_way(request)
+
+
+async def test_answer_that_grows_outlives_the_time_limits_of_request_and_rollout(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are 1 s, and the answer takes 40 questions, one every 0.05 s."""
+    monkeypatch.setattr(growth, "FOLLOW_S", 0.0)
+    async with GrowingServer(40) as growing:
+        finished = await run(plain, growing, attempts=2, request_timeout_s=1.0, rollout_timeout_s=1.0, follow_s=0.05)
+        assert (len(finished.rollouts), len(growing.requests)) == (2, 1)
+        assert growing.num_sampled >= 40
+
+
+async def test_attempt_that_has_ended_is_no_load_of_its_server(run: Run, server: FakeServer) -> None:
+    loads: list[int] = []
+    answered: list[str] = []
+
+    async def one_is_slow(cfg: Any, llm: TrainableLLM, problem: dict, session: aiohttp.ClientSession) -> RolloutResult:
+        result = await ask(llm, session)
+        answered.append(llm.state.name)
+        if len(answered) == 4:  # the last to be answered
+            for _ in range(100):  # turns of the loop in which the others end
+                await asyncio.sleep(0)
+            loads.append(llm.state.transport._route.server.load)
+        return result
+
+    finished = await run(one_is_slow, server)
+    assert len(finished.rollouts) == 4
+    assert loads == [1]
 
 
 async def test_request_deadline_is_a_transport_failure_that_is_repeated(run: Run, server: FakeServer) -> None:

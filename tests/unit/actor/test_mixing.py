@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.actor.mixing import counted, furthest_behind
+from pipelinerl.actor.pacing import counted, furthest_behind
 
 
 def test_furthest_behind_takes_the_domains_in_the_order_of_their_shortfall() -> None:
@@ -33,8 +33,8 @@ def test_furthest_behind_chooses_among_those_it_may() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settled", "published", "dropped_later", "expected"),
+    ("resolved", "published", "dropped_later", "expected"),
     [(80, 80, 0, 80), (80, 64, 8, 56), (80, 8, 8, 20), (0, 0, 0, 0)],
 )
-def test_counted_drops_do_not_count_but_no_more_than_fourfold(settled, published, dropped_later, expected) -> None:
-    assert counted(settled=settled, published=published, dropped_later=dropped_later) == expected
+def test_counted_drops_do_not_count_but_no_more_than_fourfold(resolved, published, dropped_later, expected) -> None:
+    assert counted(resolved=resolved, published=published, dropped_later=dropped_later) == expected

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.pacing import Pacing
 
 STEPS = 10
 MAX_TICKS = 200_000
 
 
 @dataclass
-class World:  # structure: the state of a simulated world, in plain numbers
+class World:
     """Actor, preprocessor and trainer as counters; ``tick`` lets one of them, chosen at random, do one thing.
 
     A group takes a random number of ticks, may lose all its rollouts, and every published rollout may be filtered.

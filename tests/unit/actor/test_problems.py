@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource, epoch_places
-from pipelinerl.actor.progress import ActorProgress, load_snapshot, save_snapshot
+from pipelinerl.actor.resume import ActorProgress, load_snapshot, save_snapshot
 from pipelinerl.errors import CorruptStreamError, DomainError
 from pipelinerl.records import GroupDropped, Rollout, RolloutGroup
+from tests.says import says
 
 
 def source(num_problems: int = 10, **kwargs: int) -> ProblemSource:
@@ -17,7 +18,7 @@ def source(num_problems: int = 10, **kwargs: int) -> ProblemSource:
 
 def test_epoch_holds_every_problem_once_and_the_next_is_ordered_differently() -> None:
     places = source()
-    first, second = [[places.take() for _ in range(10)] for _ in range(2)]
+    first, second = [[places.next_problem() for _ in range(10)] for _ in range(2)]
     assert sorted(place.problem_index for place in first) == list(range(10))
     assert sorted(place.problem_index for place in second) == list(range(10))
     assert [place.problem_index for place in first] != [place.problem_index for place in second]
@@ -25,8 +26,8 @@ def test_epoch_holds_every_problem_once_and_the_next_is_ordered_differently() ->
 
 
 def test_order_depends_on_the_seed_and_on_nothing_else() -> None:
-    takes = [[source(seed=seed).take() for _ in range(1)] for seed in (3, 3)]
-    assert takes[0] == takes[1]
+    firsts = [[source(seed=seed).next_problem() for _ in range(1)] for seed in (3, 3)]
+    assert firsts[0] == firsts[1]
     orders = {
         tuple(
             p.problem_index for p in epoch_places(num_problems=20, seed=seed, name="d", epoch=0, actor=0, num_actors=1)
@@ -46,25 +47,25 @@ def test_actors_split_an_epoch_without_overlap(actors: int) -> None:
 
 
 def test_fewer_problems_than_actors_is_refused() -> None:
-    with pytest.raises(DomainError, match=r"has 1 training problems for world\.replicas=2"):
+    with pytest.raises(DomainError, match=says(1, "world.replicas=2")):
         source(1, num_actors=2)
 
 
 def test_removed_problem_leaves_from_the_next_epoch_on() -> None:
     places = source(4)
-    first = places.take()
+    first = places.next_problem()
     places.remove(2)
-    rest = [places.take() for _ in range(3)]
+    rest = [places.next_problem() for _ in range(3)]
     assert sorted(place.problem_index for place in [first, *rest]) == [0, 1, 2, 3]
-    assert sorted(places.take().problem_index for _ in range(3)) == [0, 1, 3]
-    assert places.take().epoch == 2
+    assert sorted(places.next_problem().problem_index for _ in range(3)) == [0, 1, 3]
+    assert places.next_problem().epoch == 2
 
 
 def test_empty_pool_begins_anew_with_all_problems() -> None:
     places = source(2)
     for _ in range(2):
-        places.remove(places.take().problem_index)
-    assert sorted(places.take().problem_index for _ in range(2)) == [0, 1]
+        places.remove(places.next_problem().problem_index)
+    assert sorted(places.next_problem().problem_index for _ in range(2)) == [0, 1]
 
 
 def record(place: Place, index: int, *, success: float | None = 0.0, attempts: int = 2) -> RolloutGroup | GroupDropped:
@@ -89,14 +90,14 @@ def record(place: Place, index: int, *, success: float | None = 0.0, attempts: i
     return RolloutGroup(**common, rollouts=rollouts, dispatched_version=0)
 
 
-def test_restart_takes_what_was_not_settled_and_then_goes_on(tmp_path: Path) -> None:
+def test_restart_takes_what_was_not_resolved_and_then_goes_on(tmp_path: Path) -> None:
     progress = ActorProgress({"d": source(5)})
-    places = [progress.sources["d"].take() for _ in range(7)]  # two of them of the second epoch
+    places = [progress.sources["d"].next_problem() for _ in range(7)]  # two of them of the second epoch
     numbers = [progress.dispatch(2) for _ in places]
     assert numbers == list(range(7))
     save_snapshot(tmp_path, progress.snapshot(offset=0))
-    settled = [0, 2, 3, 6]
-    records = [record(places[i], i, success=None if i == 3 else 0.0) for i in settled]
+    resolved = [0, 2, 3, 6]
+    records = [record(places[i], i, success=None if i == 3 else 0.0) for i in resolved]
 
     restarted = ActorProgress({"d": source(5)})
     snapshot = load_snapshot(tmp_path)
@@ -104,20 +105,22 @@ def test_restart_takes_what_was_not_settled_and_then_goes_on(tmp_path: Path) -> 
     restarted.restore(snapshot)
     for item in records:
         restarted.apply(item)
-    restarted.resume()
+    restarted.forget_in_flight()
 
     assert (restarted.before, restarted.published, restarted.dropped, restarted.dispatched) == (1, 6, 2, 8)
-    again = [restarted.sources["d"].take() for _ in range(3)]
+    again = [restarted.sources["d"].next_problem() for _ in range(3)]
     assert again == [places[1], places[4], places[5]]
     assert [restarted.dispatch(2) for _ in range(4)] == [1, 4, 5, 7]
-    taken = Counter(place.problem_index for place in [*again, *(restarted.sources["d"].take() for _ in range(3))])
+    taken = Counter(
+        place.problem_index for place in [*again, *(restarted.sources["d"].next_problem() for _ in range(3))]
+    )
     assert sum(taken.values()) == 6
 
 
 def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -> None:
     def played(cut: int) -> ActorProgress:
         progress = ActorProgress({"d": source(3)}, no_positive_resampling=0.9)
-        places = [progress.sources["d"].take() for _ in range(8)]
+        places = [progress.sources["d"].next_problem() for _ in range(8)]
         records = [record(places[i], i, success=float(places[i].problem_index == 0)) for i in (1, 0, 3, 2, 5, 7)]
         start = progress.snapshot(0)
         for item in records[:cut]:
@@ -127,7 +130,7 @@ def test_snapshot_in_the_middle_gives_the_same_state_as_replaying_everything() -
         again.restore(middle)
         for item in records[cut:]:
             again.apply(item)
-        again.resume()
+        again.forget_in_flight()
         return again
 
     states = [played(cut).snapshot(offset=6) for cut in range(7)]

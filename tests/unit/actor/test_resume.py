@@ -1,4 +1,4 @@
-"""New streams go on behind a checkpoint: nothing that is settled comes again, everything else does, in its order."""
+"""New streams go on behind a checkpoint: nothing that is resolved comes again, everything else does, in its order."""
 
 import random
 from pathlib import Path
@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource
-from pipelinerl.actor.progress import ActorProgress, save_snapshot
-from pipelinerl.actor.resume import earlier_evaluations, order_resumed
+from pipelinerl.actor.resume import ActorProgress, earlier_evaluations, order_resumed, save_snapshot
 from pipelinerl.records import DataOrder, EvaluationDone, GroupDropped, TrainingResumed
 from pipelinerl.records.order import OrderFold
 from pipelinerl.streams.epoch import EVALUATIONS_FILE
@@ -21,7 +20,7 @@ def make_progress(actor: int, actors: int) -> ActorProgress:
     return ActorProgress({"d": source}, None)
 
 
-def settled(place: Place, index: int, actor: int, size: int) -> GroupDropped:
+def resolved(place: Place, index: int, actor: int, size: int) -> GroupDropped:
     return GroupDropped(
         group_id=f"{place.epoch}-{place.position}",
         epoch=place.epoch,
@@ -40,7 +39,7 @@ def settled(place: Place, index: int, actor: int, size: int) -> GroupDropped:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_not_settled_comes_again_and_nothing_twice(seed: int, tmp_path: Path) -> None:
+def test_what_is_not_resolved_comes_again_and_nothing_twice(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     actors = rng.randint(1, 3)
     actor = rng.randrange(actors)
@@ -48,13 +47,13 @@ def test_what_is_not_settled_comes_again_and_nothing_twice(seed: int, tmp_path: 
     trained: list[tuple[int, int]] = []
     under_way: list[Place] = []
     for index in range(rng.randrange(60)):
-        under_way.append(progress.sources["d"].take())
+        under_way.append(progress.sources["d"].next_problem())
         if len(under_way) > rng.randrange(6):
             place = under_way.pop(rng.randrange(len(under_way)))
             size = progress.sources["d"].size_of(place.epoch)
-            progress.apply(settled(place, index, actor, size))
+            progress.apply(resolved(place, index, actor, size))
             if index < 40:  # the checkpoint is older than the end of the old stream
-                fold.settle("d", place.epoch, place.position // actors, size)
+                fold.mark_resolved("d", place.epoch, place.position // actors, size)
                 trained.append((place.epoch, place.position))
     save_snapshot(tmp_path / "actor_0", progress.snapshot(offset=7))
     step = 6
@@ -62,27 +61,27 @@ def test_what_is_not_settled_comes_again_and_nothing_twice(seed: int, tmp_path: 
     record = order_resumed(message, tmp_path, job="actor_0", actor=actor, num_actors=actors, batch_size=8)
     again = make_progress(actor, actors)
     again.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=type(record)))
-    again.resume()
+    again.forget_in_flight()
     assert again.published == again.dispatched == 8 * len(range(actor, step, actors))
     last = max((epoch for epoch, _ in trained), default=0) + 1
     made: list[tuple[int, int]] = []
-    while (place := again.sources["d"].take()).epoch <= last:
+    while (place := again.sources["d"].next_problem()).epoch <= last:
         made.append((place.epoch, place.position))
-        again.apply(settled(place, len(made), actor, again.sources["d"].size_of(place.epoch)))
+        again.apply(resolved(place, len(made), actor, again.sources["d"].size_of(place.epoch)))
     everything = [(epoch, position) for epoch in range(last + 1) for position in range(actor, PROBLEMS, actors)]
     assert sorted(trained + made) == everything
 
 
 def test_problems_that_left_the_pool_stay_away(tmp_path: Path) -> None:
     progress = make_progress(0, 1)
-    first = progress.sources["d"].take()
+    first = progress.sources["d"].next_problem()
     progress.sources["d"].remove(first.problem_index)
     save_snapshot(tmp_path / "actor_0", progress.snapshot(offset=0))
     message = TrainingResumed(step=1, repeated=0, orders={0: DataOrder()})
     record = order_resumed(message, tmp_path, job="actor_0", actor=0, num_actors=1, batch_size=8)
     again = make_progress(0, 1)
     again.apply(record)
-    assert first.problem_index not in [again.sources["d"].take().problem_index for _ in range(PROBLEMS - 1)]
+    assert first.problem_index not in [again.sources["d"].next_problem().problem_index for _ in range(PROBLEMS - 1)]
 
 
 def test_evaluations_of_steps_that_are_taken_back_are_not_taken_over(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pipelinerl.actor.sequences import SequenceTooLong, spans_of, to_rollout
 from pipelinerl.errors import RecordError
 from pipelinerl.records import Rollout
 from pipelinerl.rollouts import BaseMetrics, CallTokens, RewardMode, RolloutResult, TrainingText
+from tests.says import says
 
 
 def text(prompt: list[int], sampled: list[int], *, versions: list[int] | None = None, reward: float | None = None,
@@ -149,10 +150,21 @@ def test_text_made_by_hand_has_the_oldest_possible_version() -> None:
     assert sequence.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("sampled", "expected"), [([7, 8], 2), ([1, 8], 1)])
+def test_text_that_trains_tokens_outside_the_sampled_ones_has_the_oldest_version(
+    sampled: list[int], expected: int
+) -> None:
+    """The rollout began at version 2. Nobody knows which version has sampled the token that the domain added."""
+    edited = text([1, 2], [3, 4], versions=sampled)
+    edited.labels, edited.logprobs = [-100, 2, 3, 4], [-0.2, -0.3, -0.4]
+    (sequence,) = rollout(edited).sequences
+    assert sequence.spans.tolist() == [[1, 4, expected]]
+
+
 def test_prompt_token_that_is_trained_without_a_logprob_is_refused() -> None:
     edited = text([1, 2], [3, 4])
     edited.labels = [1, -100, 3, 4]
-    with pytest.raises(RecordError, match="trains 3 tokens but has 2 logprobs"):
+    with pytest.raises(RecordError, match=says("3 tokens", "2 logprobs")):
         rollout(edited)
 
 
@@ -178,7 +190,7 @@ def test_infinite_metric_is_refused() -> None:
 
 
 def test_sequence_beyond_seq_length_is_refused_with_the_fix() -> None:
-    with pytest.raises(SequenceTooLong, match=r"has 5 tokens but finetune\.seq_length is 4: raise"):
+    with pytest.raises(SequenceTooLong, match=says("5 tokens", "finetune.seq_length", 4, "raise")):
         rollout(text([1, 2], [3, 4, 5]), seq_length=4)
 
 
@@ -250,5 +262,5 @@ def test_text_whose_image_tokens_were_replaced_is_refused() -> None:
     edited = seen([1, 9], [3], (b"a", 1, 2))
     edited.input_ids = [1, 8, 3]
     edited.labels = [-100, -100, 3]
-    with pytest.raises(RecordError, match=r"training_texts\[0\].input_ids differ from the call's, which has images"):
+    with pytest.raises(RecordError, match=says("training_texts[0].input_ids", "images")):
         rollout(edited)

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.actor.messages import GroupFinished, Servers, StartGroup
 from pipelinerl.actor.work import Work, WorkTable
-from pipelinerl.actor.workers import Lost
+from pipelinerl.actor.worker_pool import Lost
 from tests.scripted_actor import ScriptedWorkers
 
 
@@ -19,7 +19,7 @@ class BusyWorkers:
 
     def set_servers(self, servers: Servers) -> None: ...
     def start(self, start: StartGroup) -> None: ...
-    def cancel(self, ticket: int) -> None: ...
+    def cancel(self, task_id: int) -> None: ...
     def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
         return ()
 
@@ -45,12 +45,12 @@ class Fragile(ScriptedWorkers):
         self.killers = killers
 
     def poll(self, timeout_s: float) -> Sequence[GroupFinished | Lost]:
-        tickets = tuple(self.running)
+        task_ids = tuple(self.running)
         dies = any(start.problem["i"] in self.killers for start in self.running.values())
         self.running.clear()
         if dies:
-            return [Lost(tickets=tickets, exit_code=-9)]
-        return [GroupFinished(ticket=ticket, rollouts=(), failures=()) for ticket in tickets]
+            return [Lost(task_ids=task_ids, exit_code=-9)]
+        return [GroupFinished(task_id=task_id, rollouts=(), failures=()) for task_id in task_ids]
 
 
 def piece(number: int) -> Work:

@@ -3,11 +3,11 @@
 import pytest
 
 from benchmarks.stall import STEPS, cases, placed, spread, summary_of
-from pipelinerl.weights.dispatch import chained
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.member import Member
-from pipelinerl.weights.offer import Offer
 from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.publish.dispatch import chained
+from pipelinerl.weights.publish.server_client import ServerClient
+from pipelinerl.weights.publish.versions import PendingVersion
 from pipelinerl.world import Job
 
 
@@ -19,11 +19,11 @@ def test_real_server_is_measured_alone_and_at_every_place() -> None:
 def test_real_server_of_sixteen_has_its_place_in_the_chain(place: str, before: int) -> None:
     real = placed(Job(name="actor_llm_0", kind="actor_llm"), 16, place)
     jobs = [real, *(Job(name=f"actor_llm_{n}", kind="actor_llm", replica_idx=n) for n in range(1, 16))]
-    members = [Member(job, client=None) for job in jobs]  # type: ignore[arg-type]  # nobody is asked
-    for port, member in enumerate(members):
-        member.workers = (Address("h", port),)
-    offer = Offer(1, Layout(()), stripes=((0, 1 << 20),))
-    order = [dispatch.member.name for dispatch in chained(offer, members, [Address("trainer", 0)], 1 << 20)]
+    clients = [ServerClient(job, http=None) for job in jobs]  # type: ignore[arg-type]  # nobody is asked
+    for port, client in enumerate(clients):
+        client.workers = (Address("h", port),)
+    pending = PendingVersion(1, Layout(()), stripes=((0, 1 << 20),))
+    order = [dispatch.client.name for dispatch in chained(pending, clients, [Address("trainer", 0)], 1 << 20)]
     assert order.index("actor_llm_0") == before
 
 

@@ -10,6 +10,7 @@ from pipelinerl.chat.tool_calls import ReadText, read_hermes, reader_of
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt
 from pipelinerl.testing import FakeLLM, byte_tokenizer
+from tests.says import says
 
 TOOL = {
     "type": "function",
@@ -58,7 +59,7 @@ def byte_tokenizer_with_calls():
 
 @vllm_is_imported
 def test_unknown_parser_is_named_with_those_there_are():
-    with pytest.raises(DomainError, match=r"`llm.tool_parser` is 'morse': vLLM has .*hermes"):
+    with pytest.raises(DomainError, match=says("llm.tool_parser", "morse", "hermes")):
         reader_of("morse", byte_tokenizer(), [TOOL])
 
 

@@ -8,6 +8,7 @@ from pipelinerl.config.environment_servers import count_replicas, environment_se
 from pipelinerl.config.load import compose, validate
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from tests.says import says
 
 DICE = {"_target_": "my_module.Dice", "sides": 20}
 
@@ -58,17 +59,16 @@ def test_number_of_servers_in_a_world_of_four_policy_servers(
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"key": "dice"}, "_target_: my_module.MyEnvironment"),
-        ({"_target_": "Dice"}, "_target_: my_module.MyEnvironment"),
-        ({**DICE, "mode": "far"}, "mode='far': use `remote` or `embedded`"),
-        ({**DICE, "replicas": 0}, "replicas=0: it must be an integer ≥ 1"),
-        ({**DICE, "replicas": "two"}, "replicas='two'"),
+        ({"key": "dice"}, says("`_target_: my_module.MyEnvironment`")),
+        ({"_target_": "Dice"}, says("'Dice'", "`_target_: my_module.MyEnvironment`")),
+        ({**DICE, "mode": "far"}, says("'environment_0'", "mode='far'", "`remote`", "`embedded`")),
+        ({**DICE, "replicas": 0}, says("'environment_0'", "replicas=0", "integer ≥ 1")),
+        ({**DICE, "replicas": "two"}, says("'environment_0'", "replicas='two'", "integer ≥ 1")),
     ],
 )
 def test_wrong_entry_is_refused(entry: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         environment_servers(config_of(environments=[entry]))
-    assert message in str(refused.value)
 
 
 def test_a_key_belongs_to_one_entry() -> None:

@@ -6,6 +6,7 @@ import pytest
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipelinerl.config.keys import REQUIRED, Section, declared, key, sections
+from tests.says import says
 
 
 class Inner(Section):
@@ -82,5 +83,5 @@ def test_declared_field_without_key_is_an_error():
 
         count: int
 
-    with pytest.raises(AssertionError, match="count is not declared"):
+    with pytest.raises(AssertionError, match=says("count", "key(default, meaning)")):
         list(declared(Bare))

@@ -1,10 +1,13 @@
 """The table of PipelineRL's keys: every row leads to a key that exists, and no row hides one."""
 
+import re
+
 import pytest
 
 from pipelinerl.config.load import compose, config_keys, is_free_form, suggestion
 from pipelinerl.config.renames import GROUPS, RENAMES, Rename, rename_of
-from pipelinerl.launch import explain_refusal
+from pipelinerl.launcher.command_line import explain_refusal
+from tests.says import says
 
 SAME_NAME = {
     "finetune.attn_implementation",
@@ -28,28 +31,28 @@ def test_no_row_is_about_a_key_that_is_here_too() -> None:
 def test_every_row_is_there_once_and_says_why_there_is_no_key() -> None:
     assert sum(len(rows) for rows in GROUPS.values()) == len(RENAMES)
     assert [row.old for row in RENAMES.values() if not row.new and not row.why] == []
-    assert [row.old for row in RENAMES.values() if (row.fate == "moved") != bool(row.new)] == []
+    assert [row.old for row in RENAMES.values() if (row.kind == "moved") != bool(row.new)] == []
 
 
 @pytest.mark.parametrize(
     ("old", "said"),
     [
-        ("finetune.attempts", "`attempts`"),
-        ("finetune.max_lag", "`max_lag_steps` here (counted in samples there and in optimizer steps here"),
-        ("finetune.max_lag", "e.g. `1024 samples`"),
-        ("debug.use_existing_llms", "has no equivalent here: name the servers: `debug.existing_llms"),
-        ("finetune.model_class", "`finetune.rl.advantage`"),
-        ("wandb.use_wandb", "`wandb.mode` here (true → online; false → disabled)"),
-        ("finetune.interrupt_train_steps", "has no equivalent here: `finetune.max_train_steps` ends the run"),
-        ("rewards.wrong_answer_finished", "`rewards.wrong`"),
-        ("finetune.memory_debug.enabled", "has no equivalent"),
-        ("finetune.lora.base_model_8bit", "has no equivalent here: servers sample from the whole base"),
-        ("preprocess.n_workers", "is not needed here"),
-        ("me.job_idx", "is not needed here"),
+        ("finetune.attempts", says("`attempts`")),
+        ("finetune.max_lag", says("`max_lag_steps`", "samples", "optimizer steps")),
+        ("finetune.max_lag", says("`1024 samples`")),
+        ("debug.use_existing_llms", says("no equivalent", "`debug.existing_llms: [http://HOST:PORT]`")),
+        ("finetune.model_class", says("`finetune.rl.advantage`")),
+        ("wandb.use_wandb", says("`wandb.mode`", "true → online", "false → disabled")),
+        ("finetune.interrupt_train_steps", says("no equivalent", "`finetune.max_train_steps`")),
+        ("rewards.wrong_answer_finished", says("`rewards.wrong`")),
+        ("finetune.memory_debug.enabled", says("no equivalent")),
+        ("finetune.lora.base_model_8bit", says("no equivalent", "servers", "base")),
+        ("preprocess.n_workers", says("not needed")),
+        ("me.job_idx", says("not needed")),
     ],
 )
 def test_refusal_of_an_old_key_follows_the_table(old: str, said: str) -> None:
-    assert said in suggestion(old)
+    assert re.search(said, suggestion(old))
 
 
 def test_refusal_on_the_command_line_follows_the_table() -> None:

@@ -7,6 +7,7 @@ from pipelinerl.config.load import compose, parse
 from pipelinerl.config.objective_rules import kl_has_reference
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
+from tests.says import says
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 
@@ -48,9 +49,9 @@ REFUSED = {
     "group_has_baseline": {"attempts": 1},
     "lag_allows_updates": {"max_lag_steps": 0, "finetune__weight_update_interval": 2},
     "one_engine": {"use_fsdp": True},
-    "deepspeed_file_exists": {"deepspeed_config": "nope"},
+    "engine_runs_with_settings": {"deepspeed_config": "nope"},
     "sequence_parallel_needs_packing": {"finetune__seq_parallel": 2, "finetune__seq_packing": False},
-    "compiled_layers_are_whole": {"finetune__compile": True, "finetune__router_replay": True},
+    "compiled_layers_are_whole": {"finetune__compile": True, "finetune__router_replay": True, "use_deepspeed": False},
     "overlong_buffer_fits": {"preprocess__overlong_buffer_tokens": 8192},
     "external_redis_has_address": {"streams__external": True},
     "tls_files_are_complete": {"world__tls_cert": "cert.pem"},
@@ -58,6 +59,7 @@ REFUSED = {
     "betas_are_rates": {"finetune__optimizer__betas": (0.9, 1.0)},
     "objective_is_known": {"finetune__rl__policy_loss": "reinforced"},
     "loss_keys_are_used": {"finetune__rl__policy_loss": "ppo", "finetune__rl__ratio_clamp": 2.0},
+    "dual_clip_is_beyond_the_clip": {"finetune__rl__policy_loss": "ppo", "finetune__rl__dual_clip": 1.1},
     "ratio_clamp_is_not_replaced": {"finetune__rl__token_mis": 2.0, "finetune__rl__ratio_clamp": 3.0},
     "ratio_is_counted_once": {"finetune__rl__policy_loss": "gspo", "finetune__rl__sequence_tis": 2.0},
     "block_of_steps_can_be_there": {"finetune__rl__policy_loss": "ppo", "finetune__rl__proximal_every": 10},
@@ -77,8 +79,8 @@ REFUSED = {
         "streams__backend": "redis",
     },
     "existing_servers_come_with_rollouts": {"debug__existing_llms": ["http://127.0.0.1:8080"]},
-    "alone_on_one_node": {"debug__mode": "actor", "launcher__engine": "external"},
-    "alone_from_the_beginning": {"debug__mode": "servers", "resume": "checkpoint"},
+    "standalone_on_one_node": {"debug__mode": "actor", "launcher__engine": "external"},
+    "standalone_from_the_beginning": {"debug__mode": "servers", "resume": "checkpoint"},
     "evaluation_has_problems": {"debug__mode": "evaluation", "test_dataset_names": []},
     "subset_is_not_empty": {"train_subset": {"begin": 8, "end": 8}},
     "ray_shares_no_device": {"launcher__engine": "ray", "world__share_devices": True},
@@ -99,7 +101,7 @@ def test_rule_refuses_its_case_and_no_other_rule_does(base: Config, rule: str) -
 def test_rule_message_names_a_key_it_is_about(base: Config, rule: str) -> None:
     with pytest.raises(ConfigError) as refused:
         rules.check_rules(changed(base, **REFUSED[rule]))
-    assert any(path.replace("__", ".") in str(refused.value) for path in REFUSED[rule]) or "`" in str(refused.value)
+    assert any(path.replace("__", ".") in str(refused.value) for path in REFUSED[rule]) or "`" in str(refused.value)  # type: ignore[attr-defined]
 
 
 def test_sequence_fits_trainer_message_has_both_numbers(base: Config) -> None:
@@ -128,6 +130,7 @@ def test_sequence_fits_trainer_reads_dashes_too(base: Config) -> None:
     [
         ("reinforce", "epsilon_low", 0.1),
         ("reinforce", "epsilon_high", 0.28),
+        ("reinforce", "dual_clip", 3.0),
         ("ppo", "ratio_clamp", 2.0),
         ("gspo", "ratio_clamp", 2.0),
         ("decoupled_ppo", "ratio_clamp", 2.0),
@@ -157,7 +160,7 @@ def test_truncation_is_accepted_where_the_weight_is_outside_the_clip(base: Confi
 
 
 def test_kwargs_without_a_function_of_ones_own_are_refused(base: Config) -> None:
-    with pytest.raises(ConfigError, match=r"policy_loss_kwargs` is for functions of yours"):
+    with pytest.raises(ConfigError, match=says("`finetune.rl.policy_loss_kwargs`", "`finetune.rl.policy_loss`")):
         rules.check_rules(changed(base, finetune__rl__policy_loss_kwargs={"cap": 2}))
 
 
@@ -213,7 +216,7 @@ HINTED = {
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
-    "gradient_shards_without_fsdp2": {"finetune__shard_gradients": True},
+    "gradient_shards_without_reader": {"finetune__shard_gradients": True},
     "store_without_backend": {"weights__store": "/shared/weights"},
     "cluster_without_ray": {"launcher__ray_address": "auto"},
 }

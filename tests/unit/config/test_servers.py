@@ -4,8 +4,9 @@ import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_server, max_model_len, server_options
+from pipelinerl.config.servers import devices_per_server, max_model_len, probe_tolerance, server_options
 from pipelinerl.errors import ConfigError
+from tests.says import says
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 
@@ -27,7 +28,7 @@ def test_server_options_have_dashes_and_no_negations() -> None:
 
 def test_server_options_named_twice_must_agree() -> None:
     assert server_options(config(**{"max_model_len": 5, "max-model-len": 5})) == {"max-model-len": 5}
-    with pytest.raises(ConfigError, match="max_model_len=5 and max-model-len=6; set max_model_len alone"):
+    with pytest.raises(ConfigError, match=says("max_model_len=5", "max-model-len=6")):
         server_options(config(**{"max_model_len": 5, "max-model-len": 6}))
 
 
@@ -41,7 +42,9 @@ def test_max_model_len_is_found_in_either_spelling(options: dict[str, object], l
 
 @pytest.mark.parametrize("length", [0, -1, "10k", "auto", True])
 def test_max_model_len_that_is_no_number_of_tokens_is_refused(length: object) -> None:
-    with pytest.raises(ConfigError, match=f"max_model_len` is {length!r}: give a number of tokens, or null"):
+    with pytest.raises(
+        ConfigError, match=says("`vllm_config.vllm_kwargs.max_model_len`", repr(length), "tokens", "null")
+    ):
         max_model_len(config(max_model_len=length))
 
 
@@ -60,5 +63,21 @@ def test_devices_per_server_is_tensor_times_pipeline(options: dict, devices: int
 
 @pytest.mark.parametrize("size", [-1, "two", 1.5])
 def test_devices_per_server_refuses_what_is_no_size(size: object) -> None:
-    with pytest.raises(ConfigError, match="both must be whole numbers"):
+    with pytest.raises(ConfigError, match=says("`vllm_config.vllm_kwargs`", f"{size} × 1", "whole numbers")):
         devices_per_server(config(tensor_parallel_size=size))
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "tolerance"),
+    [
+        ("base", [], 0.2),
+        ("base", ["finetune.dtype=float32"], 0.2),
+        ("base", ["vllm_config.vllm_kwargs.dtype=float32"], 0.2),
+        ("base", ["finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=float32"], 1e-3),
+        ("base", ["finetune.dtype=float32", "vllm_config.vllm_kwargs.dtype=float"], 1e-3),
+        ("base_cpu", [], 1e-3),
+        ("base_cpu", ["weights.probe_tolerance=0.05"], 0.05),
+    ],
+)
+def test_tolerance_of_the_probe_is_that_of_the_data_types(base: str, overrides: list[str], tolerance: float) -> None:
+    assert probe_tolerance(parse(compose(base, [*REQUIRED, *overrides]))) == tolerance

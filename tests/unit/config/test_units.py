@@ -4,6 +4,7 @@ import pytest
 
 from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
+from tests.says import says
 
 REQUIRED = ["output_dir=x", "dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 BATCH_OF_1024 = ["finetune.train_batch_size=4", "finetune.gradient_accumulation_passes=256"]
@@ -29,7 +30,7 @@ def test_samples_become_steps(key: str, given: str, steps: int | None) -> None:
 
 @pytest.mark.parametrize("given", ["20000 tokens", "often", "-1 samples", "1.5 samples"])
 def test_other_units_are_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"`eval_every_n_versions` is .*: write a number of optimizer steps"):
+    with pytest.raises(ConfigError, match=says("`eval_every_n_versions`", "optimizer steps")):
         parse(compose("base", [*REQUIRED, f"eval_every_n_versions='{given}'"]))
 
 

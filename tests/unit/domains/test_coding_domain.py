@@ -12,8 +12,8 @@ from pipelinerl.domains.coding import generate_rollout
 from pipelinerl.domains.coding import rollouts as rollouts_module
 from pipelinerl.domains.coding.fusion import SandboxFusion
 from pipelinerl.domains.coding.judge import TestSuite, extract_code, judge, same_text, same_value
+from pipelinerl.domains.sandbox import Outcome, Sandbox
 from pipelinerl.errors import DomainError, VerifierError
-from pipelinerl.sandbox import Outcome, Sandbox
 from pipelinerl.testing import run_rollout
 
 REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}

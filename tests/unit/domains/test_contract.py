@@ -9,6 +9,7 @@ import pytest
 from pipelinerl.config.load import compose, parse
 from pipelinerl.domains.contract import Domain, domains_of
 from pipelinerl.errors import DomainError
+from tests.says import says
 
 
 async def rollout(cfg: Any, llm: Any, problem: Any, session: Any) -> None: ...
@@ -52,12 +53,12 @@ def test_problems_may_be_any_sequence_of_dicts(module: types.ModuleType, returne
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "`dataset_loader` is made_domain.load: it must return a list of dicts, not NoneType"),
-        ({"a": 1}, "must return a list of dicts, not dict"),
-        ("text", "must return a list of dicts, not str"),
-        ([{"a": 1}, 2], r"problem 1 of \['train'\] is int \(2\); every problem must be a dict"),
-        ([], r"it returned no problems for train_dataset_names=\['train'\]"),
-        (7, "raised TypeError: 'int' object is not iterable"),
+        (None, says("`dataset_loader`", "made_domain.load", "list of dicts", "NoneType")),
+        ({"a": 1}, says("list of dicts", "not dict")),
+        ("text", says("list of dicts", "not str")),
+        ([{"a": 1}, 2], says("problem 1 of ['train']", "int (2)", "dict")),
+        ([], says("no problems", "train_dataset_names=['train']")),
+        (7, says("`dataset_loader`", "made_domain.load", "['train']", "TypeError: 'int' object is not iterable")),
     ],
 )
 def test_problems_of_another_shape_are_refused(module: types.ModuleType, returned: Any, message: str) -> None:
@@ -77,8 +78,12 @@ def load_without_params(names: list[str]) -> list[dict]:
 @pytest.mark.parametrize(
     ("loader", "overrides", "message"),
     [
-        (load_async, [], "it is a coroutine function; define it with `def`"),
-        (load_without_params, ["+dataset_loader_params.n=1"], r"cannot be called with \(dataset_names, \*\*"),
+        (load_async, [], says("coroutine function", "`def`")),
+        (
+            load_without_params,
+            ["+dataset_loader_params.n=1"],
+            says("`dataset_loader`", "dataset_names, **dataset_loader_params", "'n'"),
+        ),
     ],
 )
 def test_loader_that_cannot_be_called_is_refused(
@@ -92,10 +97,13 @@ def test_loader_that_cannot_be_called_is_refused(
 @pytest.mark.parametrize(
     ("dotted", "message"),
     [
-        ("made_domain.load", "`actor.rollout_policy` is made_domain.load: it is not async; define it with `async def`"),
+        ("made_domain.load", says("`actor.rollout_policy`", "made_domain.load", "`async def`")),
         ("made_domain.nothing", "made_domain has no 'nothing'"),
         ("no_such_module.rollout", "no module 'no_such_module'"),
-        ("made_domain.short", "cannot be called with"),
+        (
+            "made_domain.short",
+            says("`actor.rollout_policy`", "made_domain.short(cfg: Any)", "(cfg, llm, problem, session)"),
+        ),
     ],
 )
 def test_rollout_that_cannot_be_used_is_refused(module: types.ModuleType, dotted: str, message: str) -> None:
@@ -125,7 +133,7 @@ def test_several_domains_are_named_in_their_keys(module: types.ModuleType) -> No
 def test_required_problem_keys_are_checked(module: types.ModuleType) -> None:
     module.rollout.required_problem_keys = ("answer",)  # type: ignore[attr-defined]
     try:
-        with pytest.raises(DomainError, match="problem 1 has no 'answer', which"):
+        with pytest.raises(DomainError, match=says("problem 1", "'answer'")):
             domain().check_keys(module.rollout, [{"answer": 1}, {"question": 2}])
     finally:
         del module.rollout.required_problem_keys  # type: ignore[attr-defined]

@@ -6,8 +6,7 @@ from itertools import permutations
 import pytest
 
 from pipelinerl.domains.countdown import generate_rollout, load_problems
-from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
-from pipelinerl.domains.countdown.judge import judge, judge_expression
+from pipelinerl.domains.countdown.judge import ExpressionError, evaluate, judge, judge_expression
 from pipelinerl.errors import DomainError
 from pipelinerl.testing import run_rollout
 
@@ -171,3 +170,13 @@ async def test_rollout_pays_by_the_reward_table(reply, reward):
     result = await run_rollout(generate_rollout, problem, [reply], {"rewards": REWARDS})
     assert result.metrics.reward == reward
     assert result.training_texts[0].reward == reward
+
+
+@pytest.mark.parametrize("sign", ["*", "×", "·", "⋅", "\\times", "\\cdot ", " \\times "])
+def test_every_sign_of_multiplication_is_read(sign):
+    assert judge_expression(f"(3 + 4){sign}5", [3, 4, 5], 35).status == "correct"
+    assert judge_expression(f"(3 + 4){sign}5", [3, 4, 5], 36).status == "wrong"
+
+
+def test_another_command_is_refused():
+    assert judge_expression("3\\timesx 4", [3, 4], 12).status == "unparsable"

@@ -8,6 +8,7 @@ from pipelinerl.domains.instructions import generate_rollout, load_problems
 from pipelinerl.domains.instructions.judge import judge
 from pipelinerl.errors import DomainError, VerifierError
 from pipelinerl.testing import run_rollout
+from tests.says import says
 
 REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
 
@@ -95,5 +96,5 @@ def test_constraints_of_a_parquet_file_keep_only_their_own_arguments(tmp_path):
 def test_constraints_that_cannot_be_checked_are_named(tmp_path, constraints):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"task": "?", "constraints": constraints}))
-    with pytest.raises(DomainError, match="row 0 has the constraints"):
+    with pytest.raises(DomainError, match=says("x.jsonl", "row 0", constraints, "`check`")):
         load_problems([str(path)])

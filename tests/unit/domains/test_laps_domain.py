@@ -2,8 +2,7 @@ import statistics
 
 import pytest
 
-from pipelinerl.domains.laps.dataset import ANTICLOCKWISE, CLOCKWISE, load_problems, question, walk
-from pipelinerl.domains.laps.rollouts import judge
+from pipelinerl.domains.laps import ANTICLOCKWISE, CLOCKWISE, judge, load_problems, question, walk
 
 TOKENS_PER_LAP = 48
 """44 stations, "lap", its number, a colon and the end of the line."""

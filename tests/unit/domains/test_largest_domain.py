@@ -1,7 +1,6 @@
 import pytest
 
-from pipelinerl.domains.largest import generate_rollout, load_problems
-from pipelinerl.domains.largest.rollouts import score
+from pipelinerl.domains.largest import generate_rollout, load_problems, score
 from pipelinerl.errors import DomainError
 
 PROBLEM = {"dataset": "train", "question": "Which is the largest of 18, 5 and 30?", "answer": 30}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.load import resolve_function
+from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.multidomain.loader import LOADERS, load_datasets, parse_name
 from pipelinerl.errors import DomainError
 
@@ -52,7 +52,9 @@ def test_every_domain_gets_its_data_sets_and_arguments() -> None:
     [
         ("math_500", "has no domain"),
         ("::a", "has no domain"),
-        ("web::a", r"dataset_loader_params\.loaders\.web`.*coding"),
+        ("web::a", r"dataset_loader_params\.loaders\.web`.*counting"),
+        ("coding::taco", r"dataset_loader_params\.loaders\.coding`"),
+        ("livecodebench::livecodebench_v5", r"dataset_loader_params\.loaders\.livecodebench`"),
     ],
 )
 def test_name_that_no_loader_knows_is_refused_with_what_to_do(name: str, said: str) -> None:
@@ -63,3 +65,10 @@ def test_name_that_no_loader_knows_is_refused_with_what_to_do(name: str, said: s
 @pytest.mark.parametrize("target", sorted(set(LOADERS.values())))
 def test_loaders_are_there(target: str) -> None:
     assert callable(resolve_function(target))
+
+
+def test_games_are_pipelinerls() -> None:
+    guessing = load_datasets("guessing::train")
+    assert [problem["answer"] for problem in guessing[:3]] == [1, 383, 765]
+    (first, *_) = load_datasets("counting::test_counting_problems")
+    assert first["domain"] == "counting"

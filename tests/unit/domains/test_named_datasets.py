@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from pipelinerl.domains.coding import load_problems as load_coding
+from pipelinerl.domains.coding.problems import NAMED as NAMED_CODING
 from pipelinerl.domains.math import load_problems
-from pipelinerl.domains.math.named import NAMED
+from pipelinerl.domains.math.dataset import NAMED
 from pipelinerl.errors import DomainError
+from tests.says import says
 
 WORKED = "There are 2 and 3.\n2 + 3 = <<2+3=5>>5\n#### 5"
 EURUS = [
@@ -86,7 +88,7 @@ def test_file_on_the_web_is_read_as_json(hub: list[tuple[Any, ...]]) -> None:
 
 def test_row_that_lost_its_columns_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"problem": "2 + 3?", "answer": "5"}])
-    with pytest.raises(DomainError, match=r"'aime_2024'.*row 0 is not as it was published: KeyError: 'url'"):
+    with pytest.raises(DomainError, match=says("'aime_2024'", "row 0", "KeyError: 'url'")):
         load_problems(["aime_2024"])
 
 
@@ -106,6 +108,7 @@ def test_coding_sets_have_their_tests_in_the_published_columns(monkeypatch: pyte
         ],
     }
     monkeypatch.setattr("datasets.load_dataset", lambda path, *_, **__: rows[path])
-    for name in ("taco", "livecodebench_v5"):
+    for name in ("taco", "intellect3_lcbv5"):
         assert [(p["task"], p["tests"]) for p in load_coding([name])] == [("Square.", tests)]
     assert len(load_coding(["intellect3_code"])) == 2
+    assert "livecodebench_v5" not in NAMED_CODING, "PipelineRL's is another data set"

@@ -7,6 +7,7 @@ from pipelinerl.config.load import CONF_DIR
 from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.errors import DomainError
 from pipelinerl.records.verdicts import Verdict
+from tests.says import says
 
 TABLE = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -0.5, "unfinished": None}
 
@@ -35,7 +36,7 @@ def test_unfinished_completion_may_have_a_reward_by_verdict():
 
 
 def test_pipelinerls_names_are_refused_with_ours():
-    with pytest.raises(DomainError, match=r"PipelineRL's key is `rewards\.wrong` here"):
+    with pytest.raises(DomainError, match=says("rewards.wrong")):
         VerdictRewards.from_mapping(TABLE | {"wrong_answer_finished": -0.5})
 
 

@@ -1,14 +1,14 @@
 import json
+import re
 
 import pytest
 
-from pipelinerl.domains.tool_use import generate_rollout, load_problems
-from pipelinerl.domains.tool_use import rollouts as rollouts_module
-from pipelinerl.domains.tool_use.rollouts import judge
-from pipelinerl.domains.tool_use.tools import call_tool
+from pipelinerl.domains import tool_use as rollouts_module
+from pipelinerl.domains.sandbox import Outcome
+from pipelinerl.domains.tool_use import call_tool, generate_rollout, judge, load_problems
 from pipelinerl.llm import FunctionCall, ToolCall
-from pipelinerl.sandbox import Outcome
 from pipelinerl.testing import run_rollout
+from tests.says import says
 
 REWARDS = {"correct": 1.0, "wrong": 0.0, "no_answer": -1.0, "unparsable": -1.0, "unfinished": None}
 CFG = {"rewards": REWARDS, "environment": {"tools": ["calculator", "python"], "max_turns": 3}}
@@ -44,31 +44,31 @@ async def test_result_of_a_tool_is_in_the_next_prompt_and_turns_extend_each_othe
     first, second = (text.input_ids for text in result.training_texts)
     assert second[: len(first)] == first
     assert [text.reward for text in result.training_texts] == [1, 1]
-    assert (result.metrics.num_turns, result.metrics.num_tool_calls, result.metrics.num_tool_errors) == (2, 1, 0)
+    assert (result.metrics.num_turns, result.metrics.num_tool_calls, result.metrics.num_tool_errors) == (2, 1, 0)  # type: ignore[attr-defined]
 
 
 async def test_turns_are_limited():
     result = await run_rollout(generate_rollout, PROBLEM, lambda _: call("python", {"code": "1"}), CFG)
-    assert result.metrics.num_turns == 3
+    assert result.metrics.num_turns == 3  # type: ignore[attr-defined]
     assert result.metrics.no_answer
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("calculator", '{"expression": "2*(3+4)"}', "14"),
-        ("calculator", '{"expression": "1/3"}', "1/3"),
-        ("calculator", '{"expression": "2**99999"}', "error"),
-        ("calculator", '{"expression": 3}', "error: the argument `expression`"),
-        ("calculator", "[]", "error: the argument"),
-        ("calculator", "{", "error: the arguments are not JSON"),
-        ("shell", "{}", "error: there is no tool 'shell'"),
-        ("python", '{"code": "print(1)"}', "print(1)"),
+        ("calculator", '{"expression": "2*(3+4)"}', r"\A14\Z"),
+        ("calculator", '{"expression": "1/3"}', r"\A1/3\Z"),
+        ("calculator", '{"expression": "2**99999"}', says("error")),
+        ("calculator", '{"expression": 3}', says("error", "`expression`")),
+        ("calculator", "[]", says("error", "`expression`")),
+        ("calculator", "{", says("error", "JSON")),
+        ("shell", "{}", says("error", "'shell'")),
+        ("python", '{"code": "print(1)"}', says("print(1)")),
     ],
 )
 async def test_tool_answers_in_text_whatever_the_model_asks(name, arguments, expected):
     tool_call = ToolCall(id="1", function=FunctionCall(name=name, arguments=arguments))
-    assert (await call_tool(tool_call, Echo())).startswith(expected)
+    assert re.match(expected, await call_tool(tool_call, Echo()))
 
 
 @pytest.mark.parametrize(

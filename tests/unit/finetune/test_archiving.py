@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipelinerl.archive import read_archive
-from pipelinerl.archive.folder import StepArchive
 from pipelinerl.finetune.archiving import ScoreArchive
 from pipelinerl.finetune.model import PolicyOutput
+from pipelinerl.observability.archive import StepArchive, read_archive
 from pipelinerl.records import MicroBatch, ScoredStep
 
 

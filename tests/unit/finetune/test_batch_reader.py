@@ -8,6 +8,7 @@ from pipelinerl.errors import StreamError
 from pipelinerl.finetune.batch_reader import BatchReader
 from pipelinerl.finetune.updates import last_needed
 from pipelinerl.records import MicroBatch
+from tests.says import says
 
 
 class FakeReader:
@@ -40,9 +41,9 @@ def test_feed_gives_whole_steps_and_the_position_after_each() -> None:
     reader = FakeReader([*records_of(0), *records_of(1)])
     feed = BatchReader([("0/0", reader)])
     assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
-    assert feed.positions() == {"0/0": 3}
+    assert feed.resume_offsets() == {"0/0": 3}
     assert keys(feed.next_step(1, 0)) == [(1, 0), (1, 1), (1, 2)]
-    assert feed.positions() == {"0/0": 6}
+    assert feed.resume_offsets() == {"0/0": 6}
 
 
 def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
@@ -50,7 +51,7 @@ def test_feed_incomplete_step_gives_none_until_it_is_whole() -> None:
     reader = FakeReader(whole[:2])
     feed = BatchReader([("0/0", reader)])
     assert feed.next_step(0, 0) is None
-    assert feed.positions() == {"0/0": 0}
+    assert feed.resume_offsets() == {"0/0": 0}
     reader.records.append(whole[2])
     assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
 
@@ -60,7 +61,7 @@ def test_feed_tells_whether_steps_are_there_without_taking_them() -> None:
     feed = BatchReader([("0/0", reader)])
     assert feed.has_steps(0, 0.0)
     assert not feed.has_steps(0, 0.0, last=1)
-    assert feed.positions() == {"0/0": 0}
+    assert feed.resume_offsets() == {"0/0": 0}
     assert keys(feed.next_step(0, 0)) == [(0, 0), (0, 1), (0, 2)]
     assert not feed.has_steps(1, 0.0)
 
@@ -72,7 +73,7 @@ def test_feed_passes_over_steps_before_the_one_asked_for_and_duplicates() -> Non
 
 def test_feed_missing_step_is_an_error() -> None:
     feed = BatchReader([("0/0", FakeReader(records_of(1)))])
-    with pytest.raises(StreamError, match="has step 1 where step 0 must come"):
+    with pytest.raises(StreamError, match=says("step 1", "step 0")):
         feed.next_step(0, 0)
 
 
@@ -80,7 +81,7 @@ def test_feed_takes_steps_from_preprocessors_in_turn() -> None:
     even, odd = FakeReader([*records_of(0), *records_of(2)]), FakeReader(records_of(1))
     feed = BatchReader([("0/0", even), ("1/0", odd)])
     assert [keys(feed.next_step(step, 0))[0][0] for step in range(3)] == [0, 1, 2]
-    assert feed.positions() == {"0/0": 6, "1/0": 3}
+    assert feed.resume_offsets() == {"0/0": 6, "1/0": 3}
     feed.commit({"0/0": 3, "9/0": 1})
     assert (even.committed, odd.committed) == (3, 0)
 
@@ -98,12 +99,12 @@ def test_feed_holds_a_step_back_until_the_whole_phase_is_there() -> None:
     assert feed.next_step(0, 0, last=3) is None
     even.records.extend(records_of(2))
     assert feed.next_step(0, 0, last=3) is None
-    assert feed.positions() == {"0/0": 0, "1/0": 0}
+    assert feed.resume_offsets() == {"0/0": 0, "1/0": 0}
     odd.records.append(records_of(3)[2])
     assert keys(feed.next_step(0, 0, last=3)) == [(0, 0), (0, 1), (0, 2)]
-    assert feed.positions() == {"0/0": 3, "1/0": 0}
+    assert feed.resume_offsets() == {"0/0": 3, "1/0": 0}
     assert [keys(feed.next_step(step, 0))[0][0] for step in (1, 2, 3)] == [1, 2, 3]
-    assert feed.positions() == {"0/0": 6, "1/0": 6}
+    assert feed.resume_offsets() == {"0/0": 6, "1/0": 6}
 
 
 @pytest.mark.parametrize(("step", "last"), [(0, 3), (1, 1), (3, 3), (4, 7), (8, 9), (9, 9)])

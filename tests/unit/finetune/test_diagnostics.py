@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipelinerl.finetune.diagnostics import StepDiagnostics, clip_warning, step_metrics
 from pipelinerl.finetune.model import PolicyOutput
-from pipelinerl.finetune.rl.diagnostics import StepDiagnostics, clip_warning, step_metrics
 from pipelinerl.finetune.rl.objective import LossSettings
 from pipelinerl.finetune.rl.tokens import LagInputs, TokenInputs
 from pipelinerl.observability.catalogue import undeclared

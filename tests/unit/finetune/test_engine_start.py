@@ -22,6 +22,7 @@ def test_ranks_wait_for_each_other_as_long_as_the_run_allows(
     calls = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(engines, "open_rendezvous", lambda *arguments: arguments)
+    monkeypatch.setattr(engines, "_stores", [])
     monkeypatch.setenv("RANK", "1")
     join_ranks("deepspeed", 2, torch.device(device), timeout_s=1800)
     timeout = timedelta(seconds=1800)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
+from pipelinerl.finetune.updates import EvaluationLease
 from pipelinerl.records import EvaluationDone, EvaluationStarted
 
 

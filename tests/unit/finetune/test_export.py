@@ -19,7 +19,7 @@ from pipelinerl.finetune.export import (
     write_export,
 )
 from pipelinerl.finetune.model import Policy, add_adapters
-from pipelinerl.finetune.peers import Peers
+from pipelinerl.finetune.rendezvous import Peers
 from tests.models import make_qwen2
 
 IDS = torch.arange(12)[None]
@@ -31,7 +31,7 @@ def make_lm(tied: bool = True) -> Qwen2ForCausalLM:
 
 def make_engine(lm: torch.nn.Module, **options: float) -> ReplicatedEngine:
     cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    return ReplicatedEngine(Policy(lm, **options), cfg.finetune, torch.device("cpu"))
+    return ReplicatedEngine(Policy(lm, **options), cfg, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

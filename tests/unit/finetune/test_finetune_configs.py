@@ -29,4 +29,4 @@ def test_presets_say_what_they_promise() -> None:
     assert not preset("base").preprocess.filter_zero_advantage_groups
     phase = ("schedule=conventional", "steps_per_phase=4")
     assert [preset(name, *phase).proximal_steps for name in ("gspo", "decoupled_ppo", "ppo")] == [4, 4, None]
-    assert [preset(name).proximal_steps for name in ("gspo", "decoupled_ppo", "ppo")] == [1, 1, None]
+    assert [preset(name).proximal_steps for name in ("gspo", "decoupled_ppo", "ppo")] == [4, 1, None]

@@ -13,6 +13,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.finetune.data import index_tokens, to_batch
 from pipelinerl.finetune.images import ImageReader, attention_of, embed, takes_images
 from pipelinerl.records import MicroBatch
+from tests.says import says
 from tests.unit.finetune.test_data import make_record
 from tests.vision import picture, save_descriptions, save_idefics3
 
@@ -97,10 +98,10 @@ def test_prompt_with_other_tokens_than_features_is_refused(idefics: tuple[Any, I
     small, wide = counts(lm, reader)
     record = showing(reader.placeholder, [1, (0, small), (1, wide + 1), 2])
     batch = to_batch(record, index_tokens(record), rows=False, reader=reader)
-    with pytest.raises(RecordError, match=f"computes {small + wide} features for images that have {small + wide + 1}"):
+    with pytest.raises(RecordError, match=says(f"{small + wide} features", small + wide + 1)):
         embed(lm, batch.input_ids, batch.images, reader.blank)
     unequal = showing(reader.placeholder, [1, (0, small), 2], [1, (0, small - 1), (1, wide), 2])
-    with pytest.raises(RecordError, match=f"image 0 has {small} tokens and then {small - 1}"):
+    with pytest.raises(RecordError, match=says("image 0", f"{small} tokens", small - 1)):
         to_batch(unequal, index_tokens(unequal), rows=False, reader=reader)
 
 
@@ -108,9 +109,9 @@ def test_image_that_cannot_be_decoded_and_model_of_text_are_refused(idefics: tup
     _, reader = idefics
     assert reader.placeholder is not None
     record = msgspec.structs.replace(showing(reader.placeholder, [1, (0, 8), (1, 9), 2]), images=(SMALL, b"x"))
-    with pytest.raises(RecordError, match="micro-batch 0 of step 7: one of its 2 images: its 1 bytes are no PNG"):
+    with pytest.raises(RecordError, match=says("micro-batch 0", "step 7", "2 images", "1 bytes", "PNG")):
         to_batch(record, index_tokens(record), rows=False, reader=reader)
-    with pytest.raises(RecordError, match="has images, and the trainer's model takes none"):
+    with pytest.raises(RecordError, match=says("micro-batch 0", "step 7", "images", "none")):
         to_batch(record, index_tokens(record), rows=False)
 
 

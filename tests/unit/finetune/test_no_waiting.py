@@ -8,8 +8,8 @@ import torch
 from benchmarks.synthetic_batches import make_samples, pack
 from pipelinerl.finetune.accumulate import BatchRules, prepare_batch
 from pipelinerl.finetune.attention import PACKED, packed_attention, register_attention
+from pipelinerl.finetune.diagnostics import StepDiagnostics
 from pipelinerl.finetune.model import Policy
-from pipelinerl.finetune.rl.diagnostics import StepDiagnostics
 from pipelinerl.finetune.rl.objective import LossSettings
 from tests.models import make_qwen2
 

@@ -44,7 +44,7 @@ def make_engine() -> ReplicatedEngine:
         optimizer=SimpleNamespace(name="adamw", kwargs={}, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
     )
     policy = Policy(make_qwen2(VOCAB, initializer_range=0.2).train(), chunk=5, temperature=0.8)
-    return ReplicatedEngine(policy, finetune, torch.device("cpu"))
+    return ReplicatedEngine(policy, SimpleNamespace(finetune=finetune), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

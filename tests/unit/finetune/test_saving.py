@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from pipelinerl.errors import CheckpointError
 from pipelinerl.finetune import checkpoints, saving
 from pipelinerl.finetune.checkpoints import Counters, list_steps
 from pipelinerl.finetune.engines.replicated import ReplicatedEngine
+from pipelinerl.finetune.loop import Trainer
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.saving import Saver, SaveRules
 from tests.models import make_qwen2
+from tests.says import says
 
 EMBEDDING = "lm.model.embed_tokens.weight"
 
@@ -25,7 +28,7 @@ class Tokenizer:
 
 def make_engine() -> ReplicatedEngine:
     cfg = parse(compose("base", ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]))
-    return ReplicatedEngine(Policy(make_qwen2(32, hidden=8)), cfg.finetune, torch.device("cpu"))
+    return ReplicatedEngine(Policy(make_qwen2(32, hidden=8)), cfg, torch.device("cpu"))
 
 
 def make_saver(engine: ReplicatedEngine, run_dir: Path, keep: int = 2, keep_exports: int | None = None) -> Saver:
@@ -117,5 +120,16 @@ def test_writing_that_fails_is_told_to_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     saver = make_saver(make_engine(), tmp_path)
     saver.start(Counters(step=1), export=False)
-    with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be written"):
+    with pytest.raises(CheckpointError, match=says("checkpoint", "step 1", tmp_path / "checkpoints")):
         saver.finish()
+
+
+def test_checkpoint_of_the_trainer_makes_records_and_metrics_durable() -> None:
+    """The trainer gives its saver this function, which runs before a checkpoint is complete."""
+    synced: list[str] = []
+    feed, outputs = (SimpleNamespace(sync=lambda name=name: synced.append(name)) for name in ("feed", "metrics"))
+    for rank_outputs in (outputs, None):
+        trainer = Trainer.__new__(Trainer)
+        trainer.feed, trainer.outputs = feed, rank_outputs
+        trainer.sync()
+    assert synced == ["feed", "metrics", "feed"]

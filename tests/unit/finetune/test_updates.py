@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from pipelinerl.config.load import compose, parse
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import updates
-from pipelinerl.finetune.evaluation_lease import EvaluationLease
 from pipelinerl.finetune.model import Policy
-from pipelinerl.finetune.updates import WeightUpdates, is_push_due
+from pipelinerl.finetune.thresholds import Threshold
+from pipelinerl.finetune.updates import EvaluationLease, WeightUpdates, is_push_due
 from pipelinerl.records import EvaluationDone, EvaluationStarted
-from pipelinerl.weights.probe import ProbeText
+from pipelinerl.weights.verify.probe import Continuation, ProbeText
 from tests.models import make_qwen2
 from tests.trainer_kit import FakeSender
 
@@ -49,11 +50,11 @@ class Harness:
         settings = (*given, "finetune.max_train_steps=10", *overrides)
         cfg = parse(compose("base", [*settings, "weights.probe=false"]))
         status: Any = SimpleNamespace(waiting=lambda *_, **__: contextlib.nullcontext())
-        lease = EvaluationLease(self._take, clock=lambda: 0.0)
+        lease = EvaluationLease(self._pop_messages, clock=lambda: 0.0)
         engine: Any = Engine()
         self.updates = WeightUpdates(engine, cfg, self.sender, self.sender, lease, status, lambda: False, Path("."))
 
-    def _take(self) -> list[Any]:
+    def _pop_messages(self) -> list[Any]:
         taken, self.messages[:] = list(self.messages), []
         return taken
 
@@ -132,11 +133,11 @@ def test_evaluation_of_a_version_that_a_resumed_trainer_has_lost_does_not_hold_b
         pytest.param(False, [False, False], True, True, id="data are missing until the end"),
         pytest.param(False, [False, True], True, False, id="data come meanwhile"),
         pytest.param(False, [True], False, False, id="data are there"),
-        pytest.param(True, [True], True, False, id="data are there, and a server needs the proof"),
-        pytest.param(True, [False], True, True, id="data are missing, and a server needs the proof"),
+        pytest.param(True, [True], True, False, id="data are there, and a server is unverified"),
+        pytest.param(True, [False], True, True, id="data are missing, and a server is unverified"),
     ],
 )
-def test_probe_is_scored_while_data_are_missing_or_a_server_needs_the_proof(
+def test_probe_is_scored_while_data_are_missing_or_a_server_is_unverified(
     monkeypatch: pytest.MonkeyPatch, needs_scores: bool, data: list[bool], is_scored: bool, is_idle: bool
 ) -> None:
     clock, scores, answers = [0.0], np.zeros(3, dtype=np.float32), iter(data)
@@ -178,3 +179,35 @@ def test_error_of_the_sender_reaches_the_training_loop() -> None:
     harness.sender.error = OSError("disk full")
     with pytest.raises(OSError, match="disk full"):
         harness.updates.retry(1)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_server_that_computes_long_documents_in_another_way_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """The trainer gives every token −1, the server −1.5 beyond the rope limit of 4,096."""
+    asked: list[Any] = []
+
+    def continue_text(text: ProbeText, lengths: Any, seed: int) -> list[Continuation]:
+        asked.append(lengths)
+        far = -1.5 if is_wrong else -1.0
+        return [
+            Continuation(token_ids=np.zeros(length + 64, dtype=np.int32), logprobs=np.full(64, value, np.float32))
+            for length, value in zip(lengths, (-1.0, far), strict=True)
+        ]
+
+    monkeypatch.setattr(updates, "score_text", lambda _, text: np.full(text.token_ids.size - 1, -1.0, np.float32))
+    harness = Harness()
+    monkeypatch.setattr(harness.sender, "continue_text", continue_text)
+    crossed = [("sliding_window", 128), ("original_max_position_embeddings", 4096), ("max_position_embeddings", 10_000)]
+    thresholds = tuple(Threshold(name=n, value=v, lowered=4, is_crossed=True) for n, v in crossed)
+    monkeypatch.setattr(harness.updates._engine.policy, "crossed", thresholds)
+    text = ProbeText(token_ids=np.zeros((4, 256), dtype=np.int32))
+    if is_wrong:
+        with pytest.raises(
+            ConfigError, match=r"of 4152 tokens .*by 0.5 nats .*, original_max_position_embeddings=4096: "
+        ):
+            harness.updates._compare_lengths(text)
+    else:
+        harness.updates._compare_lengths(text)
+    assert asked == [(16, 4088)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.actor.messages import Servers
-from pipelinerl.actor.servers import InferenceServer, ServerPool
+from pipelinerl.actor.servers import InferenceServer, ServerLoads
 from pipelinerl.actor.work import WorkTable
 from pipelinerl.config.servers import FIRST_ROLLOUTS, MOST_ROLLOUTS
 from pipelinerl.inference.admission import DECREASE, GROWTH, Admission, Load
@@ -32,7 +32,7 @@ class FakeServer:
     def rollouts(self) -> int:
         return len(self.have) + len(self.waiting)
 
-    def take(self, new: int) -> None:
+    def assign(self, new: int) -> None:
         lengths = self.rng.lognormal(math.log(self.mean_length) - 0.32, 0.8, new)  # of this mean
         self.waiting = np.concatenate([self.waiting, np.maximum(lengths, TOKENS_PER_S)])
 
@@ -65,7 +65,7 @@ def simulate(server: FakeServer, seconds: int, limit: int | None = None) -> tupl
     """Limits and uses of the cache over time. ``limit``: a fixed one."""
     admission, limits, uses, before = Admission(), [], [], (0, 0)
     for second in range(seconds):
-        server.take(max((admission.rollouts if limit is None else limit) - server.rollouts, 0))
+        server.assign(max((admission.rollouts if limit is None else limit) - server.rollouts, 0))
         server.second()
         if second % LOOK_S == 0:
             load = server.load(before)
@@ -109,7 +109,7 @@ async def test_64_servers_of_three_sizes_each_get_what_their_cache_holds() -> No
     admissions, before = dict.fromkeys(fakes, Admission()), dict.fromkeys(fakes, (0, 0))
     uses: dict[str, list[float]] = {name: [] for name in fakes}
     seen: dict[str, InferenceServer] = {}
-    pool, table = ServerPool(), WorkTable(workers := BusyWorkers(0), FIRST_ROLLOUTS)
+    pool, table = ServerLoads(), WorkTable(workers := BusyWorkers(0), FIRST_ROLLOUTS)
     urls, serving = {name: f"http://{name}" for name in fakes}, dict.fromkeys(fakes, 0)
     for second in range(seconds):
         capacities = {name: admission.rollouts for name, admission in admissions.items()}
@@ -123,7 +123,7 @@ async def test_64_servers_of_three_sizes_each_get_what_their_cache_holds() -> No
             seen[chosen.name] = chosen
             chosen.load += attempts
             workers.num_rollouts += attempts
-            fakes[chosen.name].take(attempts)
+            fakes[chosen.name].assign(attempts)
         for name, fake in fakes.items():
             fake.second()
             if second % LOOK_S == 0:

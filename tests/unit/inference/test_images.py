@@ -8,6 +8,7 @@ import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
 from pipelinerl.inference.images import ImagePrompts, image_spans_of
+from tests.says import says
 from tests.vision import picture
 
 IMAGE = 9
@@ -54,14 +55,14 @@ async def test_placeholders_are_replaced_where_the_client_says() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "places", "images", "message"),
     [
-        (ids(5, 9), spans((0, 1)), (NARROW,), "tokens 0 to 1 are not those of image 0, which has 3"),
-        (ids(7, 9, 9, 8), spans((0, 4)), (NARROW,), "not those of image 0"),
-        (ids(9, 9), spans((1, 2), (0, 1)), (NARROW, WIDE), "not ascending"),
-        (ids(9), spans((0, 2)), (NARROW,), "not ascending and within 1 tokens"),
-        (ids(9), spans((0, 0)), (NARROW,), "not ascending"),
-        (ids(9), None, (NARROW,), "image_spans must be int32"),
-        (ids(9), spans((0, 1)), (NARROW, WIDE), r"of shape \(2, 2\)"),
-        (ids(9), spans((0, 1)), (b"no image",), "image 0: its 8 bytes are no PNG"),
+        (ids(5, 9), spans((0, 1)), (NARROW,), says("tokens 0 to 1", "image 0", 3)),
+        (ids(7, 9, 9, 8), spans((0, 4)), (NARROW,), says("tokens 0 to 4", "image 0")),
+        (ids(9, 9), spans((1, 2), (0, 1)), (NARROW, WIDE), says("ascending")),
+        (ids(9), spans((0, 2)), (NARROW,), says("ascending", "1 tokens")),
+        (ids(9), spans((0, 0)), (NARROW,), says("ascending")),
+        (ids(9), None, (NARROW,), says("image_spans", "int32")),
+        (ids(9), spans((0, 1)), (NARROW, WIDE), says("image_spans", "(2, 2)")),
+        (ids(9), spans((0, 1)), (b"no image",), says("image 0", "8 bytes", "PNG")),
     ],
 )
 async def test_request_that_cannot_be_read_is_refused(

@@ -11,6 +11,7 @@ from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.args import vllm_arguments, vllm_environment
 from pipelinerl.world import Job, Span, WorldMap
+from tests.says import says
 
 
 def config(*overrides: str) -> Config:
@@ -96,7 +97,7 @@ def test_policy_on_cpu_has_exact_tokens_updates_and_one_process() -> None:
         "--enforce-eager": True,
         "--distributed-executor-backend": "uni",
         "--dtype": "float32",
-        "--middleware": "pipelinerl.inference.guard.Guard",
+        "--middleware": "pipelinerl.inference.access.RouteAccess",
     }
     assert {key: found.get(key) for key in expected} == expected
     assert json.loads(found["--weight-transfer-config"]) == {"backend": "staged"}
@@ -188,20 +189,29 @@ def test_users_kwargs_win_in_any_spelling() -> None:
     assert "--swap-space" not in found
 
 
+def test_vllms_own_metrics_are_off_until_they_are_wanted() -> None:
+    assert settings(vllm_arguments(config(), world(), POLICY))["--disable-log-stats"] is True
+    wanted = config("+vllm_config.vllm_kwargs.disable_log_stats=false")
+    assert not [flag for flag in settings(vllm_arguments(wanted, world(), POLICY)) if "log-stats" in flag]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+vllm_config.vllm_kwargs.port=80", "ports come from the world map"),
-        ("+vllm_config.vllm_kwargs.served_model_name=x", "clients address the model"),
-        ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", "processed log-probabilities"),
-        ("+vllm_config.vllm_kwargs.enable_prefix_caching=false", "prefix_caching"),
-        ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", "exact"),
-        ("+vllm_config.vllm_kwargs.data-parallel-size=2", "use more servers"),
+        ("+vllm_config.vllm_kwargs.port=80", says("port", "world.port_base")),
+        ("+vllm_config.vllm_kwargs.served_model_name=x", says("served-model-name", "`policy`", "`reference`")),
+        ("+vllm_config.vllm_kwargs.logprobs-mode=raw_logprobs", says("logprobs-mode", "processed log-probabilities")),
+        (
+            "+vllm_config.vllm_kwargs.enable_prefix_caching=false",
+            says("enable-prefix-caching", "vllm_config.prefix_caching"),
+        ),
+        ("+vllm_config.vllm_kwargs.scheduler-cls=x.Y", says("scheduler-cls", "exact")),
+        ("+vllm_config.vllm_kwargs.data-parallel-size=2", says("data-parallel-size", "more servers")),
         (
             "+vllm_config.vllm_kwargs.max-model-len=5",
-            "=10000 and max-model-len=5; set max_model_len alone",
+            says("max_model_len=10000", "max-model-len=5", "set max_model_len"),
         ),
-        ("+vllm_config.vllm_kwargs.enforce-eager=false", "packed weights"),
+        ("+vllm_config.vllm_kwargs.enforce-eager=false", says("enforce-eager", "packed weights")),
     ],
 )
 def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: str) -> None:

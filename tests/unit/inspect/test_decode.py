@@ -57,7 +57,35 @@ def test_conversation_roles_and_sampled_parts_of_chatml() -> None:
     pieces = ["<|im_start|>", "user\n", "hi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "yes", "<|im_end|>"]
     sampled = [False] * 7 + [True, True]
     found = messages_in(pieces, sampled)
-    assert [(m.role, m.parts) for m in found] == [("user", (("hi", False),)), ("assistant", (("yes", True),))]
+    assert [(m.role, m.parts) for m in found] == [("user", (("hi", False),)), ("assistant", (("yes<|im_end|>", True),))]
+
+
+MARKS = {
+    "chatml": ("<|im_start|>{role}\n", "<|im_end|>", "\n"),
+    "llama": ("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+    "gemma": ("<start_of_turn>{role}\n", "<end_of_turn>", "\n"),
+    "harmony": ("<|start|>{role}<|message|>", "<|end|>", ""),
+}
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_conversation_sampled_marks_are_text_and_make_no_turn(marks: str) -> None:
+    begin, end, between = MARKS[marks]
+    user, model = begin.format(role="user"), begin.format(role="model")
+    invented = f"yes{end}{between}{user}and then?{end}{between}{model}"
+    written = [
+        (f"{user}hi{end}{between}{model}", False),
+        (f"{invented}{end}", True),
+        (f"{between}{user}bye{end}", False),
+    ]
+    found = messages_in([text for text, _ in written], [flag for _, flag in written])
+    assert [(m.role, m.text) for m in found] == [("user", "hi"), ("model", f"{invented}{end}"), ("user", "bye")]
+    assert found[1].parts == ((f"{invented}{end}", True),)
+
+
+def test_conversation_harmony_channel_that_was_sampled_is_text() -> None:
+    found = messages_in(["<|start|>assistant", "<|channel|>final<|message|>yo<|return|>"], [False, True])
+    assert [(m.role, m.text) for m in found] == [("assistant", "<|channel|>final<|message|>yo<|return|>")]
 
 
 def test_conversation_prefilled_answer_is_marked_from_where_it_was_sampled() -> None:

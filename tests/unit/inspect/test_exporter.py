@@ -51,7 +51,7 @@ def test_scrape_has_the_newest_point_of_every_role_the_waits_and_the_members(tmp
         fields={},
     )
     write_status(tmp_path / "status" / "actor_0.json", status)
-    FolderStore(tmp_path).take(Lease(name="actor_llm_3", incarnation="x", ttl_s=9, state="draining"))
+    FolderStore(tmp_path).overwrite(Lease(name="actor_llm_3", incarnation="x", ttl_s=9, state="draining"))
     found = scrape(tmp_path)
     assert found["pipelinerl_finetune_loss"] == {(): 0.25}
     assert found["pipelinerl_finetune_step"] == {(): 7.0}

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.config.load import load_old_run
+from pipelinerl.config.sections import Config
 from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.page import browser, build, data
 from pipelinerl.inspect.samples import SeenRollout
@@ -57,7 +58,7 @@ def seen(text: TokenText, *, step: int = 3, tokens: int = 4, group: str = "0-0",
         dataset="train",
         problem='{"q": "x"}',
         rollout=rollout,
-        fate="trained",
+        outcome="trained",
         step=step,
         dispatched_version=1,
         advantages=(0.5,),
@@ -102,7 +103,7 @@ def test_survivorship_adds_counts_and_weighs_means() -> None:
         | {f"dropped_by_length/{i}": 0.1 * i for i in range(2, 11)},
     ]
     found = data.survivorship(points)
-    assert found["fates"] == [{"fate": "lag", "count": 4, "tokens": 4.0, "reward": 0.25}]
+    assert found["outcomes"] == [{"outcome": "lag", "count": 4, "tokens": 4.0, "reward": 0.25}]
     assert found["deciles"][0] == 0.5
     assert len(found["deciles"]) == 10
 
@@ -126,13 +127,18 @@ def test_changed_keys_are_those_that_differ_from_the_defaults(run_dir: Path) -> 
     assert "finetune.rl.temperature" not in changed, "an interpolation that was not touched"
 
 
+def lying_in(folder: Path, config: Config) -> Config:
+    """The configuration of a run that was moved: its folder is where it lies now."""
+    return config.model_copy(update={"output_dir": str(folder), "model_path": str(folder / "model")})
+
+
 def test_load_old_run_fills_in_keys_that_came_since_and_forgets_others(run_dir: Path, tmp_path: Path) -> None:
     config = (run_dir / "conf" / "config.yaml").read_text()
     old = config.replace("archive:\n  archive_mb: 256\n", "bygone:\n  key: 1\n")
     assert old != config
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(old)
-    assert load_old_run(tmp_path) == load_old_run(run_dir)
+    assert load_old_run(tmp_path) == lying_in(tmp_path, load_old_run(run_dir))
 
 
 def test_load_old_run_reads_a_run_whose_domain_has_keys_of_its_own(run_dir: Path, tmp_path: Path) -> None:
@@ -141,7 +147,7 @@ def test_load_old_run_reads_a_run_whose_domain_has_keys_of_its_own(run_dir: Path
     config.extra_keys = ["actor.agent_max_loops", "sandbox_timeout"]
     (tmp_path / "conf").mkdir()
     OmegaConf.save(config, tmp_path / "conf" / "config.yaml")
-    assert load_old_run(tmp_path) == load_old_run(run_dir)
+    assert load_old_run(tmp_path) == lying_in(tmp_path, load_old_run(run_dir))
 
 
 def test_sequence_data_has_every_number_of_a_sampled_token(text: TokenText) -> None:
@@ -167,7 +173,7 @@ def test_sequence_data_of_a_long_sequence_leaves_out_its_middle(text: TokenText)
 
 def test_candidates_cover_the_run_evenly_whatever_is_cut(text: TokenText) -> None:
     candidates = browser.Candidates(per_step=2)
-    candidates.take(seen(text, step=step, group=f"0-{step}", attempt=a) for step in range(64) for a in range(3))
+    candidates.add(seen(text, step=step, group=f"0-{step}", attempt=a) for step in range(64) for a in range(3))
     assert candidates.seen == 192
     steps = [rollout.step for rollout in candidates.in_turn()]
     assert len(steps) == 128

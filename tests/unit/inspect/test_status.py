@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pipelinerl.records import EvaluationDone, SamplesProcessed, TrainingDone, W
 from pipelinerl.records.messages import TrainerMessage
 from pipelinerl.streams import SingleStreamSpec, open_reader, open_writer, set_streams_backend
 from tests.run_folder import write_config
+from tests.says import says
 
 NOW = 10_000.0
 
@@ -103,7 +105,7 @@ def test_screen_of_a_run_that_is_over_says_how_it_ended(run_folder: Path) -> Non
     path = run_folder / "status" / "actor_0.json"
     write_status(path, record("actor_0", heartbeat=time.time(), waits=(Wait(what="w", on=None, since=NOW),)))
     first, _, row, *_ = command.screen(run_folder)
-    assert first.endswith(": stopped at step 3 of 1000; the command that started it resumes it")
+    assert re.search(says("stopped", "step 3 of 1000", "resumes"), first)
     assert row.split()[:2] == ["actor_0", "stopped"]
     assert "w," not in row
     write_status(path, record("actor_0", state="failed"))
@@ -158,7 +160,7 @@ def test_stacks_of_live_roles_are_printed_and_strangers_are_not_signalled(run_fo
 
 def test_main_refuses_what_is_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path)]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
+    assert re.search(says(tmp_path, "run folder"), capsys.readouterr().err)
 
 
 def test_main_works_after_the_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,17 @@
 """`python -m pipelinerl.streams verify`: every damage is found, and told whom it matters to."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pipelinerl.streams import __main__ as command
+from pipelinerl.inspect import streams as command
 from pipelinerl.streams.files import cursor
 from tests.run_folder import Story, make_run
+from tests.says import says
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def flip(run: Path, topic: str, byte: int) -> None:
 
 
 def test_sound_streams(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(run, capsys) == (0, f"no damage in the streams of {run}\n")
+    code, output = verify(run, capsys)
+    assert code == 0
+    assert re.search(says("no damage", run), output)
 
 
 def test_flipped_bits_and_whom_they_matter_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,13 +47,15 @@ def test_flipped_bits_and_whom_they_matter_to(run: Path, capsys: pytest.CaptureF
     flip(run, "trainer", 40)
     code, output = verify(run, capsys)
     assert code == 1
-    assert f"actor/0/0: record 0: {run}/streams/actor/0/0/{0:020d}.log, byte 8: record 0: the payload of" in output
+    place = f"{run}/streams/actor/0/0/{0:020d}.log"
+    assert re.search(rf"actor/0/0: record 0: .*{place}.*byte 8.*checksum", output)
     assert "preprocessor_0: does not matter" in output
-    assert "only newest records of this topic are read" in output
-    assert output.endswith("the run can be resumed: no reader needs the damaged part\n")
+    assert re.search(says("newest records"), output)
+    assert re.search(says("can be resumed"), output)
     flip(run, "actor", -3)
     code, output = verify(run, capsys)
-    assert "preprocessor_0: MATTERS, it has yet to read this" in output
+    assert "preprocessor_0: MATTERS" in output
+    assert "can be resumed" not in output
     assert "actor_0: does not matter" in output
     assert "resume=checkpoint" in output
     assert "delete" not in output
@@ -67,9 +73,9 @@ def test_lost_ends_and_what_points_behind_them(run: Path, capsys: pytest.Capture
     code, output = verify(run, capsys)
     assert code == 1
     assert "records 7 to 7" not in output
-    assert "actor/0/0: record 7: a reader has read up to record 8, but the stream ends before record 7" in output
-    assert "actor/0/0: record 8: actor_0's snapshot points at record 9, but the stream ends before record 8" in output
-    assert "training_data/0/0: records 0 to 11: checkpoint step_4 points at record 12" in output
+    assert re.search("actor/0/0: record 7: .*reader.* record 8.* ends before record 7", output)
+    assert re.search("actor/0/0: record 8: .*actor_0.* snapshot .*record 9.* ends before record 8", output)
+    assert re.search("training_data/0/0: records 0 to 11: .*checkpoint step_4.* record 12", output)
 
 
 def test_missing_segment(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 from pipelinerl.config.load import compose, parse_container, to_container
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import checks
+from pipelinerl.plan.training_memory import GIB
 from pipelinerl.world import Cluster, Node, map_world
-from pipelinerl.world.training_memory import GIB
+from tests.says import says
 
 
 def start(*overrides: str, gpus: int = 8) -> checks.Start:
@@ -43,10 +44,30 @@ def test_memory_plan_for_another_machine_is_a_warning_in_a_dry_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hard", "warned"),
+    [(256 + 2 * 4 * 64, []), (checks.resource.RLIM_INFINITY, []), (767, ["768", "255 requests", "not 256"])],
+)
+def test_low_limit_on_open_files_is_told_with_the_number_needed(
+    hard: int, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 servers of 64 rollouts at one worker: 256 connections, as many idle ones, and 256 other files are 768."""
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (256, hard))
+    found = checks.open_files(start("actor.llm_max_rollouts=64"))
+    assert len(found) == (1 if warned else 0)
+    assert all(text in found[0] for text in warned)
+
+
+def test_limit_on_open_files_that_no_role_can_live_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (200, 200))
+    with pytest.raises(ConfigError, match=r"open files is 200, and every role needs 288: raise it to 768 "):
+        checks.open_files(start("actor.llm_max_rollouts=64"))
+
+
+@pytest.mark.parametrize(
     "override", ["finetune.router_replay=true", "+vllm_config.vllm_kwargs.enable-expert-parallel=true"]
 )
 def test_settings_of_experts_are_refused_for_a_model_without_them(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"is true, but Qwen/Qwen2.5-7B has no experts: remove it"):
+    with pytest.raises(ConfigError, match=says("true", "Qwen/Qwen2.5-7B", "no experts", "remove")):
         checks.experts(start(override))
 
 
@@ -85,5 +106,5 @@ def test_store_of_weights_needs_room_for_the_versions_that_stay(
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=9 * 10**9))
     given = ["weights.backend=store", f"weights.store={tmp_path}", "finetune.dtype=bfloat16"]
     assert checks.store_of_weights(start(*given)) == []
-    with pytest.raises(ConfigError, match=r"weights\.store_keep=3 versions with two in passing need 9\.3 GiB"):
+    with pytest.raises(ConfigError, match=says("weights.store_keep=3", "9.3 GiB")):
         checks.store_of_weights(start(*given, "weights.store_keep=3"))

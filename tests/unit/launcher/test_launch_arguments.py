@@ -3,7 +3,7 @@
 import pytest
 from hydra.errors import ConfigCompositionException
 
-from pipelinerl.launch import QUIET_HYDRA, explain_refusal, hydra_arguments
+from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments
 
 
 @pytest.mark.parametrize(

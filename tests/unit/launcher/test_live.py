@@ -50,7 +50,7 @@ def test_training_says_steps_speed_rest_and_failures_by_reason() -> None:
     assert line(role("finetune_0"), metrics=failures, step=40, speed=3.0) == (
         "training 40/160  3.00 steps/s  40 s to go  12 rollouts failed: timeout 9, domain 3"
     )
-    assert line(role("finetune_0"), step=1) == "training 1/160  – steps/s  – to go"
+    assert line(role("finetune_0"), step=1) == "training 1/160"
 
 
 def test_evaluation_says_how_far_it_is() -> None:
@@ -63,8 +63,26 @@ def test_first_rollouts_are_counted() -> None:
     assert line(role("actor_0"), metrics={"rollouts": 64}) == "first rollouts, 12 s  64 rollouts"
 
 
+def test_first_answers_are_counted_with_the_longest_and_who_samples_them() -> None:
+    metrics = {
+        "rollouts": 0,
+        "rollouts_ended": 12,
+        "rollouts_under_way": 52,
+        "longest_under_way": 2100,
+        "tokens_generated_per_s": 340.2,
+    }
+    servers = role("actor_llm_0", requests=30), role("actor_llm_1", requests=22), role("actor_llm_2", requests=0)
+    assert line(*servers, metrics=metrics) == (
+        "first rollouts, 12 s  first answers: 12 of 64, longest 2,100 tokens  340 tok/s  on actor_llm_0 (30), "
+        "actor_llm_1 (22)"
+    )
+    many = [role(f"actor_llm_{number}", requests=10) for number in range(16)]
+    assert line(*many, metrics=metrics).endswith("340 tok/s  160 requests on 16 servers")
+    assert line(role("actor_0", evaluating="0/64"), metrics=metrics) == "evaluating 0/64  longest 2,100 tokens"
+
+
 def test_eta_in_the_unit_of_its_size() -> None:
-    assert [eta(0, 100, speed) for speed in (None, 1.0, 0.1, 0.01)] == ["–", "100 s", "17 min", "2.8 h"]
+    assert [eta(0, 100, speed) for speed in (1.0, 0.1, 0.01)] == ["100 s", "17 min", "2.8 h"]
 
 
 def test_run_line_measures_the_steps_it_saw(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""Checks before a start: packages that another build of torch was made for."""
+"""Checks before a start: packages that another build of torch was made for, and models."""
 
+import contextlib
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.config.load import compose, parse
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher.preflight import check_companions
+from pipelinerl.launcher.preflight import _is_plain, check_companions, check_context
+from tests.says import says
 
 
 @pytest.fixture
@@ -34,9 +38,7 @@ BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
 
 def test_torchvision_that_cannot_be_loaded_is_refused_with_what_to_remove(installed: Path) -> None:
     write(installed, "torchvision", "0.28.0", BROKEN)
-    with pytest.raises(
-        ConfigError, match=r"torchvision cannot be loaded beside torch 2.13.0\+cpu .*nms.*pip uninstall"
-    ):
+    with pytest.raises(ConfigError, match=says("torchvision", "torch 2.13.0+cpu", "nms", "pip uninstall")):
         check_companions()
 
 
@@ -48,3 +50,43 @@ def test_torchvision_of_another_kind_that_loads_passes(installed: Path) -> None:
 def test_torchvision_of_the_same_kind_is_not_loaded(installed: Path) -> None:
     write(installed, "torchvision", "0.28.0+cpu", BROKEN)
     check_companions()
+
+
+@pytest.mark.parametrize(
+    ("described", "is_plain"),
+    [
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, True),
+        ({"model_type": "llama", "rope_scaling": None}, True),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}}, False),
+        ({"model_type": "qwen2", "rope_parameters": {"rope_type": "longrope"}}, False),
+        ({"model_type": "phi3"}, False),
+        ({}, True),
+    ],
+)
+def test_models_are_compared_before_the_start_unless_nothing_in_them_depends_on_lengths(
+    described: dict, is_plain: bool
+) -> None:
+    assert _is_plain(described) == is_plain
+
+
+@pytest.mark.parametrize(
+    ("described", "longest", "is_refused"),
+    [
+        ({"max_position_embeddings": 96}, 96, False),
+        ({"max_position_embeddings": 96}, 97, True),
+        ({"text_config": {"max_position_embeddings": 96}}, 97, True),
+        ({"max_position_embeddings": 96, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 97, True),
+        ({"max_position_embeddings": 96, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 97, False),
+        ({}, 97, False),
+    ],
+)
+def test_requests_longer_than_the_model_computes_are_refused(
+    tmp_path: Path, described: dict, longest: int, is_refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    overrides = [f"model_path={tmp_path}", f"vllm_config.vllm_kwargs.max_model_len={longest}"]
+    config = parse(compose("base_cpu", [*overrides, f"output_dir={tmp_path}"]))
+    facts = says("vllm_config.vllm_kwargs.max_model_len", 97, 96, tmp_path)
+    with pytest.raises(ConfigError, match=facts) if is_refused else contextlib.nullcontext():
+        check_context(config)

@@ -1,12 +1,16 @@
 """What the launcher asks of a Ray cluster, and what it makes of Ray's answer."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
-from pipelinerl.launcher.ray_cluster import cluster_of, units_of, world_at
+from pipelinerl.launcher import ray_engine
+from pipelinerl.launcher.losses import decide
+from pipelinerl.launcher.ray_cluster import Unit, cluster_of, units_of, world_at
+from pipelinerl.launcher.ray_engine import Placed, RayEngine
 from pipelinerl.launcher.ray_role import role_variables
 from pipelinerl.world import Job, Node, WorldMap
 from tests.worlds import world_section
@@ -73,3 +77,30 @@ def test_a_job_that_ray_put_elsewhere_has_its_address_there_and_counts_its_own_g
 def test_a_role_inherits_neither_ray_s_token_nor_its_number_of_threads() -> None:
     kept = role_variables({"RAY_AUTH_TOKEN": "x", "OMP_NUM_THREADS": "1", "HF_HOME": "/models", "RANK": "3"})
     assert kept == {"HF_HOME": "/models"}
+
+
+@pytest.mark.parametrize(
+    ("address", "alive", "action"),
+    [(None, (), "end"), (None, ("n2",), "move"), ("10.0.0.1:6379", (), "move")],
+)
+async def test_trainer_moves_unless_no_node_can_take_it(
+    address: str | None, alive: tuple[str, ...], action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node can join the cluster that the launcher starts. Another cluster may get new ones."""
+    ray = pytest.importorskip("ray")
+    trainer = Unit(jobs=(Job(name="finetune_0", kind="finetune"),), bundles=({"CPU": 1.0},))
+    placed = Placed(trainer, group=object(), nodes=("n1",))
+    engine = RayEngine.__new__(RayEngine)
+    engine._limits = SimpleNamespace(ray_address=address)
+    engine._placed = {"finetune_0": placed}
+
+    async def lose(_: Placed) -> None:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(engine, "_run_once", lose)
+    monkeypatch.setattr(engine, "_remove", lambda placed: None)
+    monkeypatch.setattr(ray_engine, "alive_nodes", lambda: [{"NodeID": name} for name in alive])
+    decision = decide(await engine._run(placed))
+    assert decision.action == action
+    if action == "end":
+        assert decision.reason == "its node is lost, and the cluster that the launcher started has no other"

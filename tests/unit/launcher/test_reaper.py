@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,7 @@ from pipelinerl.launcher.processes import Reaper, RunMark
 from pipelinerl.launcher import run_dir
 path = Path({str(tmp_path)!r})
 lock = open(path / "lock", "a+")
-run_dir.take(lock, path)
+run_dir.take_lock(lock, path)
 mark = RunMark()
 Reaper(mark, grace_s=2.0, lock=lock.fileno())
 import subprocess
@@ -164,15 +165,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     with open(tmp_path / "lock", "a+") as lock:
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        run_dir.take(lock, tmp_path)
+        run_dir.take_lock(lock, tmp_path)
         assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_run_folder_of_a_living_launcher_is_refused_at_once(tmp_path: Path) -> None:
     with open(tmp_path / "lock", "a+") as ours, open(tmp_path / "lock", "a+") as theirs:
-        run_dir.take(ours, tmp_path)
+        run_dir.take_lock(ours, tmp_path)
         with pytest.raises(ConfigError, match="another launcher is running in it"):
-            run_dir.take(theirs, tmp_path)
+            run_dir.take_lock(theirs, tmp_path)
 
 
 def test_run_helper_deadline_ends_all_that_it_started() -> None:
@@ -218,3 +219,21 @@ def test_sweep_unlinks_what_processes_used_that_have_ended_themselves() -> None:
         segment.write(b"x")
     assert reaper.sweep(RunMark().run, grace_s=0, segments={segment.name}) == 0
     assert not os.path.exists(segment.name)
+
+
+def test_folder_of_a_launcher_that_was_killed_with_its_reaper_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, neighbour = [Reaper(RunMark(), grace_s=0, owner=f"/results/run node {rank}") for rank in range(2)]
+    (tmp_path / "prl-of-nobody").mkdir()
+    (tmp_path / "prl-link").symlink_to(killed.temporary)
+    Path(killed.temporary, "sandbox").mkdir()
+    killed._process.kill()
+    killed._process.wait()
+    assert os.path.exists(killed.temporary), "as after a power cut, or when all processes are killed at once"
+    resumed = Reaper(RunMark(), grace_s=0, owner="/results/run node 0")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {Path(resumed.temporary).name, Path(neighbour.temporary).name, "prl-of-nobody", "prl-link"}
+    for each in (resumed, neighbour, killed):
+        each.dismiss()

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from pipelinerl.config.load import compose, to_container
 from pipelinerl.errors import ConfigError
 from pipelinerl.launcher import run_dir
+from tests.says import says
 
 REQUIRED = ["dataset_loader=a.load", "actor.rollout_policy=a.rollout"]
 
@@ -83,7 +84,7 @@ def test_claim_execution_settings_may_change(container: dict, tmp_path: Path) ->
 def test_claim_another_experiment_is_refused_with_both_values(container: dict, tmp_path: Path) -> None:
     hold_run(tmp_path / "run", container)
     container["seed"] = 7
-    with pytest.raises(ConfigError, match=r"another experiment \(`seed` was 42 and is 7\).*force_restart=true"):
+    with pytest.raises(ConfigError, match=says("`seed`", 42, 7, "force_restart=true")):
         run_dir.claim(tmp_path / "run", container, force_restart=False)
 
 
@@ -101,10 +102,19 @@ def test_claim_second_launcher_is_refused(container: dict, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("force_restart", [False, True])
+def test_claim_fresh_ext4_volume_is_an_empty_folder(container: dict, tmp_path: Path, force_restart: bool) -> None:
+    (tmp_path / "run" / "lost+found").mkdir(parents=True)
+    claim = run_dir.claim(tmp_path / "run", container, force_restart=force_restart)
+    claim.lock.close()
+    assert not claim.resumed
+    assert (tmp_path / "run" / "lost+found").is_dir(), "it is the file system's"
+
+
+@pytest.mark.parametrize("force_restart", [False, True])
 def test_claim_foreign_folder_is_refused_and_kept(container: dict, tmp_path: Path, force_restart: bool) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds thesis.tex and no run"):
+    with pytest.raises(ConfigError, match=says("thesis.tex", "no run")):
         run_dir.claim(tmp_path / "run", container, force_restart=force_restart)
     assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
 
@@ -157,3 +167,37 @@ def test_last_error_line_prefers_the_roles_own_last_word(tmp_path: Path) -> None
     log.write_text("Killed\n")
     assert run_dir.last_error_line(log) == "Killed"
     assert run_dir.last_error_line(tmp_path / "nothing") == "its log is empty"
+
+
+NOTES = (
+    "2026-01-01 00:00:02.000 WARNING actor_0 loop: event=rollout_failed detail=TransportError: error: gone\n"
+    "    Traceback (most recent call last):\n"
+    "    TransportError: gone\n"
+    "(EngineCore pid=7) WARNING 01-01 00:00:02 [core.py:1] ValueError: fell back\n"
+    "[W1123 21:17:23.9 socket.cpp:1] socket error: 111\n"
+    "2026-01-01 00:00:03.000 INFO actor_0 loop: event=progress note=no ERROR here\n"
+)
+
+
+def test_last_error_line_quotes_no_warning_and_no_note(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(NOTES)
+    assert run_dir.last_error_line(log) == "no error in its log"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "2026-01-01 00:00:01.000 ERROR actor_0 actor: no space",
+        "2026-01-01 00:00:01.000 CRITICAL actor_0 actor: no space",
+        "(EngineCore pid=7) ERROR 01-01 00:00:01 [core.py:1] out of memory",
+        "torch.OutOfMemoryError: 2 GiB",
+        "[E1123 21:17:23.9 socket.cpp:1] no route",
+    ],
+)
+def test_last_error_line_finds_the_error_before_warnings(tmp_path: Path, error: str) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(f"{error}\n{NOTES}")
+    assert run_dir.last_error_line(log) == error
+    log.write_text(f"{NOTES}{error}\nTerminated\n")
+    assert run_dir.last_error_line(log) == error

@@ -89,8 +89,8 @@ async def test_launcher_part_that_fails_ends_the_run_with_its_error(
     works = iter([last(), beside()])
     with caplog.at_level(logging.ERROR):
         ending = await asyncio.wait_for(accompanied(supervisor, works, NoTopics()), 60)  # type: ignore[arg-type]
+        assert tell_ending(ending, tmp_path) == 1
     assert (ending.kind, ending.reason) == ("failed", f"the launcher itself failed in {reason}")
     assert engine.is_stopped
     assert ending_record(ending).reason == ending.reason
-    assert tell_ending(ending, tmp_path) == 1
     assert [record.exc_info is not None for record in caplog.records] == [True]  # the log has the traceback

@@ -12,7 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from pipelinerl.launcher.starvation import RunQueues, run_delays_s
+from pipelinerl.launcher.watchdog import RunQueues, run_delays_s
 from tests.unit.observability.test_health import NOW, status
 
 SPIN = "import os, sys; os.nice(int(sys.argv[1])); print('spins', flush=True)\nwhile True: pass"
@@ -67,7 +67,7 @@ def test_starved_role_that_beats_again_starts_from_nothing(silent) -> None:
     delays = iter([{1: 5.0}, {1: 9.0}, {1: 20.0}])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelinerl.launcher.starvation.run_delays_s", lambda pid: next(delays))
+        patch.setattr("pipelinerl.launcher.watchdog.run_delays_s", lambda pid: next(delays))
         queues = RunQueues(lambda job: [1])
         assert queues.starved(silent, {"actor_0": 0.0}, NOW) == {"actor_0": 0.0}
         assert queues.starved(silent, {"actor_0": 0.0}, NOW) == {"actor_0": 4.0}

@@ -1,6 +1,6 @@
 """What the launcher tells trackers: alarms, tables of rollouts when they are due, and the report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,7 @@ import pytest
 
 from pipelinerl.config.load import compose, load_run, parse
 from pipelinerl.inspect.alarms import Alarm
-from pipelinerl.inspect.table import COLUMNS, sample_rows
-from pipelinerl.launcher.tracking import RunTracking, token_text_of
+from pipelinerl.launcher.tracking import COLUMNS, RunTracking, sample_rows, token_text_of
 from pipelinerl.observability import trackers
 from tests.run_folder import GROUPS, Story, make_run
 
@@ -46,12 +45,12 @@ MADE: list[FakeTracker] = []
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    MADE.clear()
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setitem(trackers.TRACKERS, "wandb", f"{__name__}.FakeTracker")
     monkeypatch.setattr(trackers, "resolve_function", lambda name: FakeTracker)
     overrides = ("wandb.mode=online", "wandb.sample_steps=2", "tracker=[wandb,tensorboard]")
-    return make_run(tmp_path / "run", Story(steps=STEPS, overrides=overrides))
+    yield make_run(tmp_path / "run", Story(steps=STEPS, overrides=overrides))
+    MADE.clear()
 
 
 def test_alarms_tables_and_report_reach_the_trackers_that_take_text(run_dir: Path) -> None:

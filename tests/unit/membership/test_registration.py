@@ -78,7 +78,7 @@ def test_change_that_a_store_does_not_take_is_not_written(store, register, monke
     def away(*_: object) -> None:
         raise StoreAwayError("away")
 
-    monkeypatch.setattr(store, "take", away)
+    monkeypatch.setattr(store, "overwrite", away)
     registration = register()
     registration.update(version="last")
     assert not registration.wait_until_written(2 * TTL_S)
@@ -111,7 +111,7 @@ def test_store_that_is_away_ends_nothing(store, register, monkeypatch: pytest.Mo
             raise StoreAwayError("away")
 
         with monkeypatch.context() as patch:
-            for name in ("leases", "renew", "take", "is_asked_to_leave"):
+            for name in ("leases", "renew", "overwrite", "is_asked_to_leave"):
                 patch.setattr(store, name, away)
             deadline = time.monotonic() + 4 * TTL_S
             while time.monotonic() < deadline:

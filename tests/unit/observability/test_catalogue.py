@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipelinerl.config import docs
-from pipelinerl.finetune.rl.diagnostics import LAG_COUNTS
+from pipelinerl.finetune.diagnostics import LAG_COUNTS
 from pipelinerl.observability import catalogue
 from pipelinerl.observability.catalogue import (
     CATALOGUE,
@@ -34,9 +34,9 @@ def test_metric_is_its_name_and_knows_its_role():
 def test_metric_with_a_part_finds_its_values():
     point = dict.fromkeys(("failures/timeout", "failures/domain", "failures/a/b", "groups_dropped/domain"), 1.0)
     assert ActorMetric.FAILURES.found(point) == {"timeout": 1.0, "domain": 1.0}  # type: ignore[arg-type]
-    fates = {PreprocessorMetric.SURVIVORSHIP_COUNT.of(fate="lag"): 2.0}
-    assert PreprocessorMetric.SURVIVORSHIP_COUNT.found(fates) == {"lag": 2.0}
-    assert PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.found(fates) == {}
+    counts = {PreprocessorMetric.SURVIVORSHIP_COUNT.of(outcome="lag"): 2.0}
+    assert PreprocessorMetric.SURVIVORSHIP_COUNT.found(counts) == {"lag": 2.0}
+    assert PreprocessorMetric.SURVIVORSHIP_MEAN_TOKENS.found(counts) == {}
 
 
 def test_catalogue_page_is_that_of_the_declarations():

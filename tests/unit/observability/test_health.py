@@ -147,6 +147,69 @@ def test_judge_ended_roles_are_left_alone(state: str) -> None:
     assert blamed(status("actor_0", heartbeat=500, progress=500, state=state)) == {}
 
 
+def waiting(job: str, on: str, *, progress: float, since: float) -> StatusRecord:
+    """Last progress, and begin of the wait, as ages in seconds."""
+    return replace(status(job, progress=progress, on=on), waits=(Wait(what="data", on=on, since=NOW - since),))
+
+
+def first_data_after(seconds: float, **change: float) -> tuple[StatusRecord, ...]:
+    """A run whose roles were ready `seconds` ago and whose server still samples the first answers."""
+    return (
+        waiting("finetune_0", "preprocessor", progress=seconds, since=seconds),
+        waiting("preprocessor_0", "actor_0", progress=seconds, since=seconds),
+        waiting("actor_0", "actor_llm_0", progress=seconds, since=seconds),
+        status("actor_llm_0", progress=1),
+    )
+
+
+def test_judge_ready_roles_that_wait_for_the_first_data_are_never_blamed() -> None:
+    """`startup_timeout_s` is 60 and `hang_timeout_s` 100: neither ends a run whose first answers take an hour."""
+    for seconds in (61, 101, 3600):
+        assert blamed(*first_data_after(seconds), started=seconds + 30) == {}
+
+
+def test_judge_wait_for_the_first_data_ends_when_its_server_stands_still() -> None:
+    *others, _ = first_data_after(3600)
+    verdicts = blamed(*others, status("actor_llm_0", progress=101, on=None), started=3600)
+    assert verdicts == {"actor_llm_0": "no progress for 101 s (launcher.hang_timeout_s=100)"}
+
+
+def test_judge_work_is_measured_from_the_end_of_the_wait_for_its_data() -> None:
+    working = replace(status("finetune_0", progress=3600), working_since=NOW - 99)
+    assert blamed(working, started=3700) == {}
+    stuck = replace(working, working_since=NOW - 101)
+    assert blamed(stuck, started=3700)["finetune_0"].startswith("no progress for 101 s")
+
+
+def test_judge_circle_that_has_just_closed_blames_nobody() -> None:
+    """After an hour the first group has come, and waits a second for the weight probe of its server."""
+    _, preprocessor, _, server = first_data_after(3600)
+    trainer = waiting("finetune_0", "preprocessor", progress=3700, since=3600)
+    actor = waiting("actor_0", "finetune_0", progress=3600, since=1)
+    assert blamed(trainer, preprocessor, actor, server, started=3700) == {}
+    closed = waiting("actor_0", "finetune_0", progress=3600, since=101)
+    assert list(blamed(trainer, preprocessor, closed, server, started=3700)) == ["finetune_0"]
+
+
+def test_judge_start_that_waits_for_another_role_is_the_others() -> None:
+    actor = status("actor_0", count=0, progress=70, on="environment_0")
+    environment = status("environment_0", count=0, progress=70)
+    assert list(blamed(actor, environment, started=70)) == ["environment_0"]
+
+
+def test_judge_starts_that_wait_for_each_other_are_a_circle() -> None:
+    actor = status("actor_0", count=0, progress=101, on="finetune_0")
+    assert blamed(actor, waiting("finetune_0", "actor_0", progress=101, since=99)) == {}
+    assert list(blamed(actor, waiting("finetune_0", "actor_0", progress=102, since=101))) == ["finetune_0"]
+
+
+def test_judge_rank_in_a_collective_moves_with_the_others() -> None:
+    idle, busy = status("finetune_0.rank1", progress=500), status("finetune_0", progress=5)
+    assert blamed(idle, busy) == {}
+    assert blamed(idle, waiting("finetune_0", "actor_llm_0", progress=500, since=500), status("actor_llm_0")) == {}
+    assert list(blamed(idle, status("finetune_0", progress=101))) == ["finetune_0"]
+
+
 def test_wait_chain_is_told_in_order_and_ends_in_a_circle() -> None:
     statuses = {
         "a_0": status("a_0", on="b_0", progress=3),

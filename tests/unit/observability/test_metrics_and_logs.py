@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 
 from pipelinerl.config.sections import WandbSection
 from pipelinerl.observability import trackers, wandb
-from pipelinerl.observability.logging import EventFormatter
+from pipelinerl.observability.logging import EventFormatter, logging_restored, setup_launcher_logging
 from pipelinerl.observability.metrics import MetricsLogger, drop_points_after, read_metrics
 from pipelinerl.observability.wandb import effective_mode, run_identity
 
@@ -48,6 +49,24 @@ def test_metrics_are_lines_of_json_and_survive_a_torn_one(tmp_path: Path) -> Non
     }
     assert (second["step"], second["reward"]) == (2, 1.0)
     assert abs(first["time"] - time.time()) < 60
+
+
+def test_sync_puts_every_point_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = MetricsLogger(config(), tmp_path, "finetune")  # type: ignore[arg-type]
+    synced: list[list[int]] = []
+
+    def fsync(descriptor: int) -> None:
+        text = Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_text()
+        synced.append([json.loads(line)["step"] for line in text.splitlines()])
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    logger.log({}, step=1)
+    logger.log({}, step=2)
+    assert synced == [], "a step does not wait for the disk"
+    logger.sync()
+    assert synced == [[1, 2]]
+    monkeypatch.undo()
+    logger.close()
 
 
 def test_metrics_continue_the_file_after_a_restart(tmp_path: Path) -> None:
@@ -191,3 +210,18 @@ def test_setup_role_logging_writes_events_and_warnings_to_stderr() -> None:
     assert "chatter" not in done.stderr
     assert done.stdout == ""
     json.dumps(done.stderr)
+
+
+def test_logging_is_restored_and_its_file_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, chatty = logging.getLogger(), logging.getLogger("httpx")
+    before = root.handlers[:], root.level, chatty.level, warnings.showwarning
+    with logging_restored():
+        setup_launcher_logging(tmp_path / "launcher.log")
+        [installed] = root.handlers
+        root.info("written")
+    assert (root.handlers, root.level, chatty.level, warnings.showwarning) == before
+    assert isinstance(installed, logging.FileHandler)
+    assert installed.stream is None
+    root.error("not written")
+    assert (tmp_path / "launcher.log").read_text().endswith("INFO launcher root: written\n")
+    assert caplog.messages == ["not written"]

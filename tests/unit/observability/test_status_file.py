@@ -4,13 +4,15 @@ import json
 import os
 import signal
 import stat
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.observability.status import RoleStatus, read_statuses
+from pipelinerl.observability.status import Activity, CurrentWait, RoleStatus, read_statuses
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
@@ -49,6 +51,64 @@ def test_status_waits_are_named_oldest_first_while_they_last(tmp_path: Path) -> 
         assert [(wait.what, wait.on) for wait in waits] == [("weights", "finetune_0"), ("a server", "actor_llm")]
         assert abs(waits[0].since - time.time()) < 10
     until(lambda: read_statuses(tmp_path)["actor_0"].waits == ())
+    status.close()
+
+
+def test_activity_of_many_threads_is_whole() -> None:
+    """Waits of several threads overlap: none is lost, and none stays when it has ended."""
+    activity, rounds = Activity(lambda: None), 2000
+    seen: list[bool] = []
+
+    def work(name: str) -> None:
+        for number in range(rounds):
+            with activity.waiting(name, on=None), activity.waiting(name, on=None):
+                seen.append([wait.what for wait in activity.record("actor_0", "running").waits].count(name) == 2)
+                activity.progress({name: number})
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(f"thread {number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    record = activity.record("actor_0", "running")
+    assert all(seen)
+    assert record.waits == ()
+    assert record.progress_count == len(seen) == 4 * rounds
+    assert {key: value for key, value in record.fields.items() if key != "ready_s"} == {
+        f"thread {number}": rounds - 1 for number in range(4)
+    }
+
+
+def test_status_work_begins_when_the_last_wait_ends(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "finetune_0")
+    with status.waiting("weights"):
+        with status.waiting("a server"):
+            began = status.record().waits[0].since
+        assert status.record().working_since <= began
+    assert began < status.record().working_since <= time.time()
+    status.close()
+
+
+def test_current_wait_lasts_over_polls_and_is_replaced_without_a_gap(tmp_path: Path) -> None:
+    status = RoleStatus(tmp_path, "actor_0")
+    started, wait = status.record().working_since, CurrentWait(status)
+    wait.be("the next group", on="actor_0")
+    began = status.record().waits[0].since
+    wait.be("the next group", on="actor_0")
+    assert [(each.what, each.since) for each in status.record().waits] == [("the next group", pytest.approx(began))]
+    wait.be("reference log-probs", on="preprocessor_llm")
+    assert [each.what for each in status.record().waits] == ["reference log-probs"]
+    assert status.record().working_since == pytest.approx(started), "it has waited without a pause"
+    wait.end()
+    wait.end()
+    assert status.record().waits == ()
+    wait.be("reference log-probs", on="preprocessor_llm")
+    assert status.record().waits[0].on == "preprocessor_llm"
     status.close()
 
 

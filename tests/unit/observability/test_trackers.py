@@ -13,7 +13,7 @@ import pytest
 from pipelinerl.config.load import compose, load_old_run, parse
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.table import COLUMNS
+from pipelinerl.launcher.tracking import COLUMNS
 from pipelinerl.observability import wandb
 from pipelinerl.observability.metrics import MetricsLogger, read_metrics
 from pipelinerl.observability.trackers import chosen_trackers

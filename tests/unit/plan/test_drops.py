@@ -3,9 +3,16 @@
 import numpy as np
 import pytest
 
-from pipelinerl.plan.drops import QUEUED_STEPS, drop_shares, recommended_bound, steps_per_token
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.throughput import PAPER_UTILISATION, Workload, pipeline_plan
+from pipelinerl.plan.throughput import (
+    PAPER_UTILISATION,
+    QUEUED_STEPS,
+    Workload,
+    drop_shares,
+    pipeline_plan,
+    recommended_bound,
+    steps_per_token,
+)
 
 WORK = Workload(
     devices=8, batch_size=256, lengths=Lengths.lognormal(600, 8192), train_time=4.92, utilisation=PAPER_UTILISATION

@@ -1,10 +1,12 @@
-"""`python -m pipelinerl.plan split` and `scaling` as people call them."""
+"""`python -m pipelinerl.plan split`, and the two benchmarks beside it, as people call them."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from benchmarks import plan_scaling, plan_simulation
 from pipelinerl.plan.__main__ import main
 
 
@@ -52,12 +54,12 @@ def test_own_configuration_is_planned(tmp_path):
     assert result["overrides"][0].startswith("world.actor_fraction=")
 
 
-def test_recommendation_can_be_simulated(tmp_path):
-    result = plan(
-        tmp_path, "--gpus", "4", "--decode", "16:400", "--train", "200", "--max-length", "100", "--batch-size", "16",
-        "--simulate",
-    )  # fmt: skip
-    assert result["simulated"]["rate"] == pytest.approx(result["plan"]["rate"], rel=0.03)
+def test_recommendation_can_be_simulated(capsys):
+    arguments = ["--gpus", "4", "--decode", "16:400", "--train", "200", "--max-length", "100", "--batch-size", "16"]
+    assert plan_simulation.main(arguments) == 0
+    share = re.search(r"\(([\d.]+)\s+of\s+the\s+formula\)", capsys.readouterr().out)
+    assert share is not None
+    assert float(share.group(1)) == pytest.approx(1.0, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,6 @@ def test_scaling_of_a_file_of_points(tmp_path, capsys):
     reward = 0.2 + 0.4 / (1 + 300 / compute)
     source, output = tmp_path / "curve.json", tmp_path / "fit.json"
     source.write_text(json.dumps([[0, 0.2], *zip(compute.tolist(), reward.tolist(), strict=True)]))
-    assert main(["scaling", str(source), "--json", str(output)]) == 0
+    assert plan_scaling.main([str(source), "--json", str(output)]) == 0
     assert json.loads(output.read_text())["asymptote"] == pytest.approx(0.6, abs=0.005)
     assert "A = 0.60" in capsys.readouterr().out

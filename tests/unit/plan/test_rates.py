@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
 from pipelinerl.plan.rates import GPUS, Gpu, assumed_rates, measured_rates
-from pipelinerl.world.model_shape import PUBLISHED_SHAPES, ModelShape
 
 
 def test_measured_points_are_joined_by_lines_from_the_origin():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.plan_simulation import Simulated, simulate_pipeline
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.research.simulate import Simulated, simulate_pipeline
 from pipelinerl.plan.throughput import (
     PAPER_TRAIN_TIME,
     PAPER_UTILISATION,

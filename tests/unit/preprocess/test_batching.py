@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.batching import BatchCutter
-from pipelinerl.preprocess.progress import Totals, next_own_step
 from pipelinerl.preprocess.samples import Sample
+from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import DataOrder
 
 
@@ -30,7 +30,7 @@ def test_cutter_fills_batches_of_exactly_batch_size_oldest_first():
     batches = []
     for number in range(7):
         assert cutter.offer(sample(number)) is None
-        if batch := cutter.take():
+        if batch := cutter.next_batch():
             batches.append(batch)
     assert [[s.sample_id for s in b.samples] for b in batches] == [
         ["0-0/0", "0-0/1", "0-0/2"],
@@ -86,7 +86,7 @@ class Replayed:
             if event == die_after:
                 return False
             totals.decided(current, cutter.offer(current))
-            if batch := cutter.take():
+            if batch := cutter.next_batch():
                 ids = [s.sample_id for s in batch.samples]
                 assert self.batches.setdefault(batch.step, ids) == ids, "a replayed batch differs"
                 if die_after % 3 == 0 and event == die_after - 1:

@@ -13,6 +13,7 @@ from pipelinerl.preprocess.collate import Collation, collate
 from pipelinerl.preprocess.samples import Sample, Shaping, prepare_group
 from pipelinerl.records import TrainingSequence
 from pipelinerl.records.check import check_micro_batch
+from tests.says import says
 
 
 def sequence(first: int, spans, total: int) -> TrainingSequence:
@@ -61,12 +62,14 @@ BATCH = OptimizerBatch(step=6, samples=(A, B), next_source=(0, 2))
 
 def test_collate_sample_that_the_reference_never_scored_is_not_given_zeros():
     unscored = OptimizerBatch(step=6, samples=(A, replace(B, ref_logprobs=None)), next_source=(0, 2))
-    with pytest.raises(AssertionError, match="0-0/1/0 has no reference log-probs"):
-        collate(unscored, Collation(num_ranks=1, seq_length=10, with_reference=True))
+    with pytest.raises(AssertionError, match=says("0-0/1/0", "reference")):
+        collate(unscored, Collation(data_parallel_size=1, seq_length=10, with_reference=True))
 
 
 def test_collate_one_micro_batch_by_hand():
-    ((mb,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10, with_reference=True, aggregation="sample_mean"))
+    ((mb,),) = collate(
+        BATCH, Collation(data_parallel_size=1, seq_length=10, with_reference=True, aggregation="sample_mean")
+    )
     assert mb.sequence_ids == ("0-0/0/0", "0-0/0/1", "0-0/1/0")
     assert (mb.step, mb.index, mb.count, mb.num_samples, mb.num_tokens) == (6, 0, 1, 2, 5)
     assert mb.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21, 22, 30, 31]
@@ -86,21 +89,38 @@ def test_collate_one_micro_batch_by_hand():
 
 def test_collate_batch_std_divides_by_the_deviation_over_rollouts():
     """A's steps differ and count singly: std of (0.5, −0.5, 3) with ddof 1."""
-    ((mb,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10, advantage="batch_std"))
+    ((mb,),) = collate(BATCH, Collation(data_parallel_size=1, seq_length=10, advantage="batch_std"))
     std = np.std([0.5, -0.5, 3.0], ddof=1)
     np.testing.assert_allclose(mb.advantages[[1, 7, 9]], np.array([0.5, -0.5, 3.0]) / std, rtol=1e-6)
     assert mb.ref_logprobs is None
 
 
-def test_collate_fewer_sequences_than_ranks_sends_valid_sentinels():
-    ranks = collate(BATCH, Collation(num_ranks=4, seq_length=10, with_reference=True))
+def test_collate_batch_std_counts_a_rollout_of_several_sequences_once():
+    """Rollout A has the advantage 1 on both of its sequences, B has −2: the mean of (1, −2) is −1/2, its deviation with
+    ddof 1 is √(2 · 1.5²) = 3/√2. Over the sequences (1, 1, −2) it would be √3."""
+    several, single = replace(A, advantages=(1.0, 1.0), members=(1.0,)), replace(B, advantages=(-2.0,), members=(-2.0,))
+    batch = OptimizerBatch(step=6, samples=(several, single), next_source=(0, 2))
+    ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=10, advantage="batch_std"))
+    np.testing.assert_allclose(mb.advantages[[1, 7, 9]], [2**0.5 / 3, 2**0.5 / 3, -2 * 2**0.5 / 3], rtol=1e-6)
+
+
+def test_collate_fewer_sequences_than_ranks_sends_valid_empty_micro_batches():
+    ranks = collate(BATCH, Collation(data_parallel_size=4, seq_length=10, with_reference=True))
     assert [len(rank) for rank in ranks] == [1, 1, 1, 1]
-    sentinels = [mb for rank in ranks for mb in rank if mb.sentinel]
-    assert len(sentinels) == 1
-    assert sentinels[0].spans.shape == (0, 3)
-    assert sentinels[0].segment_weights.tolist() == [0]
+    empty = [mb for rank in ranks for mb in rank if mb.sentinel]
+    assert len(empty) == 1
+    assert empty[0].spans.shape == (0, 3)
+    assert empty[0].segment_weights.tolist() == [0]
+    assert empty[0].token_ids.tolist() == [0, 0]
+    assert empty[0].ref_logprobs is not None
+    assert empty[0].ref_logprobs.tolist() == [0, 0]
     for rank in ranks:
         check_micro_batch(rank[0], vocab_size=40)
+
+
+def test_collate_empty_micro_batches_without_a_reference_have_none():
+    ranks = collate(BATCH, Collation(data_parallel_size=4, seq_length=10))
+    assert [mb.ref_logprobs for rank in ranks for mb in rank] == [None] * 4
 
 
 def test_collate_zero_weight_rollout_is_packed_with_weight_zero():
@@ -114,7 +134,7 @@ def test_collate_zero_weight_rollout_is_packed_with_weight_zero():
         weighted=False,
     )
     batch = OptimizerBatch(step=6, samples=(A, zero), next_source=(0, 2))
-    ((mb,),) = collate(batch, Collation(num_ranks=1, seq_length=10, aggregation="token_mean"))
+    ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=10, aggregation="token_mean"))
     np.testing.assert_allclose(mb.segment_weights, [0.25, 0.25, 0.0], rtol=1e-7)
     assert mb.num_samples == 2
 
@@ -139,7 +159,9 @@ def token_contributions(ranks) -> dict[tuple[str, int], tuple]:
     return found
 
 
-@pytest.mark.parametrize("aggregation", ["sum_over_batch", "token_mean", "sample_mean", "prompt_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["sum_over_batch", "sum_over_texts", "token_mean", "sample_mean", "prompt_mean"]
+)
 @pytest.mark.parametrize("turns", [1, 3])
 def test_collate_any_packing_yields_the_same_trained_tokens_and_weights(aggregation, turns):
     shaping = Shaping(seq_length=9000)
@@ -148,12 +170,12 @@ def test_collate_any_packing_yields_the_same_trained_tokens_and_weights(aggregat
     ]
     batch = OptimizerBatch(step=1, samples=tuple(samples), next_source=(2, 0))
     common = {"aggregation": aggregation}
-    reference = token_contributions(collate(batch, Collation(num_ranks=1, seq_length=10**6, **common)))
+    reference = token_contributions(collate(batch, Collation(data_parallel_size=1, seq_length=10**6, **common)))
     assert len(reference) == sum(s.num_trained for s in samples)
     for collation in (
-        Collation(num_ranks=1, seq_length=9000, **common),
-        Collation(num_ranks=3, seq_length=9000, **common),
-        Collation(num_ranks=2, seq_length=9000, sequences_per_micro_batch=2, **common),
+        Collation(data_parallel_size=1, seq_length=9000, **common),
+        Collation(data_parallel_size=3, seq_length=9000, **common),
+        Collation(data_parallel_size=2, seq_length=9000, sequences_per_micro_batch=2, **common),
     ):
         assert token_contributions(collate(batch, collation)) == reference
 
@@ -164,16 +186,21 @@ def test_experts_lie_at_their_tokens_and_are_unknown_elsewhere() -> None:
     rows = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.uint8)
     known = replace(A, sequences=((index, msgspec.structs.replace(first, routed_experts=rows)), other))
     batch = OptimizerBatch(step=6, samples=(known,), next_source=(0, 1))
-    ((record,),) = collate(batch, Collation(num_ranks=1, seq_length=8))
+    ((record,),) = collate(batch, Collation(data_parallel_size=1, seq_length=8))
     assert record.routed_experts is not None
     starts = dict(zip(record.sequence_ids, np.cumsum(record.segment_lengths) - record.segment_lengths, strict=True))
     place = starts["0-0/0/0"]
     assert record.routed_experts[place : place + 4].tolist() == rows.tolist()
     assert (np.delete(record.routed_experts, np.s_[place : place + 4], 0) == -1).all()
     check_micro_batch(record, vocab_size=100)
-    with pytest.raises(RecordError, match=r"routed_experts is int16 \(7, 2\); it must be an integer array with 8 rows"):
+    with pytest.raises(RecordError, match=says("routed_experts", "int16", "(7, 2)", "integer", "8 rows")):
         check_micro_batch(msgspec.structs.replace(record, routed_experts=record.routed_experts[1:]), vocab_size=100)
-    ((plain,),) = collate(replace(batch, samples=(A,)), Collation(num_ranks=1, seq_length=8))
+    second = msgspec.structs.replace(other[1], routed_experts=rows[:2])
+    batch_of_second = replace(batch, samples=(replace(A, sequences=((index, first), (other[0], second))),))
+    ((record,),) = collate(batch_of_second, Collation(data_parallel_size=1, seq_length=8))
+    assert record.routed_experts is not None
+    assert record.routed_experts.tolist() == [[-1, -1]] * 5 + [[1, 2], [3, 4], [-1, -1]]
+    ((plain,),) = collate(replace(batch, samples=(A,)), Collation(data_parallel_size=1, seq_length=8))
     assert plain.routed_experts is None
 
 
@@ -187,11 +214,11 @@ def test_collate_puts_each_image_once_and_shifts_the_places_of_its_tokens():
 
     samples = (showing(A, (b"x",), [[0, 0, 1]]), showing(B, (b"y", b"x"), [[1, 0, 1], [0, 1, 2]]))
     batch = OptimizerBatch(step=6, samples=samples, next_source=(0, 2))
-    ((mb,),) = collate(batch, Collation(num_ranks=1, seq_length=10))
+    ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=10))
     assert mb.segment_lengths.tolist() == [5, 3, 2]
     assert mb.images == (b"x", b"y")
     assert mb.image_spans is not None
     assert mb.image_spans.tolist() == [[0, 0, 1], [0, 8, 9], [1, 9, 10]]
     check_micro_batch(mb, vocab_size=100)
-    ((without,),) = collate(BATCH, Collation(num_ranks=1, seq_length=10))
+    ((without,),) = collate(BATCH, Collation(data_parallel_size=1, seq_length=10))
     assert (without.images, without.image_spans) == ((), None)

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipelinerl.preprocess.batching import BatchCutter
-from pipelinerl.preprocess.lag import LengthDeciles, without_old_tokens
+from pipelinerl.preprocess.batching import BatchCutter, LengthDeciles, without_old_tokens
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.records import TrainingSequence
 
@@ -69,6 +68,12 @@ def test_advantages_of_texts_without_young_tokens_do_not_scale_the_batch() -> No
     assert (texts.members, rollout.members) == ((0.0, 2.0), (1.0,))
 
 
+def test_without_old_tokens_the_oldest_version_is_of_the_tokens_that_stay() -> None:
+    found = without_old_tokens(sample(sequence([(1, 4, 2), (4, 6, 5), (6, 7, 8)])), 4)
+    assert found is not None
+    assert (found.oldest_version, found.newest_version) == (5, 8)
+
+
 def test_without_old_tokens_nothing_left_is_nothing() -> None:
     assert without_old_tokens(LONG, 8) is None
 
@@ -77,10 +82,30 @@ def test_without_old_tokens_nothing_left_is_nothing() -> None:
 def test_cutter_drops_the_rollout_or_its_old_tokens(lag_drop: str, reason: str | None, trained: int | None) -> None:
     cutter = BatchCutter(step=8, batch_size=1, max_lag_steps=3, lag_drop=lag_drop)
     assert cutter.offer(LONG) == reason
-    batch = cutter.take()
+    batch = cutter.next_batch()
     assert (batch.samples[0].num_trained if batch else None) == trained
     if batch:
         assert all(8 - version <= 3 for _, s in batch.samples[0].sequences for version in s.spans[:, 2])
+
+
+def test_lost_share_is_what_the_bound_has_taken_of_the_sample_that_was_offered_last() -> None:
+    """6 of 12 tokens, after a sample that lost none; all; and none of a sample that was dropped for another reason."""
+    cutter = BatchCutter(step=8, batch_size=9, max_lag_steps=3, lag_drop="token")
+    young = replace(LONG, oldest_version=5)
+    assert cutter.lost_share(young, cutter.offer(young)) == 0.0
+    assert cutter.lost_share(LONG, cutter.offer(LONG)) == 0.5
+    assert cutter.lost_share(LONG, "lag") == 1.0
+    assert cutter.lost_share(LONG, "too_long") == 0.0
+    assert cutter.lost_share(replace(LONG, num_trained=0), None) == 0.0
+
+
+def test_cutter_resumes_only_with_an_empty_batch() -> None:
+    cutter = BatchCutter(step=0, batch_size=2, max_lag_steps=None)
+    cutter.resume_at(7)
+    assert cutter.step == 7
+    cutter.offer(LONG)
+    with pytest.raises(AssertionError, match="the batch of step 7 has samples"):
+        cutter.resume_at(8)
 
 
 def test_cutter_token_mode_drops_what_is_old_as_a_whole() -> None:
@@ -99,6 +124,37 @@ def test_deciles_count_by_length_and_warn_once_with_the_bound_that_would_do() ->
     assert "max_lag_steps=8 takes 75% of the longest tenth" in text
     assert "Raise max_lag_steps to 11" in text
     assert deciles.warning(deciles.values(), 8) is None
+
+
+@pytest.mark.parametrize(("lost", "warns"), [(2, False), (3, True)])
+def test_deciles_warn_beyond_a_tenth_with_the_bound_that_keeps_99_of_100(lost: int, warns: bool) -> None:
+    """Of the 20 longest rollouts, whose lags are 1 … 20, 2 or 3 are lost. 99 % of these lags are at most 19.81. The
+    shortest tenth loses nothing, the second one all."""
+    deciles = LengthDeciles()
+    for length in range(1, 201):
+        deciles.add(length, max(length - 180, 0), float(length > 200 - lost or 20 < length <= 40))
+    text = deciles.warning(deciles.values(), 8)
+    assert (text is not None) == warns
+    if text is not None:
+        assert "takes 15% of the longest tenth of the rollouts and 0% of the shortest" in text
+        assert "Raise max_lag_steps to 20, " in text
+
+
+def test_deciles_cover_the_newest_2000_rollouts_and_begin_with_the_oldest_of_equal_length() -> None:
+    deciles = LengthDeciles()
+    for i in range(2500):
+        deciles.add(7, 0, float(i < 2000))
+    assert [deciles.values()[f"dropped_by_length/{i}"] for i in range(1, 11)] == [1.0] * 7 + [0.5, 0.0, 0.0]
+    for i in range(1500):
+        deciles.add(7, 0, float(i < 1))
+    assert [deciles.values()[f"dropped_by_length/{i}"] for i in range(1, 11)] == [0.0, 0.0, 0.005, *[0.0] * 7]
+
+
+def test_deciles_of_the_first_hundred_rollouts_are_ten_each() -> None:
+    deciles = LengthDeciles()
+    for length in range(100, 0, -1):
+        deciles.add(length, 0, float(length in (1, 2, 100)))
+    assert [deciles.values()[f"dropped_by_length/{i}"] for i in range(1, 11)] == [0.2, *[0.0] * 8, 0.1]
 
 
 def test_deciles_say_nothing_before_there_are_enough_rollouts() -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.actor.lag import Pacing
+from pipelinerl.actor.pacing import Pacing
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
-from pipelinerl.preprocess.progress import Totals, next_own_step
 from pipelinerl.preprocess.samples import Sample
+from pipelinerl.preprocess.totals import Totals, next_own_step
 
 STEPS = 12
 MAX_EVENTS = 60_000
@@ -88,7 +88,7 @@ class World:
             sample = replica.topic[replica.read]
             replica.read += 1
             replica.totals.decided(sample, replica.cutter.offer(sample))
-            replica.blocked = replica.cutter.take()
+            replica.blocked = replica.cutter.next_batch()
         batch = replica.blocked
         if batch is not None and batch.step - len(self.trained) <= self.max_ready_steps:
             self.published[batch.step] = batch

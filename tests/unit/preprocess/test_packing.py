@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.preprocess.metrics import packing_quality
-from pipelinerl.preprocess.packing import fewest_slots, plan_packed, plan_unpacked
+from pipelinerl.preprocess.packing import _without_empty, fewest_slots, plan_packed, plan_unpacked
 
 
 def loads(plan, lengths):
@@ -34,7 +34,7 @@ def test_plan_packed_any_lengths_keeps_every_sequence_once_within_capacity(lengt
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), num_ranks=st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
-def test_plan_packed_sentinels_only_where_sequences_are_fewer_than_slots(lengths, num_ranks):
+def test_plan_packed_slots_are_empty_only_where_sequences_are_fewer_than_slots(lengths, num_ranks):
     plan = plan_packed(lengths, num_ranks, 128)
     slots = [slot for rank in plan for slot in rank]
     empty = sum(not slot for slot in slots)
@@ -54,6 +54,22 @@ def test_plan_packed_one_long_sequence_is_levelled_by_the_others():
 
 def test_plan_packed_fewer_sequences_than_ranks_leaves_single_slots_empty():
     assert sorted(map(str, plan_packed([5, 4], 4, 10))) == ["[[0]]", "[[1]]", "[[]]", "[[]]"]
+
+
+def test_plan_packed_slots_that_best_fit_leaves_empty_get_a_sequence():
+    """Capacity 11, 33 tokens: three slots would have to be full, but 8 needs 3. Best fit makes 11 | 8 + 2 | 5 + 5 | 2,
+    so two rounds of three ranks, and of the six slots each can have one of the six sequences."""
+    plan = plan_packed([2, 8, 2, 11, 5, 5], 3, 11)
+    assert sorted(len(slot) for rank in plan for slot in rank) == [1] * 6
+
+
+def test_empty_slots_get_the_longest_sequences_that_are_not_the_longest_of_theirs():
+    """Slots of 7 + 5 + 3, nothing, 4 + 6, nothing, nothing: 5, 4 and 3 move. With a slot more, one stays empty."""
+    slots, lengths = np.array([0, 0, 0, 2, 2]), np.array([5, 7, 3, 4, 6])
+    assert _without_empty(slots, lengths, 5).tolist() == [1, 0, 4, 3, 2]
+    assert _without_empty(slots, lengths, 6).tolist() == [1, 0, 4, 3, 2]
+    assert _without_empty(slots, lengths, 4).tolist() == [1, 0, 0, 3, 2]
+    assert slots.tolist() == [0, 0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("samples", [256, 1024])
@@ -119,7 +135,7 @@ def test_plan_unpacked_full_micro_batches_of_neighbours_in_length():
     assert [len(rank) for rank in plan] == [2, 2]
 
 
-def test_plan_unpacked_uneven_count_spreads_without_sentinels():
+def test_plan_unpacked_uneven_count_leaves_no_slot_empty():
     plan = plan_unpacked([5] * 10, 2, 4)
     assert sorted(len(slot) for rank in plan for slot in rank) == [2, 2, 3, 3]
 

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import RecordError
-from pipelinerl.preprocess.samples import Shaping, prepare_group, refused_group
-from pipelinerl.preprocess.shaping import longest_completion
+from pipelinerl.preprocess.samples import (
+    Shaping,
+    all_advantages_zero,
+    is_overlong,
+    longest_completion,
+    prepare_group,
+    refused_group,
+)
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
 
 SHAPING = Shaping(seq_length=20)
@@ -118,3 +124,19 @@ def test_longest_completion_joins_spans_of_one_completion_over_weight_versions()
     member = group((0.0, (merged, sequence(spans=((1, 6, 0),))))).rollouts[0]
     assert longest_completion(member.sequences) == 7
     assert longest_completion(()) == 0
+    assert longest_completion([sequence(spans=())]) == 0
+
+
+def test_one_completion_that_the_server_cut_makes_the_rollout_overlong():
+    cut, ended = sequence(finish_reason="length"), sequence(turn=1)
+    assert is_overlong(group((0.0, (cut, ended))).rollouts[0])
+    assert is_overlong(group((0.0, (ended, cut))).rollouts[0])
+    assert not is_overlong(group((0.0, (ended, ended))).rollouts[0])
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [([0.0], True), ([1e-6, -1e-6], True), ([1.1e-6, 0.0], False), ([0.0, -1.1e-6], False), ([-1.0, -1.0], False)],
+)
+def test_group_gives_no_gradient_if_every_advantage_is_within_a_millionth_of_zero(advantages, expected):
+    assert all_advantages_zero(np.array(advantages)) is expected

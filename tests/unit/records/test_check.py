@@ -9,6 +9,7 @@ import pytest
 from pipelinerl.errors import RecordError
 from pipelinerl.records import MicroBatch, Rollout, RolloutGroup, TrainingSequence
 from pipelinerl.records.check import check_group, check_micro_batch
+from tests.says import says
 
 # Six tokens: prompt 10 11, completion 12 13 of version 3, one token of the environment, completion 15 of version 4.
 SEQUENCE = TrainingSequence(
@@ -75,9 +76,9 @@ def test_check_valid_group_and_micro_batch_pass():
     check_micro_batch(msgspec.structs.replace(BATCH, ref_logprobs=BATCH.logprobs), vocab_size=6)
 
 
-def test_check_sentinel_without_spans_passes():
-    sentinel = msgspec.structs.replace(BATCH, sentinel=True, spans=np.empty((0, 3), np.int32))
-    check_micro_batch(sentinel, vocab_size=6)
+def test_check_empty_micro_batch_without_spans_passes():
+    empty = msgspec.structs.replace(BATCH, sentinel=True, spans=np.empty((0, 3), np.int32))
+    check_micro_batch(empty, vocab_size=6)
 
 
 def test_check_group_rollout_that_trains_nothing_is_no_reason_to_refuse_its_group():
@@ -88,25 +89,31 @@ def test_check_group_rollout_that_trains_nothing_is_no_reason_to_refuse_its_grou
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"group_id": ""}, "dataset 'train' at epoch 0, position 7 has no group_id"),
-        ({"group_id": None}, "position 7 has no group_id"),
-        ({"attempts": 3}, "made for 3 attempts, but this run has 2"),
+        ({"group_id": ""}, says("'train'", "epoch 0", "position 7", "group_id")),
+        ({"group_id": None}, says("position 7", "group_id")),
+        ({"attempts": 3}, says("3 attempts", 2)),
         ({"rollouts": ()}, "has no rollouts"),
-        ({"rollouts": (ROLLOUTS[1], ROLLOUTS[1])}, "attempt 1 is in it twice"),
-        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], attempt=2),)}, "attempt 2 is outside 0 to 1"),
-        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("nan")),)}, "attempt 0: reward is nan"),
-        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("inf")),)}, "attempt 0: reward is inf"),
+        ({"rollouts": (ROLLOUTS[1], ROLLOUTS[1])}, says("attempt 1", "twice")),
+        ({"rollouts": (msgspec.structs.replace(ROLLOUTS[0], attempt=2),)}, says("attempt 2", "0 to 1")),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("nan")),)},
+            says("attempt 0", "reward", "nan"),
+        ),
+        (
+            {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], reward=float("inf")),)},
+            says("attempt 0", "reward", "inf"),
+        ),
         (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps", text_rewards=(1.0, float("nan"))),)},
-            "attempt 0: reward of text 1 is nan",
+            says("attempt 0", "text 1", "nan"),
         ),
         (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], rewards="steps"),)},
-            "begins with text 0, but rewards='steps' has 0 text rewards",
+            says("text 0", "rewards='steps'", "0 text rewards"),
         ),
         (
             {"rollouts": (msgspec.structs.replace(ROLLOUTS[0], metrics={"note": "high"}),)},
-            "attempt 0: metric 'note' is 'high', not a number",
+            says("attempt 0", "'note'", "'high'", "number"),
         ),
     ],
 )
@@ -121,20 +128,25 @@ def test_check_group_with_a_bad_member_is_refused_with_its_identity(fields: dict
     [
         (
             {"token_ids": changed(SEQUENCE.token_ids, 4, 16)},
-            "token id 16 at position 4 is outside",
+            says("token id 16", "position 4"),
         ),
-        ({"token_ids": changed(SEQUENCE.token_ids, 0, -1)}, "token id -1 at position 0 is outside the vocabulary"),
+        ({"token_ids": changed(SEQUENCE.token_ids, 0, -1)}, says("token id -1", "position 0", "vocabulary")),
         ({"token_ids": np.empty(0, np.int32)}, "has no tokens"),
         ({"token_ids": np.zeros((2, 3), np.int32)}, r"token_ids is int32 \(2, 3\)"),
         ({"token_ids": np.zeros(6, np.float32)}, "token_ids is float32"),
-        ({"logprobs": SEQUENCE.logprobs[:2]}, "2 log-probs for 3 trained tokens"),
-        ({"logprobs": np.append(SEQUENCE.logprobs, np.float32(0))}, "4 log-probs for 3 trained tokens"),
-        ({"logprobs": changed(SEQUENCE.logprobs, 1, np.nan)}, "log-prob of trained token 1 is nan"),
-        ({"logprobs": changed(SEQUENCE.logprobs, 2, -np.inf)}, "log-prob of trained token 2 is -inf"),
-        ({"logprobs": [-0.5, -1.0, -0.25]}, "logprobs is list"),
-        ({"spans": np.array([[5, 6, 4], [2, 4, 3]], np.int32)}, r"span \(2, 4, version 3\) after position 6"),
-        ({"spans": np.array([[2, 4, 3], [3, 4, 4]], np.int32)}, r"span \(3, 4, version 4\) after position 4"),
-        ({"spans": np.array([[2, 4, 3], [6, 7, 4]], np.int32)}, r"span \(6, 7, version 4\) .* in 6 tokens"),
+        ({"logprobs": SEQUENCE.logprobs[:2]}, says("2 log-probs", "3 trained tokens")),
+        ({"logprobs": np.append(SEQUENCE.logprobs, np.float32(0))}, says("4 log-probs", "3 trained tokens")),
+        ({"logprobs": changed(SEQUENCE.logprobs, 1, np.nan)}, says("log-prob", "token 1", "nan")),
+        ({"logprobs": changed(SEQUENCE.logprobs, 2, -np.inf)}, says("log-prob", "token 2", "-inf")),
+        (
+            {"logprobs": changed(SEQUENCE.logprobs, 2, 0.25)},
+            says("log-prob", "token 2", "token id 15", "position 5", "0.25", "unnamed server"),
+        ),
+        ({"logprobs": changed(SEQUENCE.logprobs, 0, 2e-6)}, says("token 0", "token id 12", "position 2", "2e-06")),
+        ({"logprobs": [-0.5, -1.0, -0.25]}, says("logprobs", "list")),
+        ({"spans": np.array([[5, 6, 4], [2, 4, 3]], np.int32)}, says("(2, 4, version 3)", "position 6")),
+        ({"spans": np.array([[2, 4, 3], [3, 4, 4]], np.int32)}, says("(3, 4, version 4)", "position 4")),
+        ({"spans": np.array([[2, 4, 3], [6, 7, 4]], np.int32)}, says("(6, 7, version 4)", "6 tokens")),
         ({"spans": np.array([[-1, 2, 3]], np.int32)}, r"span \(-1, 2"),
         ({"spans": np.array([[2, 2, 3]], np.int32)}, r"span \(2, 2"),
         ({"spans": np.array([[2, 5, -3]], np.int32)}, "version -3"),
@@ -146,30 +158,45 @@ def test_check_group_with_a_bad_sequence_is_refused_with_its_identity(fields: di
         check_group(group_with(**fields), vocab_size=16, attempts=2)
 
 
+def test_positive_log_probability_is_refused_by_its_servers_name():
+    sequence = msgspec.structs.replace(SEQUENCE, logprobs=changed(SEQUENCE.logprobs, 1, 1e-3))
+    rollout = msgspec.structs.replace(ROLLOUTS[1], sequences=(sequence,), servers=("actor_llm_3", "actor_llm_5"))
+    message = (
+        r"^group 0-7, attempt 1, sequence 0: .*token 1 \(token id 13.* 0.001, sampled by actor_llm_3 or actor_llm_5"
+    )
+    with pytest.raises(RecordError, match=message):
+        check_group(msgspec.structs.replace(GROUP, rollouts=(ROLLOUTS[0], rollout)), vocab_size=16, attempts=2)
+
+
+def test_certain_token_and_rounding_are_log_probabilities():
+    check_group(group_with(logprobs=np.array([0.0, 5e-7, -0.0], np.float32)), vocab_size=16, attempts=2)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"index": 1}, "there are 1 in the step"),
         (
             {"token_ids": changed(BATCH.token_ids, 3, 6)},
-            "0-7/1/0: token id 6 at position 3 is outside",
+            says("0-7/1/0", "token id 6", "position 3"),
         ),
-        ({"logprobs": changed(BATCH.logprobs, 2, np.nan)}, "0-7/0/0: logprobs is nan at position 2"),
-        ({"advantages": changed(BATCH.advantages, 4, np.inf)}, "0-7/1/0: advantages is inf at position 4"),
-        ({"ref_logprobs": changed(BATCH.logprobs, 0, np.nan)}, "0-7/0/0: ref_logprobs is nan at position 0"),
-        ({"rewards": changed(BATCH.rewards, 1, np.nan)}, "0-7/1/0: rewards is nan"),
-        ({"segment_weights": changed(BATCH.segment_weights, 0, np.inf)}, "0-7/0/0: segment_weights is inf"),
+        ({"logprobs": changed(BATCH.logprobs, 2, np.nan)}, says("0-7/0/0", "logprobs", "nan", "position 2")),
+        ({"logprobs": changed(BATCH.logprobs, 4, 0.5)}, says("0-7/1/0", "logprobs", "0.5", "position 4", "token id 5")),
+        ({"advantages": changed(BATCH.advantages, 4, np.inf)}, says("0-7/1/0", "advantages", "inf", "position 4")),
+        ({"ref_logprobs": changed(BATCH.logprobs, 0, np.nan)}, says("0-7/0/0", "ref_logprobs", "nan", "position 0")),
+        ({"rewards": changed(BATCH.rewards, 1, np.nan)}, says("0-7/1/0", "rewards", "nan")),
+        ({"segment_weights": changed(BATCH.segment_weights, 0, np.inf)}, says("0-7/0/0", "segment_weights", "inf")),
         ({"logprobs": BATCH.logprobs[:4]}, r"logprobs is float32 \(4,\)"),
         ({"advantages": BATCH.advantages[:4]}, r"advantages is float32 \(4,\)"),
         ({"ref_logprobs": BATCH.logprobs[:4]}, r"ref_logprobs is float32 \(4,\)"),
         ({"sequence_ids": ("0-7/0/0",)}, "segment_lengths is int32"),
-        ({"segment_lengths": np.array([3, 1], np.int32)}, "add up to the number of tokens, 5"),
+        ({"segment_lengths": np.array([3, 1], np.int32)}, says("number of tokens", 5)),
         ({"segment_lengths": np.array([5, 0], np.int32)}, "segment_lengths are positive"),
-        ({"spans": np.array([[1, 4, 2]], np.int32)}, r"0-7/0/0: span \(1, 4\) goes beyond its segment"),
-        ({"spans": np.array([[4, 5, 5]], np.int32)}, "0-7/1/0: tokens of version 5 cannot exist"),
+        ({"spans": np.array([[1, 4, 2]], np.int32)}, says("0-7/0/0", "span (1, 4)", "segment")),
+        ({"spans": np.array([[4, 5, 5]], np.int32)}, says("0-7/1/0", "version 5")),
         ({"spans": np.array([[4, 6, 3]], np.int32)}, r"span \(4, 6, version 3\)"),
-        ({"sentinel": True}, "a sentinel trains nothing, but 3 tokens"),
-        ({"num_tokens": 2}, "trains 3 tokens, but the whole step has 2"),
+        ({"sentinel": True}, says("empty", "3 tokens")),
+        ({"num_tokens": 2}, says("3 tokens", 2)),
     ],
 )
 def test_check_bad_micro_batch_is_refused_with_its_identity(fields: dict[str, Any], message: str):

@@ -6,6 +6,7 @@ import pytest
 
 from pipelinerl.errors import CorruptStreamError
 from pipelinerl.streams import frames
+from tests.says import says
 
 
 def frame(offset: int, payload: bytes) -> bytes:
@@ -61,9 +62,9 @@ def test_parse_zeros_before_data_are_damage():
 
 
 def test_parse_wrong_offset_and_size_are_named():
-    with pytest.raises(CorruptStreamError, match="record 3: the frame says it is record 2"):
+    with pytest.raises(CorruptStreamError, match=says("record 3", "record 2")):
         frames.parse_frame(frame(2, b"x"), 0, 3)
-    with pytest.raises(CorruptStreamError, match=r"record 2: 9 bytes, more than streams\.max_record_mb allows \(8"):
+    with pytest.raises(CorruptStreamError, match=says("record 2", "9 bytes", "streams.max_record_mb", 8)):
         frames.parse_frame(frame(2, b"123456789"), 0, 2, max_payload_bytes=8)
 
 

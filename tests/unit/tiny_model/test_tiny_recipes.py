@@ -5,8 +5,8 @@ import pytest
 
 from pipelinerl.domains.countdown import load_problems as load_countdown
 from pipelinerl.domains.countdown.judge import judge
-from pipelinerl.domains.laps.dataset import is_test_walk, walk
-from pipelinerl.domains.largest.dataset import load_problems
+from pipelinerl.domains.laps import is_test_walk, walk
+from pipelinerl.domains.largest import load_problems
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model.recipes import make_recipe
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.weights.protocol import ParamSpec, Part
+from pipelinerl.weights.protocol import ParamSpec, PayloadRange
 from pipelinerl.weights.store.files import FolderFiles
 from pipelinerl.weights.store.manifest import NAME, StoreError, sealed, unsealed
-from pipelinerl.weights.store.publisher import Published, Publisher, Shelved
+from pipelinerl.weights.store.publisher import Published, PublishedFiles, Publisher
 
 SPECS = (ParamSpec("w", "uint8", (64,)),)
 
@@ -31,7 +31,7 @@ def publish(one: Publisher, folder: Path, version: int, *, base: int | None = No
     kind = "whole" if base is None else "delta"
     file = FolderFiles(folder).put(f"{one.prefix}-{version}-0.{kind}", memoryview(bytes(num_bytes)))
     one.wrote([file.name])
-    one.publish(version, SPECS, (Part(start=0, end=num_bytes, file=file),), base)
+    one.publish(version, SPECS, (PayloadRange(start=0, end=num_bytes, file=file),), base)
     return file.name
 
 
@@ -93,7 +93,7 @@ def test_files_of_a_former_process_go_when_they_have_been_replaced(tmp_path: Pat
 
 
 def test_files_stay_for_the_grace_after_they_were_replaced() -> None:
-    shelved = Shelved()
+    shelved = PublishedFiles()
     for number in range(3):
         shelved.replace(Published(str(number), frozenset({f"f{number}"})), float(number))
     assert shelved.removable((), keep=1, grace_s=5.0, now=5.5) == frozenset()

@@ -1,0 +1,219 @@
+"""What one or two slow servers cost the others: seconds of each update until every healthy server has it.
+
+    python -m benchmarks.slow_server --json benchmarks/slow_server.json
+
+Servers are processes without a model on loopback. Every uplink is limited to the same rate, and the slow ones' uplink,
+downlink or both to a share of it. Each case makes the same updates twice with new senders: without slow servers, and
+with them. The bar is that from the third update on no healthy server takes more than 1.3 times as long, that none of
+them leaves service, and that a slow one is served or named.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.receivers import SECRET, ReceiverProcess, Uplink, forkserver, receivers
+from pipelinerl.weights.layout import spec_of
+from pipelinerl.weights.publish.origin import Origin, SenderSettings
+from pipelinerl.weights.publish.sender import WeightSender
+from pipelinerl.weights.publish.server_client import ServerClient
+
+MIB = 1 << 20
+BAR, LEARNED = 1.3, 2
+"""The bar holds after so many updates."""
+WAIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Servers, and which of them are slow in what."""
+
+    servers: int
+    mb: int
+    slow: dict[int, tuple[str, float]]
+    """Place → (``uplink``, ``downlink`` or ``both``, share of the rate)."""
+
+    def __str__(self) -> str:
+        slow = ", ".join(f"{place}: {kind} 1/{1 / share:g}" for place, (kind, share) in self.slow.items())
+        return f"{self.servers} servers, {self.mb} MB, {slow or 'none slow'}"
+
+
+def cases(servers: int) -> list[Case]:
+    """One and two slow servers, at the first, a middle and the last place, in what they give and in what they take."""
+    middle, last = servers // 2, servers - 1
+    slow = [
+        {0: ("uplink", 1 / 10)},
+        {0: ("downlink", 1 / 4)},
+        {middle: ("uplink", 1 / 30)},
+        {middle: ("downlink", 1 / 10)},
+        {last: ("uplink", 1 / 4)},
+        {last: ("downlink", 1 / 30)},
+        {0: ("uplink", 1 / 4), middle: ("downlink", 1 / 10)},
+        {0: ("downlink", 1 / 30), last: ("uplink", 1 / 10)},
+        {middle - 1: ("both", 1 / 10), middle: ("both", 1 / 4)},
+    ]
+    large = [{0: ("uplink", 1 / 4)}, {0: ("uplink", 1 / 30), middle: ("downlink", 1 / 10)}]
+    return [*(Case(servers, 16, one) for one in slow), *(Case(servers, 48, one) for one in large)]
+
+
+@contextmanager
+def slowed(running: Sequence[ReceiverProcess], case: Case, rate: float) -> Iterator[None]:
+    """The slow servers of a case, which are as fast as the others afterwards."""
+    for place, (kind, share) in case.slow.items():
+        running[place].ask("rate", rate * share if kind != "downlink" else rate)
+        running[place].ask("downlink", rate * share if kind != "uplink" else 0.0)
+    try:
+        yield
+    finally:
+        for place in case.slow:
+            running[place].ask("rate", rate)
+            running[place].ask("downlink", 0.0)
+
+
+def push_all(
+    running: Sequence[ReceiverProcess],
+    case: Case,
+    rate: float,
+    updates: int,
+    timeout_s: float,
+    pause_s: float = math.inf,
+) -> list[dict]:
+    """Makes the updates with a new sender. Returns a row for each.
+
+    Args:
+        pause_s: the next update waits for slow servers no longer than this after the healthy ones have the last.
+    """
+    weights = {"w": torch.zeros(case.mb * MIB, dtype=torch.uint8)}
+    specs = [spec_of(*item) for item in weights.items()]
+    settings = SenderSettings(secret=SECRET, bucket_bytes=MIB, timeout_s=timeout_s)
+    origin = Origin(settings, sender=uuid.uuid4().hex)
+    origin.source_server._pace = Uplink(rate)
+    names = [one.job.name for one in running]
+    healthy = {name for place, name in enumerate(names) if place not in case.slow}
+    rows = []
+    with closing(WeightSender(lambda: [one.job for one in running], settings, lambda message: None, origin)) as sender:
+        assert sender.wait_for_servers(len(running), 60) == len(running)
+        for version in range(updates):
+            weights["w"].fill_(version)
+            lost_before = set(lost(sender))
+            started = time.monotonic()
+            sender.send(version, weights.items(), specs)
+            wait_until(lambda version=version: healthy <= serving(sender, version), f"update {version} of {case}")
+            seconds = time.monotonic() - started
+            paused_at = time.monotonic() + pause_s
+            wait_until(
+                lambda end=paused_at: not sender.is_busy or time.monotonic() > end,
+                f"the end of update {version} of {case}",
+            )
+            rows.append(
+                {
+                    "seconds": round(seconds, 3),
+                    "expelled": sorted((set(lost(sender)) - lost_before) & healthy),
+                    "slow_to_give_or_take": slow_marks(sender),
+                }
+            )
+        slow = set(names) - healthy
+        deadline = time.monotonic() + 3 * timeout_s
+        while not slow <= set(slow_marks(sender)) | serving(sender, updates - 1) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a slow server may still pull one of the versions
+        rows[-1] |= {
+            "slow_to_give_or_take": slow_marks(sender),
+            "all_slow_are_known": slow <= set(slow_marks(sender)),
+            "slow_serve": {one.name: one.serves for one in sender._pool if one.name in slow},
+        }
+    return rows
+
+
+def slow_marks(sender: WeightSender) -> dict[str, list[bool]]:
+    """Servers that are known to be slow: [to give, to take]."""
+    found = {client.name: client.standing for client in sender._pool}
+    return {name: [one.gives_slowly, one.takes_slowly] for name, one in found.items() if one.is_slow}
+
+
+def serving(sender: WeightSender, version: int) -> set[str]:
+    return {client.name for client in sender._pool if client.serves == version}
+
+
+def lost(sender: WeightSender) -> Iterator[str]:
+    """Servers whose last update failed."""
+    clients: Iterator[ServerClient] = iter(sender._pool)
+    return (client.name for client in clients if client.last is not None and client.last.error)
+
+
+def wait_until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {WAIT_S:g} s"
+        time.sleep(0.005)
+
+
+def row_of(case: Case, running: Sequence[ReceiverProcess], rate: float, updates: int, timeout_s: float) -> dict:
+    load = os.getloadavg()[0]
+    none_slow = push_all(running, Case(case.servers, case.mb, {}), rate, LEARNED + 2, timeout_s)
+    without_s = statistics.median(row["seconds"] for row in none_slow[1:])
+    with slowed(running, case, rate):
+        rows = push_all(running, case, rate, updates, timeout_s, pause_s=2 * without_s)
+    later = [row["seconds"] / without_s for row in rows[LEARNED:]]
+    expelled = sorted({name for row in rows for name in row["expelled"]})
+    return {
+        "case": str(case),
+        "without_s": [row["seconds"] for row in none_slow],
+        "seconds": [row["seconds"] for row in rows],
+        "later_over_without_max": round(max(later), 3),
+        "later_over_without_median": round(statistics.median(later), 3),
+        "healthy_expelled": expelled,
+        "slow_to_give_or_take": rows[-1]["slow_to_give_or_take"],
+        "all_slow_are_known": rows[-1]["all_slow_are_known"],
+        "slow_serve": rows[-1]["slow_serve"],
+        "passed": max(later) <= BAR and not expelled,
+        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--servers", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--mb", type=int, nargs="+", default=[16, 48])
+    parser.add_argument("--rate-mb", type=float, default=8, help="MB/s of every healthy link")
+    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--timeout-s", type=float, default=60, help="`weights.timeout_s`")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rate, rows = args.rate_mb * MIB, list[dict]()
+    document: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "commit": commit(),
+    }
+    document |= {"rate_mb_per_s": args.rate_mb, "timeout_s": args.timeout_s, "bar": BAR, "rows": rows}
+    with forkserver():
+        for servers in args.servers:
+            with receivers(servers, rate=rate) as running:
+                for case in (case for case in cases(servers) if case.mb in args.mb):
+                    rows.append(row_of(case, running, rate, args.updates, args.timeout_s))
+                    print(rows[-1], flush=True)
+                    if args.json:
+                        args.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The child of the role: makes the class of one entry of ``environments`` and calls its ``launch``.
+
+    python -m pipelinerl.domains.environments.serve --run-dir R --index 0 --port 8100 --host 127.0.0.1
+
+A process of its own, because ``launch`` blocks, and a web server wants the signals of its process for itself.
+"""
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+
+from pipelinerl.config.environment_servers import TARGET, EnvironmentServer, environment_servers
+from pipelinerl.config.load import load_run
+from pipelinerl.errors import DomainError
+
+
+def check_class(server: EnvironmentServer) -> None:
+    """Imports the environment's class, and makes nothing.
+
+    Raises:
+        DomainError: it cannot be imported, or has no method ``launch``.
+    """
+    where = f"`environments` entry {server.key!r} has {TARGET}={server.target}"
+    try:
+        found = get_object(server.target)
+    except Exception as error:  # importing runs the user's code
+        raise DomainError(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    if isinstance(found, type) and not callable(getattr(found, "launch", None)):
+        raise DomainError(f"{where}: it has no method `launch(port)`, which serves and blocks")
+
+
+def launch_server(environment: Any, host: str, port: int) -> None:
+    """Starts the server and blocks. ``launch`` gets ``host`` too if it has a parameter of that name."""
+    takes_host = "host" in inspect.signature(environment.launch).parameters
+    environment.launch(port, **({"host": host} if takes_host else {}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, required=True, help="place in `environments`")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", required=True, help="address to listen on")
+    args = parser.parse_args()
+    server = next(one for one in environment_servers(load_run(args.run_dir)) if one.index == args.index)
+    check_class(server)
+    launch_server(instantiate({TARGET: server.target, **server.arguments}), args.host, args.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,702 @@
+r"""Whether a parsed answer is the parsed reference.
+
+The kind must be the same: a number, a list, a tuple, a set, an interval, a matrix, an equation or an inequality.
+Numbers are compared exactly if they are rational, else to ``values.DIGITS`` digits, and expressions at fixed points of
+their symbols. ``Refusal`` says why an answer is not the reference.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from pipelinerl.domains.math import units
+from pipelinerl.domains.math.latex import (
+    Based,
+    Brackets,
+    Builder,
+    Chain,
+    FiniteSet,
+    Join,
+    Matrix,
+    Num,
+    Op,
+    Ratio,
+    Statement,
+    Sym,
+    Tree,
+    UnitWords,
+)
+from pipelinerl.domains.math.units import Measure
+from pipelinerl.domains.math.values import DIGITS, NoValueError, exact, numeric, parts, symbols
+
+TOLERANCE = mpmath.mpf(10) ** -30
+MIN_DIGITS = 6
+"""A decimal with as many digits or more, behind the point and in all, stands for the value that it rounds."""
+MIN_POINTS = 3
+
+
+class Refusal(ValueError):
+    """Why an answer is not the reference."""
+
+
+# --- regions of the real line
+
+Span = tuple[Any, bool, Any, bool]
+"""Lower end, whether it belongs to the span, upper end, whether it does."""
+
+
+@dataclass(frozen=True)
+class Region:
+    spans: tuple[Span, ...]
+    variable: str | None = None
+
+
+@dataclass(frozen=True)
+class Equation:
+    left: Tree | None
+    right: Tree
+    named: bool
+    """Whether the left side is a plain name."""
+
+
+@dataclass(frozen=True)
+class Inequality:
+    """One that describes no region: ``left`` is less than ``right``."""
+
+    left: Tree
+    right: Tree
+    closed: bool
+
+
+@dataclass(frozen=True)
+class Listing:
+    items: tuple["Value", ...]
+    names: tuple[Tree | None, ...] = ()
+    braces: bool = False
+    alternatives: bool = False
+    """Whether `or` stands between the items."""
+
+
+Value = Tree | Region | Equation | Inequality | Listing
+
+
+def same(answer: Statement, reference: Statement, *, strict: bool = True, operators: bool = False) -> None:
+    """Raises ``Refusal`` unless the answer is the reference.
+
+    Args:
+        answer: the parsed answer.
+        reference: the parsed reference.
+        strict: kinds of brackets and names of variables matter.
+        operators: arithmetic that was left undone is accepted.
+    """
+    with mpmath.workdps(DIGITS):
+        wanted = meaning(reference)
+        given = meaning(answer, wanted)
+        if not operators and isinstance(given, Op | Num) and is_one_number(wanted) and is_undone(given):
+            raise Refusal("arithmetic that was left undone")
+        if not equal(given, wanted, strict):
+            raise Refusal("")
+
+
+# --- what an answer means
+
+
+def meaning(answer: Statement, reference: Value | None = None) -> Value:
+    """The value that an answer states. Names are dropped if ``reference`` is given and does not name one itself."""
+    values = [chain_meaning(chain, reference) for chain in answer.items]
+    if len(values) == 1:
+        return _as_set(values[0])
+    if answer.separator in ("or", "and") and all(isinstance(value, Region) for value in values):
+        return functools.reduce(union if answer.separator == "or" else intersection, values)  # type: ignore[arg-type]
+    names = tuple(chain.sides[0] if chain.relations == ("=",) and 0 in chain.labels else None for chain in answer.items)
+    items: list[Value] = []
+    for value in values:
+        value = value.right if isinstance(value, Equation) and value.named else value
+        expanded = _as_set(value)
+        items += expanded.items if isinstance(expanded, Listing) and not expanded.braces else [expanded]
+    return Listing(tuple(items), names if len(names) == len(items) else (), alternatives=answer.separator == "or")
+
+
+def _as_set(value: Value) -> Value:
+    if isinstance(value, Op) and any(isinstance(part, Op) and part.name in ("pm", "mp") for part in parts(value)):
+        return Listing(tuple(_with_sign(value, sign) for sign in (1, -1)), braces=False)
+    if isinstance(value, Equation) and (expanded := _as_set(value.right)) is not value.right and value.named:
+        return expanded
+    if isinstance(value, FiniteSet):
+        members: list[Value] = []
+        for item in value.items:
+            expanded = _as_set(item)
+            members += expanded.items if isinstance(expanded, Listing) and not expanded.braces else [expanded]
+        return Listing(tuple(members), braces=True)
+    if isinstance(value, Builder):
+        return meaning(value.condition)
+    if isinstance(value, Join):
+        return _joined(value)
+    return value
+
+
+def _with_sign(tree: Tree, sign: int) -> Tree:
+    if not isinstance(tree, Op):
+        return tree
+    args = tuple(_with_sign(part, sign) for part in tree.args)
+    if tree.name not in ("pm", "mp"):
+        return Op(tree.name, args)
+    last = args[-1] if (sign == 1) == (tree.name == "pm") else Op("neg", (args[-1],))
+    return last if len(args) == 1 else Op("+", (args[0], last))
+
+
+def _joined(join: Join) -> Value:
+    left, right = _as_set(join.left), _as_set(join.right)
+    if isinstance(left, Listing) and isinstance(right, Listing):
+        if join.name == "cup":
+            return Listing((*left.items, *right.items), braces=True)
+        inside = join.name == "cap"
+        return Listing(
+            tuple(i for i in left.items if any(equal(i, j, True) for j in right.items) == inside), braces=True
+        )
+    first, second = region_of(left), region_of(right)
+    if first is None or second is None:
+        raise Refusal("sets that cannot be joined")
+    if join.name == "setminus":
+        second = complement(second)
+    return union(first, second) if join.name == "cup" else intersection(first, second)
+
+
+def chain_meaning(chain: Chain, reference: Value | None) -> Value:
+    if not chain.relations:
+        assert chain.sides[0] is not None, "a side without relation is parsed"
+        return chain.sides[0]
+    if chain.relations == ("in",):
+        if chain.sides[1] is None or not (isinstance(chain.sides[0], Sym) or 0 in chain.labels):
+            raise Refusal("a statement")
+        return _as_set(chain.sides[1])
+    if set(chain.relations) <= {"=", "~"}:
+        return _equation(chain, reference)
+    return _inequality(chain)
+
+
+def _equation(chain: Chain, reference: Value | None) -> Value:
+    """``x = 3``; ``a + b = 42``; ``1/2 = 0.5``; ``\\sqrt 2 \\approx 1.414``."""
+    first, last = chain.sides[0], chain.sides[-1]
+    if reference is None or isinstance(reference, Equation):
+        if chain.relations == ("=",) and last is not None:
+            return Equation(first, last, named=0 in chain.labels)
+        if reference is None:
+            raise Refusal("several relations")
+    if chain.relations == ("=",) and isinstance(last, Sym) and 0 not in chain.labels and first is not None:
+        return Equation(last, first, named=True) if isinstance(reference, Equation) else first
+    exact_sides = chain.relations.index("~") + 1 if "~" in chain.relations else len(chain.sides)
+    known = _symbols_of(reference)
+    stated = [
+        (index, side)
+        for index, side in enumerate(chain.sides)
+        if side is not None and not (index < len(chain.sides) - 1 and _names(side, index in chain.labels, known))
+    ]
+    unnamed = [side for index, side in stated if index < exact_sides]
+    rounded = [side for index, side in stated if index >= exact_sides]
+    for one, other in itertools.pairwise(unnamed):
+        if not equal(_as_set(one), _as_set(other), True):
+            raise Refusal("two values in one equation")
+    if not rounded:
+        return unnamed[-1]
+    if unnamed and not all(_rounds(decimal, unnamed[-1]) for decimal in rounded):
+        raise Refusal("two values in one equation")
+    if unnamed and not (isinstance(reference, Num) and reference.decimals):
+        return unnamed[-1]
+    return rounded[-1]
+
+
+def _names(side: Tree, label: bool, known: frozenset[str]) -> bool:
+    """Whether a side of an equation names the value: a plain name, or one in none of the reference's symbols."""
+    letters = symbols(side)
+    return label or any(name.startswith("\\") for name in letters) or bool(letters and not letters & known)
+
+
+def _symbols_of(value: Value | None) -> frozenset[str]:
+    if isinstance(value, Listing):
+        return frozenset().union(*map(_symbols_of, value.items))
+    if value is None or isinstance(value, Region | Equation | Inequality):
+        return frozenset()
+    return symbols(value)
+
+
+def _rounds(decimal: Tree, value: Tree) -> bool:
+    """Whether a decimal is the rounding of a value to the decimal's own digits."""
+    if isinstance(decimal, Op) and decimal.name == "neg":
+        return _rounds(decimal.args[0], Op("neg", (value,)))
+    if not isinstance(decimal, Num):
+        return False
+    try:
+        error = abs(numeric(value, {}, real=True) - mpmath.mpf(decimal.value.numerator) / decimal.value.denominator)
+    except NoValueError:
+        return False
+    return bool(error <= mpmath.mpf(10) ** -(decimal.decimals or 0) * mpmath.mpf("0.5000001"))
+
+
+def _inequality(chain: Chain) -> Value:
+    """A region if every relation compares one variable with a number. Otherwise ``Inequality``."""
+    regions = []
+    for index, relation in enumerate(chain.relations):
+        left, right = chain.sides[index], chain.sides[index + 1]
+        if left is None or right is None or relation == "=":
+            raise Refusal("a relation of names")
+        region = _half_line(left, relation, right)
+        if region is None:
+            if len(chain.relations) > 1 or relation in ("!=", "~", "in"):
+                raise Refusal("a statement")
+            small, large = (left, right) if relation[0] == "<" else (right, left)
+            return Inequality(small, large, relation.endswith("="))
+        regions.append(region)
+    return functools.reduce(intersection, regions)
+
+
+MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+
+
+def _half_line(left: Tree, relation: str, right: Tree) -> Region | None:
+    if symbols(right) and not symbols(left):
+        left, relation, right = right, MIRRORED.get(relation, relation), left
+    if relation not in MIRRORED or symbols(right):
+        return None
+    try:
+        bound = numeric(right, {}, real=True)
+    except NoValueError:
+        return None
+    infinity = mpmath.inf
+    below, above = (-infinity, False, bound, relation == "<="), (bound, relation == ">=", infinity, False)
+    spans: tuple[Span, ...] = {"<": (below,), "<=": (below,), ">": (above,), ">=": (above,), "!=": (below, above)}[
+        relation
+    ]
+    if isinstance(left, Sym):
+        return Region(spans, left.name)
+    if not (isinstance(left, Op) and left.name == "abs" and isinstance(left.args[0], Sym) and bound > 0):
+        return None
+    name, closed = left.args[0].name, relation.endswith("=")
+    if relation[0] == "<":
+        return Region(((-bound, closed, bound, closed),), name)
+    return (
+        Region(((-infinity, False, -bound, closed), (bound, closed, infinity, False)), name)
+        if relation != "!="
+        else None
+    )
+
+
+def region_of(value: Value) -> Region | None:
+    if isinstance(value, Region):
+        return value
+    try:
+        if isinstance(value, Brackets) and len(value.items) == 2:
+            low, high = (numeric(item, {}, real=True) for item in value.items)
+            if low > high or (low == high and (value.opening, value.closing) != ("[", "]")):
+                return None
+            return Region(((low, value.opening == "[", high, value.closing == "]"),))
+        if isinstance(value, Listing) and value.braces:
+            points = [numeric(item, {}, real=True) for item in value.items if isinstance(item, Num | Op | Sym)]
+            return normalised([(p, True, p, True) for p in points]) if len(points) == len(value.items) else None
+    except NoValueError:
+        return None
+    return None
+
+
+def normalised(spans: Sequence[Span], variable: str | None = None) -> Region:
+    """Sorts spans, and joins those that overlap or meet at a point that one contains: (a, b) ∪ (b, c) stays two."""
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span[0], not span[1])):
+        if joined:
+            low, low_in, high, high_in = joined[-1]
+            if span[0] < high or (span[0] == high and (span[1] or high_in)):
+                top = max((high, high_in), (span[2], span[3]))
+                joined[-1] = (low, low_in, *top)
+                continue
+        joined.append(span)
+    return Region(tuple(joined), variable)
+
+
+def union(left: Region, right: Region) -> Region:
+    return normalised([*left.spans, *right.spans], _variable(left, right))
+
+
+def complement(region: Region) -> Region:
+    spans, low, low_in = [], -mpmath.inf, False
+    for start, start_in, end, end_in in normalised(region.spans).spans:
+        if start > low or (start == low and low_in and not start_in):
+            spans.append((low, low_in, start, not start_in))
+        low, low_in = end, not end_in
+    if low < mpmath.inf:
+        spans.append((low, low_in, mpmath.inf, False))
+    return Region(tuple(spans), region.variable)
+
+
+def intersection(left: Region, right: Region) -> Region:
+    joined = complement(union(complement(left), complement(right)))
+    return dataclasses.replace(joined, variable=_variable(left, right))
+
+
+def _variable(left: Region, right: Region) -> str | None:
+    if left.variable and right.variable and left.variable != right.variable:
+        raise Refusal("inequalities of two variables")
+    return left.variable or right.variable
+
+
+# --- equality
+
+
+def equal(answer: Value, reference: Value, strict: bool) -> bool:
+    if isinstance(reference, Listing):
+        return _equal_listings(answer, reference, strict)
+    if isinstance(reference, Equation):
+        return _equal_equations(answer, reference, strict)
+    if isinstance(answer, Equation):
+        return answer.named and equal(answer.right, reference, strict)
+    if isinstance(reference, Region) or isinstance(answer, Region) or isinstance(reference, Join):
+        return _equal_regions(answer, reference)
+    if isinstance(reference, Inequality) or isinstance(answer, Inequality):
+        return _equal_inequalities(answer, reference)
+    if isinstance(reference, Brackets):
+        return _equal_brackets(answer, reference, strict)
+    if isinstance(answer, Listing):
+        return len(answer.items) == 1 and not answer.braces and equal(answer.items[0], reference, strict)
+    if isinstance(reference, Ratio) or isinstance(answer, Ratio):
+        return _equal_ratios(answer, reference)
+    if isinstance(reference, Based) or isinstance(answer, Based):
+        if isinstance(reference, Based) and isinstance(answer, Num):
+            return answer.decimals is None and str(answer.value) == reference.digits
+        if isinstance(answer, Based) and answer.base == "10" and not isinstance(reference, Based):
+            return equal(Num(Fraction(answer.digits)), reference, strict)
+        return answer == reference
+    left, right = _matrix_of(answer), _matrix_of(reference)
+    if left is not None or right is not None:
+        return left is not None and right is not None and _equal_matrices(left, right, strict)
+    if isinstance(answer, Brackets | FiniteSet | Builder | Join):
+        return False
+    return equal_quantities(answer, reference)
+
+
+def _equal_listings(answer: Value, reference: Listing, strict: bool) -> bool:
+    if isinstance(answer, Equation) and answer.named:
+        answer = _as_set(answer.right)
+    if isinstance(answer, Region):
+        region = region_of(reference)
+        return region is not None and not strict and _equal_regions(answer, region)
+    if not isinstance(answer, Listing):
+        if not reference.braces and isinstance(answer, Brackets) and answer.opening == "(":
+            return len(answer.items) == len(reference.items) and all(
+                equal(item, other, strict) for item, other in zip(answer.items, reference.items, strict=True)
+            )
+        answer = Listing((answer,)) if len(reference.items) == 1 else Listing(())
+        if not answer.items:
+            return False
+    if answer.names and reference.names and None not in (*answer.names, *reference.names):
+        pairs = dict(zip(reference.names, reference.items, strict=True))
+        if set(pairs) == set(answer.names) and len(pairs) > 1:
+            return all(equal(item, pairs[name], strict) for name, item in zip(answer.names, answer.items, strict=True))
+    return _covers(answer.items, reference.items, strict) and _covers(reference.items, answer.items, strict)
+
+
+def _covers(items: Sequence[Value], others: Sequence[Value], strict: bool) -> bool:
+    return all(any(equal(item, other, strict) for other in others) for item in items)
+
+
+def _equal_equations(answer: Value, reference: Equation, strict: bool) -> bool:
+    if not isinstance(answer, Equation):
+        return (
+            reference.named
+            and not isinstance(answer, Inequality | Region)
+            and equal(answer, _as_set(reference.right), strict)
+        )
+    if answer.left is not None and reference.left is not None:
+        difference, other = (
+            Op("+", (e.left, Op("neg", (e.right,)))) for e in (answer, reference) if e.left is not None
+        )
+        if _proportional(difference, other):
+            return True
+    called = answer.named and not isinstance(answer.left, Sym)
+    if called and reference.named:
+        return equal(answer.right, reference.right, strict)
+    return not strict and answer.named and reference.named and equal(answer.right, reference.right, strict)
+
+
+def _equal_regions(answer: Value, reference: Value) -> bool:
+    left, right = region_of(_as_set(answer)), region_of(_as_set(reference))
+    if left is None or right is None or (left.variable and right.variable and left.variable != right.variable):
+        return False
+    left, right = normalised(left.spans), normalised(right.spans)
+    return len(left.spans) == len(right.spans) and all(
+        _near(a[0], b[0]) and _near(a[2], b[2]) and (a[1], a[3]) == (b[1], b[3])
+        for a, b in zip(left.spans, right.spans, strict=True)
+    )
+
+
+def _equal_inequalities(answer: Value, reference: Value) -> bool:
+    if not (isinstance(answer, Inequality) and isinstance(reference, Inequality)) or answer.closed != reference.closed:
+        return False
+    one, other = (Op("+", (i.right, Op("neg", (i.left,)))) for i in (answer, reference))
+    return _proportional(one, other, positive=True)
+
+
+def _equal_brackets(answer: Value, reference: Brackets, strict: bool) -> bool:
+    if isinstance(answer, Listing):
+        if (answer.braces and strict) or answer.alternatives:
+            return False
+        items: Sequence[Value] = answer.items
+    elif isinstance(answer, Brackets):
+        if strict and (answer.opening, answer.closing) != (reference.opening, reference.closing):
+            return False
+        items = answer.items
+    else:
+        items = _point(answer)
+    return len(items) == len(reference.items) and all(
+        equal(item, other, strict) for item, other in zip(items, reference.items, strict=True)
+    )
+
+
+def _point(value: Value) -> Sequence[Value]:
+    """The coordinates of a named point: ``P(1,2)``."""
+    if (
+        isinstance(value, Op)
+        and value.name == "*"
+        and isinstance(value.args[0], Sym)
+        and isinstance(value.args[1], Brackets)
+    ):
+        return value.args[1].items
+    return ()
+
+
+def _equal_ratios(answer: Value, reference: Value) -> bool:
+    left, right = _terms(answer), _terms(reference)
+    if left is None or right is None:
+        return False
+    if len(left) == 1 or len(right) == 1:
+        return all(len(terms) <= 2 for terms in (left, right)) and equal_quantities(_quotient(left), _quotient(right))
+    return len(left) == len(right) and all(
+        equal_quantities(Op("*", (left[0], b)), Op("*", (right[0], a))) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _terms(value: Value) -> tuple[Tree, ...] | None:
+    if isinstance(value, Ratio):
+        return value.items
+    return (value,) if isinstance(value, Num | Op | Sym) else None
+
+
+def _quotient(terms: tuple[Tree, ...]) -> Tree:
+    return terms[0] if len(terms) == 1 else Op("/", terms)
+
+
+def _matrix_of(value: Value) -> Matrix | None:
+    """A matrix, or a number times a matrix."""
+    if isinstance(value, Matrix):
+        return value
+    if isinstance(value, Op) and value.name == "neg" and isinstance(value.args[0], Matrix):
+        return Matrix(tuple(tuple(Op("neg", (item,)) for item in row) for row in value.args[0].rows))
+    if isinstance(value, Op) and value.name == "*" and isinstance(value.args[1], Matrix):
+        factor = value.args[0]
+        return Matrix(tuple(tuple(Op("*", (factor, item)) for item in row) for row in value.args[1].rows))
+    return None
+
+
+def _equal_matrices(left: Matrix, right: Matrix, strict: bool) -> bool:
+    return [len(row) for row in left.rows] == [len(row) for row in right.rows] and all(
+        equal(a, b, strict)
+        for row, other in zip(left.rows, right.rows, strict=True)
+        for a, b in zip(row, other, strict=True)
+    )
+
+
+# --- numbers and expressions
+
+
+def equal_quantities(answer: Tree, reference: Tree) -> bool:
+    if answer == reference:
+        return True
+    if not (_has_number(answer) and _has_number(reference)):
+        return (
+            isinstance(answer, UnitWords)
+            and isinstance(reference, UnitWords)
+            and answer.words.lower() == reference.words.lower()
+        )
+    value, measure = split(answer)
+    wanted, unit = split(reference)
+    return _equal_measured(value, measure, wanted, unit)
+
+
+def _has_number(tree: Tree) -> bool:
+    return any(isinstance(part, Num | Sym) for part in parts(tree))
+
+
+def _equal_measured(value: Tree, measure: Measure, wanted: Tree, unit: Measure) -> bool:
+    percents = [units.is_unit(one, "percent") for one in (measure, unit)]
+    if percents[0]:
+        value, measure = (value, measure) if percents[1] else (Op("/", (value, Num(Fraction(100)))), Measure())
+    if percents[1] and not percents[0]:
+        return not measure.units and (
+            equal_numbers(value, wanted) or equal_numbers(value, Op("/", (wanted, Num(Fraction(100)))))
+        )
+    degrees = units.is_unit(measure, "degree")
+    if degrees and not unit.units and not unit.nouns:
+        in_radians = Op("*", (value, UnitWords("degree")))
+        return equal_numbers(in_radians, wanted) or (Sym("pi") not in parts(wanted) and equal_numbers(value, wanted))
+    if not (measure.units or measure.nouns) or not (unit.units or unit.nouns):
+        return equal_numbers(value, wanted)
+    if measure.nouns and unit.nouns and not measure.units and not unit.units:
+        return bool(measure.nouns & unit.nouns) and equal_numbers(value, wanted)
+    factor = units.factor(measure, unit)
+    return factor is not None and equal_numbers(value if factor == 1 else Op("*", (value, Num(factor))), wanted)
+
+
+def split(tree: Tree) -> tuple[Tree, Measure]:
+    """Splits a term into its number and its unit."""
+    if isinstance(tree, UnitWords):
+        return Num(Fraction(1)), units.read(tree.words)
+    if isinstance(tree, Op):
+        if tree.name == "neg":
+            value, measure = split(tree.args[0])
+            return (Op("neg", (value,)), measure) if measure != Measure() else (tree, measure)
+        if tree.name in ("*", "/"):
+            left, right = split(tree.args[0]), split(tree.args[1])
+            if left[1] == right[1] == Measure():
+                return tree, Measure()
+            one = Num(Fraction(1))
+            value = (
+                left[0]
+                if right[0] == one
+                else right[0]
+                if left[0] == one and tree.name == "*"
+                else Op(tree.name, (left[0], right[0]))
+            )
+            return value, units.combine(left[1], right[1], Fraction(1 if tree.name == "*" else -1))
+        if tree.name == "^" and isinstance(tree.args[0], UnitWords) and (power := exact(tree.args[1])) is not None:
+            words = tree.args[0].words
+            if "/" in words:  # `\text{m/s}^2` means m/s²
+                return Num(Fraction(1)), units.read(f"{words}^{power}")
+            return Num(Fraction(1)), units.combine(Measure(), units.read(words), power)
+    return tree, Measure()
+
+
+def is_one_number(value: Value) -> bool:
+    """Whether a reference is one literal number: ``42``, ``-3/4``, ``2.5`` with or without a unit."""
+    if isinstance(value, Region | Equation | Inequality | Listing):
+        return isinstance(value, Equation) and value.named and is_one_number(value.right)
+    return _is_literal(split(value)[0])
+
+
+def _is_literal(tree: Tree) -> bool:
+    if isinstance(tree, Op) and tree.name in ("neg", "/"):
+        return all(_is_literal(part) for part in tree.args)
+    return isinstance(tree, Num)
+
+
+def is_undone(tree: Tree) -> bool:
+    """Whether a term consists of sums, differences and products of literal numbers, and was not computed."""
+    value, _ = split(tree)
+    inner = list(parts(value))
+    return all(
+        isinstance(part, Num) or (isinstance(part, Op) and part.name in ("+", "*", "/", "neg")) for part in inner
+    ) and any(isinstance(part, Op) and part.name in ("+", "*") for part in inner)
+
+
+def equal_numbers(answer: Tree, reference: Tree) -> bool:
+    """Whether two trees without units have the same value at every point where both have one."""
+    left, right = exact(answer), exact(reference)
+    if left is not None and right is not None:
+        return left == right or _stands_for(answer, reference) or _stands_for(reference, answer)
+    names = sorted(symbols(answer) | symbols(reference))
+    if not names:
+        return _equal_constants(answer, reference)
+    return any(_agree_at_points(answer, reference, names, base) for base in _bases(answer, reference))
+
+
+def _bases(answer: Tree, reference: Tree) -> tuple[int, ...]:
+    """What a logarithm without a base may mean."""
+    bare = any(
+        isinstance(p, Op) and p.name == "log" and len(p.args) == 1 for t in (answer, reference) for p in parts(t)
+    )
+    return (10, 0) if bare else (10,)
+
+
+def _is_real(*trees: Tree) -> bool:
+    return not any(part == Sym("i") for tree in trees for part in parts(tree))
+
+
+def _equal_constants(answer: Tree, reference: Tree) -> bool:
+    real = _is_real(answer, reference)
+    for base in _bases(answer, reference):
+        try:
+            left = numeric(answer, {}, real=real, log_base=base)
+            right = numeric(reference, {}, real=real, log_base=base)
+        except NoValueError:
+            continue
+        if _near(left, right):
+            return True
+    return _stands_for(answer, reference) or _stands_for(reference, answer)
+
+
+def _stands_for(decimal: Tree, value: Tree) -> bool:
+    """Whether a decimal with many digits is the rounding of a value that is no decimal itself."""
+    literal = decimal.args[0] if isinstance(decimal, Op) and decimal.name == "neg" else decimal
+    if (
+        not isinstance(literal, Num)
+        or not literal.decimals
+        or literal.repeating
+        or min(literal.decimals, literal.digits) < MIN_DIGITS
+    ):
+        return False
+    return not any(isinstance(part, Num) and part.decimals for part in parts(value)) and _rounds(decimal, value)
+
+
+def _near(left: Any, right: Any) -> bool:
+    if mpmath.isinf(left) or mpmath.isinf(right):
+        return bool(left == right)
+    return bool(abs(left - right) <= TOLERANCE * max(abs(left), abs(right), mpmath.mpf(10) ** -20))
+
+
+POINTS = (
+    ("1.37", "0.71", "2.93", "0.43", "1.91"),
+    ("2.19", "3.07", "0.57", "1.61", "0.89"),
+    ("0.67", "1.79", "1.13", "2.41", "3.31"),
+    ("-1.53", "-0.83", "-2.27", "-1.19", "-0.47"),
+    ("-0.59", "1.43", "-1.87", "0.77", "-2.63"),
+    ("1.73", "-2.11", "0.97", "-0.61", "1.27"),
+    ("0.43", "2.93", "0.71", "1.37", "2.17"),
+    ("0.89", "1.61", "3.57", "2.07", "1.19"),
+    ("7", "3", "4", "2", "5"),
+    ("2", "5", "7", "3", "4"),
+    ("11", "6", "3", "5", "2"),
+)
+
+
+def _at_points(tree: Tree, names: list[str], base: int, *, real: bool) -> list[Any]:
+    values: list[Any] = []
+    for point in POINTS:
+        at = {name: mpmath.mpf(point[i % 5]) + (i // 5) for i, name in enumerate(names)}
+        try:
+            values.append(numeric(tree, at, real=real, log_base=base))
+        except NoValueError:
+            values.append(None)
+    return values
+
+
+def _agree_at_points(answer: Tree, reference: Tree, names: list[str], base: int) -> bool:
+    real = _is_real(answer, reference)
+    pairs = list(zip(*(_at_points(tree, names, base, real=real) for tree in (answer, reference)), strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return len(both) >= MIN_POINTS and all(_near(a, b) for a, b in both)
+
+
+def _proportional(one: Tree, other: Tree, *, positive: bool = False) -> bool:
+    """Whether one expression is a constant, not zero, times the other."""
+    names = sorted(symbols(one) | symbols(other))
+    if not names:
+        return False
+    pairs = zip(*(_at_points(tree, names, 10, real=True) for tree in (one, other)), strict=True)
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    ratios = [a / b for a, b in both if b != 0]
+    if len(ratios) < MIN_POINTS or any(a != 0 for a, b in both if b == 0):
+        return False
+    return all(_near(ratio, ratios[0]) for ratio in ratios) and ratios[0] != 0 and (ratios[0] > 0 or not positive)

@@ -1,0 +1,921 @@
+r"""Parses an answer in LaTeX into a tree. What the grammar does not cover raises ``NotParsedError``.
+
+    answer   = item { ("," | ";" | "or" | "and") item }
+    item     = [label] side { relation side }
+    side     = sum { ("\cup" | "\cap" | "\setminus") sum }  |  sum { ":" sum }
+    sum      = term { ("+" | "-" | "\pm" | "\mp") term }
+    term     = factor { ["\cdot" | "\times" | "*" | "/" | "\div"] factor }
+    factor   = atom { "^" atom | "_" atom | "!" | "%" | "^\circ" }
+
+An operator that stands for a computation (``\gcd``, ``\int``, ``\frac{d}{dx}``) becomes a symbol that is named by its
+source: it equals itself and nothing else. Text inside a term is a ``UnitWords``.
+"""
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+MAX_DEPTH = 60
+
+
+class NotParsedError(ValueError):
+    """The text is no answer of the grammar."""
+
+
+@dataclass(frozen=True)
+class Num:
+    value: Fraction
+    decimals: int | None = None
+    """Digits after the point. None: the number is written without one."""
+    digits: int = 0
+    """Significant digits."""
+    repeating: bool = False
+
+
+@dataclass(frozen=True)
+class Sym:
+    name: str
+
+
+@dataclass(frozen=True)
+class UnitWords:
+    words: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """``name`` is one of ``+ * / ^ neg pm mp root log abs ! binom`` or the name of a function."""
+
+    name: str
+    args: tuple["Tree", ...]
+
+
+@dataclass(frozen=True)
+class Brackets:
+    """A tuple or an interval. ``opening`` is ``(`` or ``[``, ``closing`` ``)`` or ``]``."""
+
+    opening: str
+    closing: str
+    items: tuple["Tree", ...]
+
+
+@dataclass(frozen=True)
+class FiniteSet:
+    """A set that names its members."""
+
+    items: tuple["Tree", ...]
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The set of all values for which a condition holds."""
+
+    condition: "Statement"
+
+
+@dataclass(frozen=True)
+class Join:
+    """``name`` is ``cup``, ``cap`` or ``setminus``."""
+
+    name: str
+    left: "Tree"
+    right: "Tree"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    items: tuple["Tree", ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    rows: tuple[tuple["Tree", ...], ...]
+
+
+@dataclass(frozen=True)
+class Based:
+    """A numeral in another base than ten."""
+
+    digits: str
+    base: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``side relation side …``. A side that is only a name may have no tree."""
+
+    sides: tuple["Tree | None", ...]
+    relations: tuple[str, ...] = ()
+    labels: frozenset[int] = frozenset()
+    """Indices of sides that are a plain name: ``x``, ``f(41)``, ``AB``."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``separator`` is ``,``, ``or``, ``and``, or empty for a single item."""
+
+    items: tuple[Chain, ...]
+    separator: str = ""
+
+
+Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Join | Ratio | Matrix | Based
+
+
+@dataclass(frozen=True)
+class Token:
+    kind: str
+    """``num``, ``cmd``, ``letter``, ``text`` or ``sym``."""
+    text: str
+    gap: bool = False
+    """Whether a space comes before it."""
+    number: Num | None = field(default=None, compare=False)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+UNICODE = str.maketrans(
+    {
+        "−": "-", "–": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ",
+        "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "√": r"\sqrt ", "°": r"^{\circ}", "²": "^{2}", "³": "^{3}",
+        "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+        "≈": r"\approx ", "μ": r"\mu ", "µ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta ", "α": r"\alpha ",
+        "€": r"\euro ", "£": r"\pounds ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+    }
+)  # fmt: skip
+NO_MEANING = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathbf|boldsymbol|bm|mathit|mathsf|underline"
+    r"|boxed|fbox|hline)(?![A-Za-z])|\\color\s*\{[^{}]*\}|\\textcolor\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\!"
+    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\\begin\{(?:aligned|gathered)\}|\\therefore(?![A-Za-z])|\\minus(?![A-Za-z])"
+)
+SPACE = re.compile(r"(?<!\\)\\(?:[,;: >]|(?:quad|qquad|thinspace|enspace|space)(?![A-Za-z]))|\\hspace\s*\{[^{}]*\}|~")
+TEXT = re.compile(r"\\(?:text|textrm|textnormal|textbf|textit|mathrm|rm|mbox|hbox)\s*(?=\{)")
+GROUPS = r"(?:[ ]\d{3})+(?!\d)"
+NUMBER = re.compile(
+    r"(?P<grouped>(?<![\d.])\d{1,3}(?:(?:\{,\}\d{3})+|(?:,\d{3})+|(?: \d{3})+)(?![\d])(?:\.\d+)?)"
+    r"|(?P<whole>\d*)\.(?P<part>\d*)\\(?:overline|bar|dot)\s*\{(?P<period>\d+)\}"
+    r"|(?P<plain>\d+\.\d+|\d+|\.\d+)(?:[eE](?P<exponent>[+-]?\d{1,4})(?![\d.]))?"
+)
+COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.S)
+
+FUNCTIONS = _words(
+    "ln log lg exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh"
+)  # fmt: skip
+PLAIN_WORDS = {"sqrt", "pi", "infty", *FUNCTIONS}
+"""Commands that are understood without their backslash."""
+UNDONE = _words(
+    """sum prod int iint iiint oint lim limsup liminf gcd lcm max min sup inf det dim arg operatorname bigcup bigcap
+    nabla"""
+)
+GREEK = _words(
+    """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
+    upsilon     phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon
+    Phi Psi Omega ell hbar imath jmath"""
+)
+DECORATED = _words("overline overrightarrow overleftrightarrow vec hat widehat tilde bar dot ddot angle triangle")
+RELATIONS = {
+    "=": "=", "equiv": "=", "approx": "~", "doteq": "~", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=",
+    "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "ne": "!=", "neq": "!=", "in": "in",
+}  # fmt: skip
+CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterling", "cents": "cent"}
+QUALIFIERS = _words(
+    """or and not but either neither nor maybe perhaps possibly approximately about around roughly nearly almost less
+    more fewer greater larger smaller than least most over under below above between until except without if unless
+    where when xor of no any some other both to from"""
+)
+"""Words that make a statement about a number instead of naming it."""
+CONNECTIVES = {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}
+
+
+def parse(text: str, *, bare_units: bool = True) -> Statement:
+    r"""Parses a whole answer.
+
+    Args:
+        text: LaTeX without its environment.
+        bare_units: letters behind a number and a space are a unit (``5 cm``), not a product.
+    Raises:
+        NotParsedError: the grammar does not cover the text.
+    """
+    reader = Parser(tokenize(text), bare_units)
+    answer = reader.answer(frozenset())
+    if reader.next is not None:
+        raise NotParsedError(f"{reader.next.text!r} is not expected")
+    return answer
+
+
+def tokenize(text: str) -> list[Token]:
+    text = SPACE.sub(" ", NO_MEANING.sub(lambda m: "-" if "minus" in m[0] else " ", text.translate(UNICODE))).strip()
+    text = re.sub(r"\{([-+])\}", r"\1", text)
+    text = re.sub(r"\\operatorname\*", r"\\operatorname", re.sub(r"(?<=\w|\}|\))\.$", "", text))
+    tokens: list[Token] = []
+    position, depth, gap = 0, 0, False
+    while position < len(text):
+        if text[position].isspace():
+            position, gap = position + 1, True
+            continue
+        token, position = _next_token(text, position, depth, gap)
+        if isinstance(token, list):
+            tokens += token
+        else:
+            tokens.append(token)
+            depth += (token.text in ("(", "[", "\\{")) - (token.text in (")", "]", "\\}"))
+        gap = False
+    return tokens
+
+
+def _next_token(text: str, position: int, depth: int, gap: bool) -> tuple[Token | list[Token], int]:
+    if wrapped := TEXT.match(text, position):
+        end = closing_brace(text, wrapped.end())
+        content = text[wrapped.end() + 1 : end]
+        if re.search(r"\d", content) and not re.search(r"[A-Za-z]", COMMAND.sub("", content)):
+            return tokenize(content), end + 1
+        content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
+        if content.strip() in ("$", "%"):
+            return Token("sym", content.strip(), gap), end + 1
+        return Token("text", content, gap), end + 1
+    if match := NUMBER.match(text, position):
+        if match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"] and depth > 0:
+            match = re.compile(r"(?P<grouped>)(?P<period>)(?P<exponent>)(?P<plain>\d+)").match(text, position) or match
+        return Token("num", match[0], gap, _number(match)), match.end()
+    if match := COMMAND.match(text, position):
+        if match[1] in "{}":
+            return Token("sym", match[0], gap), match.end()
+        if match[1] in "%$":
+            return Token("sym", match[1], gap), match.end()
+        name = {"lbrace": "\\{", "rbrace": "\\}", "langle": "(", "rangle": ")", "lvert": "|", "rvert": "|",
+                "vert": "|",
+                "cdot": "*", "times": "*", "div": "/", "colon": ":", "degree": "°"}.get(match[1])  # fmt: skip
+        return Token("sym", name, gap) if name else Token("cmd", match[1], gap), match.end()
+    if match := re.match(r"[A-Za-z]+", text[position:]):
+        word = match[0]
+        if word in ("or", "and") and (gap or position == 0):
+            return Token("text", word, gap), position + len(word)
+        if word in PLAIN_WORDS:
+            return Token("cmd", word, gap), position + len(word)
+        letters = [Token("letter", letter, gap and i == 0) for i, letter in enumerate(word)]
+        return letters, position + len(word)
+    return Token("sym", text[position], gap), position + 1
+
+
+def closing_brace(text: str, opening: int) -> int:
+    depth = 0
+    for position in range(opening, len(text)):
+        if text[position] in "{}" and (position == 0 or text[position - 1] != "\\"):
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return position
+    raise NotParsedError("a brace is not closed")
+
+
+def _number(match: re.Match[str]) -> Num:
+    if match["period"]:
+        whole, part, period = match["whole"] or "0", match["part"], match["period"]
+        scale = 10 ** len(part)
+        value = Fraction(int(whole + part), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+        return Num(value, len(part), repeating=True)
+    text = re.sub(r"[ ,{}]", "", match["grouped"] or match["plain"])
+    decimals = len(text.partition(".")[2]) if "." in text else None
+    value = Fraction(text if text[0] != "." else "0" + text)
+    if match["exponent"]:
+        value *= Fraction(10) ** int(match["exponent"])
+    return Num(value, decimals, len(text.replace(".", "").lstrip("0")))
+
+
+class Parser:
+    """Reads tokens from left to right."""
+
+    def __init__(self, tokens: list[Token], bare_units: bool):
+        self._tokens = tokens
+        self._position = 0
+        self._bare_units = bare_units
+        self._depth = 0
+
+    @property
+    def next(self) -> Token | None:
+        return self._tokens[self._position] if self._position < len(self._tokens) else None
+
+    def peek(self, ahead: int) -> Token | None:
+        at = self._position + ahead
+        return self._tokens[at] if at < len(self._tokens) else None
+
+    def sees(self, *texts: str) -> bool:
+        token = self.next
+        return token is not None and token.kind in ("sym", "cmd") and token.text in texts
+
+    def accept(self, *texts: str) -> str | None:
+        if not self.sees(*texts):
+            return None
+        self._position += 1
+        return self._tokens[self._position - 1].text
+
+    def expect(self, *texts: str) -> str:
+        found = self.accept(*texts)
+        if found is None:
+            raise NotParsedError(f"{self.next.text if self.next else 'the end'!r} where {texts[0]!r} is expected")
+        return found
+
+    def source(self, start: int) -> str:
+        return " ".join(token.text.strip() for token in self._tokens[start : self._position])
+
+    # --- answer = item { separator item }
+
+    def answer(self, ends: frozenset[str]) -> Statement:
+        items, separator = [self.item(ends)], ""
+        while (found := self.separator()) is not None:
+            if self.next is None and found == ",":
+                break
+            separator = found if separator in ("", ",") else separator
+            items.append(self.item(ends))
+        return Statement(tuple(items), separator)
+
+    def separator(self) -> str | None:
+        found = None
+        while (token := self.next) is not None:
+            word = token.text.strip(" ,.").lower() if token.kind == "text" else ""
+            if token.kind == "sym" and token.text in (",", ";"):
+                found = found or ","
+            elif word in ("or", "and") or (token.kind == "text" and not word and "," in token.text):
+                found = word or found or ","
+            elif token.kind == "cmd" and token.text in CONNECTIVES:
+                found = CONNECTIVES[token.text]
+            else:
+                break
+            self._position += 1
+        return found
+
+    # --- item = [label] side { relation side }
+
+    def item(self, ends: frozenset[str]) -> Chain:
+        self.skip_label()
+        sides: list[Tree | None] = []
+        relations: list[str] = []
+        labels = set()
+        if self.sees("approx"):
+            self._position += 1
+            sides, relations = [None], ["~"]
+        while True:
+            start = self._position
+            name_end = self.plain_name()
+            side: Tree | None = None
+            try:
+                side = self.side(in_set="\\}" in ends)
+                if not self._at_end_of_side(ends):
+                    raise NotParsedError(f"{self.next.text if self.next else ''!r} is not expected")
+            except NotParsedError:
+                if name_end is None:
+                    raise
+                self._position, side = name_end, None
+            if name_end is not None and name_end == self._position:
+                labels.add(len(sides))
+            assert self._position > start, "a side has tokens"
+            sides.append(side)
+            token = self.next
+            if token is None or token.kind not in ("sym", "cmd") or token.text not in RELATIONS:
+                break
+            self._position += 1
+            relations.append(RELATIONS[token.text])
+            self.skip_label()
+        return Chain(tuple(sides), tuple(relations), frozenset(labels))
+
+    def _at_end_of_side(self, ends: frozenset[str]) -> bool:
+        token = self.next
+        if token is None or (token.kind in ("sym", "cmd") and token.text in RELATIONS):
+            return True
+        if token.kind == "text":
+            return token.text.strip(" ,.").lower() in ("or", "and", "")
+        return token.text in ends or token.text in (",", ";") or token.text in CONNECTIVES
+
+    def skip_label(self) -> None:
+        """Skips words in front of a value (``\\text{Area} =``, ``\\text{The answer is}``)."""
+        token = self.next
+        if token is None or token.kind != "text" or self._position + 1 >= len(self._tokens):
+            return
+        following = self.peek(1)
+        if following is not None and (following.text == "(" and token.text[-1:].isalpha()):
+            return
+        words = re.findall(r"[A-Za-z]+", token.text.lower())
+        if not words or re.search(r"\d", token.text) or QUALIFIERS & (set(words) - {"of", "no", "to", "from"}):
+            return
+        if following is not None and (following.kind == "text" or following.text in (",", ";", "/", "^")):
+            return
+        self._position += 1
+        if not self.accept("=", ":"):
+            return
+
+    def plain_name(self) -> int | None:
+        """The position behind a plain name that a relation follows: ``x``, ``AB``, ``f(41)``, ``P(X=1)``. Else None."""
+        at = self._position
+        while (token := self.peek(at - self._position)) is not None and token.kind == "cmd" and token.text in DECORATED:
+            at += 1
+        bars = 0
+        while (token := self.peek(at - self._position)) is not None and token.text in ("|", "{"):
+            at, bars = at + 1, bars + 1
+        letters = 0
+        while (token := self.peek(at - self._position)) is not None and (
+            token.kind == "letter" or (token.kind == "cmd" and token.text in GREEK)
+        ):
+            at, letters = at + 1, letters + 1
+        while (token := self.peek(at - self._position)) is not None and token.text in ("|", "}") and bars:
+            at, bars = at + 1, bars - 1
+        if not letters or bars:
+            return None
+        while (token := self.peek(at - self._position)) is not None and token.text in ("_", "'"):
+            at = at + 1 if token.text == "'" else self._behind_argument(at + 1)
+        if (token := self.peek(at - self._position)) is not None and token.text == "(":
+            at = self._behind_group(at)
+        token = self.peek(at - self._position)
+        ended = token is not None and token.kind in ("sym", "cmd") and token.text in RELATIONS
+        return at if ended or token is None else None
+
+    def _behind_argument(self, at: int) -> int:
+        if at < len(self._tokens) and self._tokens[at].text == "{":
+            return self._behind_group(at)
+        return at + 1
+
+    def _behind_group(self, at: int) -> int:
+        depth = 0
+        while at < len(self._tokens):
+            depth += (self._tokens[at].text in ("(", "{")) - (self._tokens[at].text in (")", "}"))
+            at += 1
+            if depth == 0:
+                break
+        return at
+
+    # --- side
+
+    def side(self, *, in_set: bool = False) -> Tree:
+        left = self.sum()
+        while joined := self.accept("cup", "cap", "setminus", "backslash"):
+            left = Join("setminus" if joined == "backslash" else joined, left, self.sum())
+        items = [left]
+        while not in_set and self._ratio_follows():
+            items.append(self.sum())
+        return left if len(items) == 1 else Ratio(tuple(items))
+
+    def _ratio_follows(self) -> bool:
+        token = self.next
+        if token is not None and token.kind == "text" and token.text.strip() == "to":
+            self._position += 1
+            return True
+        return self.accept(":") is not None
+
+    def sum(self) -> Tree:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NotParsedError("nested too deeply")
+        total = self.signed_term()
+        while (sign := self.accept("+", "-", "pm", "mp")) is not None:
+            following = self.signed_term() if not self.sees("+", "-", "pm", "mp") else None
+            if following is None:
+                raise NotParsedError("two signs in a row")
+            total = Op(sign, (total, following)) if sign in ("pm", "mp") else self._added(total, sign, following)
+        self._depth -= 1
+        return total
+
+    def _added(self, total: Tree, sign: str, following: Tree) -> Tree:
+        return Op("+", (total, following if sign == "+" else Op("neg", (following,))))
+
+    def signed_term(self) -> Tree:
+        sign = self.accept("+", "-", "pm", "mp")
+        if sign is None:
+            return self.term()
+        if self.sees("+", "-"):
+            raise NotParsedError("two signs in a row")
+        term = self.term()
+        if sign == "+":
+            return term
+        if sign == "-":
+            return Num(-term.value, term.decimals, term.digits) if isinstance(term, Num) else Op("neg", (term,))
+        return Op(sign, (term,))
+
+    def term(self) -> Tree:
+        start = self._position
+        product = self.factor()
+        while True:
+            if self.sees("bmod", "mod", "pmod"):
+                return self._undone(start)
+            if (operator := self.accept("*", "/")) is not None:
+                negative = self.accept("-") is not None
+                following = self.factor()
+                if negative:
+                    following = Op("neg", (following,))
+                product = Op(operator, (product, following))
+            elif self._factor_follows():
+                product = self._beside(product)
+            else:
+                return product
+
+    def _factor_follows(self) -> bool:
+        token = self.next
+        if token is None:
+            return False
+        if token.kind == "text":
+            return token.text.strip(" ,.").lower() not in ("or", "and", "to", "")
+        if token.kind in ("num", "letter"):
+            return True
+        if token.kind == "sym":
+            return token.text in ("(", "{", "$", "%", "°") or (token.text == "|" and not self._in_bars)
+        return token.text in (
+            FUNCTIONS | GREEK | UNDONE | DECORATED | CURRENCY.keys()
+            | {"frac", "dfrac", "tfrac", "cfrac", "sqrt", "pi", "infty", "binom", "dbinom", "tbinom", "begin",
+               "mathbb"}
+        )  # fmt: skip
+
+    _in_bars = False
+
+    def _beside(self, left: Tree) -> Tree:
+        """A factor directly beside another: a product, a mixed number, or nonsense (``4 2``)."""
+        token, before = self.next, self._tokens[self._position - 1]
+        assert token is not None
+        if before.kind == "num" and isinstance(left, Num) and left.value.denominator == 1 and left.decimals is None:
+            start = self._position
+            if token.kind == "cmd" and token.text.endswith("frac"):
+                fraction = self.factor()
+                if (part := _fraction_of_integers(fraction)) is not None:
+                    return Num(left.value + (part if left.value >= 0 else -part))
+                self._position = start
+            following, last = self.peek(1), self.peek(2)
+            if token.kind == "num" and following and last and following.text == "/" and last.kind == "num":
+                part = _fraction_of_integers(Op("/", (token.number, last.number)))  # type: ignore[arg-type]
+                if part is not None and part < 1:
+                    self._position += 3
+                    return Num(left.value + part)
+        if token.kind == "num" and (before.kind in ("num", "text") or _ends_in_number(left)):
+            raise NotParsedError("two numbers side by side")
+        return Op("*", (left, self.factor()))
+
+    # --- factor
+
+    def factor(self) -> Tree:
+        start = self._position
+        base = self.atom()
+        while (token := self.next) is not None:
+            if token.text == "^" and token.kind == "sym":
+                self._position += 1
+                base = self._raised(base, start)
+            elif token.text == "_" and token.kind == "sym":
+                self._position += 1
+                base = self._subscripted(base)
+            elif self.accept("!"):
+                base = Op("!", (base,))
+            elif self.accept("%"):
+                base = Op("*", (base, UnitWords("%")))
+            elif self.accept("°"):
+                base = self._degrees(base)
+            elif self.sees(*CURRENCY) and not self._is_prefix():
+                self._position += 1
+                base = Op("*", (base, UnitWords(CURRENCY[token.text])))
+            elif self.accept("'"):
+                base = Sym(self.source(start))
+            else:
+                break
+        return base
+
+    def _is_prefix(self) -> bool:
+        """Whether the currency that comes next belongs to a number behind it."""
+        following = self.peek(1)
+        return following is not None and (following.kind == "num" or following.text == "(")
+
+    def _raised(self, base: Tree, start: int) -> Tree:
+        if self.accept("circ"):
+            return self._degrees(base)
+        if self.sees("{") and (token := self.peek(1)) is not None and token.text == "circ" and self.peek(2) is not None:
+            self._position += 2
+            self.expect("}")
+            return self._degrees(base)
+        if self.accept("prime"):
+            return Sym(self.source(start))
+        if isinstance(base, Matrix | Brackets | FiniteSet | Join):
+            raise NotParsedError("a power of what is no number")
+        return Op("^", (base, self.argument(whole_number=True)))
+
+    def _degrees(self, base: Tree) -> Tree:
+        token = self.next
+        if token is not None and token.kind in ("text", "letter") and token.text.strip() in ("C", "F"):
+            self._position += 1
+            return Op("*", (base, UnitWords("deg" + token.text.strip())))
+        return Op("*", (base, UnitWords("degree")))
+
+    def _subscripted(self, base: Tree) -> Tree:
+        start = self._position
+        self._position = self._behind_argument(start)
+        index = self.source(start).strip("{} ").replace("{ ", "").replace(" }", "")
+        if isinstance(base, Sym):
+            return Sym(f"{base.name}_{index}")
+        if isinstance(base, Num) and base.value.denominator == 1:
+            base_name = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}.get(
+                re.sub(r"\s", "", index), re.sub(r"\s", "", index)
+            )
+            return Based(str(base.value.numerator), base_name)
+        raise NotParsedError("a subscript of what is no symbol")
+
+    def argument(self, *, whole_number: bool = False) -> Tree:
+        """A group in braces, or one token. Of a number only its first digit, unless ``whole_number``."""
+        if self.accept("{"):
+            tree = self.side()
+            self.expect("}")
+            return tree
+        token = self.next
+        if token is None:
+            raise NotParsedError("an argument is missing")
+        if token.kind == "sym" and token.text == "-" and whole_number:
+            self._position += 1
+            return Op("neg", (self.argument(whole_number=True),))
+        if token.kind == "num" and not whole_number and re.fullmatch(r"\d{2,}", token.text):
+            rest = token.text[1:]
+            self._tokens[self._position : self._position + 1] = [
+                Token("num", token.text[0], token.gap, Num(Fraction(int(token.text[0])), digits=1)),
+                Token("num", rest, False, Num(Fraction(int(rest)), digits=len(rest))),
+            ]
+        return self.atom()
+
+    # --- atom
+
+    def atom(self) -> Tree:
+        token = self.next
+        if token is None:
+            raise NotParsedError("the answer ends too early")
+        self._position += 1
+        if token.kind == "num":
+            assert token.number is not None
+            return token.number
+        if token.kind == "letter":
+            return self._letter(token)
+        if token.kind == "text":
+            return self._unit_of_text(token)
+        if token.kind == "sym":
+            return self._bracketed(token.text)
+        return self._command(token.text)
+
+    def _letter(self, token: Token) -> Tree:
+        before = self.peek(-2)
+        behind_number = before is not None and (before.kind == "num" or before.text in ("}", ")", "°", "pi"))
+        if self._bare_units and token.gap and behind_number:
+            word = token.text
+            while (more := self.next) is not None and more.kind == "letter" and not more.gap:
+                word += more.text
+                self._position += 1
+            if len(word) > 1 or word in "mgsLlhNJWVKA":
+                return UnitWords(word)
+            return Sym(word)
+        return Sym(token.text)
+
+    def _unit_of_text(self, token: Token) -> Tree:
+        words = set(re.findall(r"[A-Za-z]+", token.text.lower()))
+        if QUALIFIERS & words or re.search(r"[?<>=]|(?<![\^\-{A-Za-z])\d", token.text):
+            raise NotParsedError(f"the words {token.text.strip()[:40]!r}")
+        if self.sees("(") and words and token.text[-1:].isalpha():
+            raise NotParsedError(f"{token.text.strip()[:40]!r} is not evaluated")
+        if self.sees("Omega") and len(token.text.strip()) == 1:
+            self._position += 1
+            return UnitWords(token.text.strip() + "ohm")
+        if token.text.strip() in ("e", "i"):
+            return Sym(token.text.strip())
+        return UnitWords(token.text.strip())
+
+    def _bracketed(self, opening: str) -> Tree:
+        if opening == "{":
+            tree = self.side()
+            if self.accept("choose"):
+                tree = Op("binom", (tree, self.side()))
+            self.expect("}")
+            return tree
+        if opening == "\\{":
+            return self._set()
+        if opening in ("(", "[", "]"):
+            return self._tuple(opening)
+        if opening == "|":
+            outer, self._in_bars = self._in_bars, True
+            tree = self.side()
+            self._in_bars = outer
+            self.expect("|")
+            if isinstance(tree, Matrix | FiniteSet | Brackets):
+                raise NotParsedError("bars around what is no number")
+            return Op("abs", (tree,))
+        if opening in CURRENCY:
+            return Op("*", (UnitWords(CURRENCY[opening]), self._amount()))
+        raise NotParsedError(f"{opening!r} is not expected")
+
+    def _amount(self) -> Tree:
+        negative = self.accept("-") is not None
+        amount = self.factor()
+        return Op("neg", (amount,)) if negative else amount
+
+    def _tuple(self, opening: str) -> Tree:
+        outer, self._in_bars = self._in_bars, False
+        inner = self.answer(frozenset({")", "]", "["}))
+        closing = self.expect(")", "]", "[")
+        self._in_bars = outer
+        trees = tuple(_single(chain) for chain in inner.items)
+        if len(trees) == 1 and opening == "(" and closing == ")":
+            return trees[0]
+        if len(trees) == 1 and isinstance(trees[0], Matrix):
+            return trees[0]
+        if inner.separator not in ("", ","):
+            raise NotParsedError("words inside brackets")
+        return Brackets("(" if opening == "]" else opening, ")" if closing == "[" else closing, trees)
+
+    def _set(self) -> Tree:
+        if self.accept("\\}"):
+            return FiniteSet(())
+        inner = self.answer(frozenset({"\\}", ":", "mid", "|"}))
+        if self.accept(":", "mid", "|"):
+            condition = self.answer(frozenset({"\\}"}))
+            self.expect("\\}")
+            return Builder(condition)
+        self.expect("\\}")
+        if inner.separator not in ("", ","):
+            raise NotParsedError("words inside a set")
+        return FiniteSet(tuple(_single(chain) for chain in inner.items))
+
+    def _command(self, name: str) -> Tree:
+        start = self._position - 1
+        if name in ("frac", "dfrac", "tfrac", "cfrac"):
+            return self._fraction(start)
+        if name == "sqrt":
+            degree: Tree = Num(Fraction(2))
+            if self.accept("["):
+                degree = self.side()
+                self.expect("]")
+            return Op("root", (degree, self.argument()))
+        if name in FUNCTIONS:
+            return self._function(name)
+        if name in ("binom", "dbinom", "tbinom"):
+            return Op("binom", (self.argument(), self.argument()))
+        if name in UNDONE:
+            return self._undone(start)
+        if name in ("lfloor", "lceil"):
+            self.side()
+            self.expect("rfloor", "rceil")
+            return Sym(self.source(start))
+        if name == "begin":
+            return self._matrix()
+        if name in ("pi", "infty"):
+            return Sym(name)
+        if name in ("emptyset", "varnothing"):
+            return FiniteSet(())
+        if name == "mathbb":
+            self._position = self._behind_argument(self._position)
+            letter = self.source(start + 1).strip("{} ")
+            infinity = Sym("infty")
+            return Brackets("(", ")", (Op("neg", (infinity,)), infinity)) if letter == "R" else Sym(f"mathbb {letter}")
+        if name in CURRENCY:
+            return Op("*", (UnitWords(CURRENCY[name]), self._amount()))
+        if name in GREEK:
+            if name in ("Omega", "mu") and self._bare_units and (unit := self._greek_unit(name)) is not None:
+                return unit
+            return Sym(name)
+        if name in DECORATED:
+            self._position = self._behind_argument(self._position)
+            if any(token.kind == "num" for token in self._tokens[start : self._position]):
+                raise NotParsedError(f"\\{name} over digits")
+            return Sym(self.source(start))
+        raise NotParsedError(f"\\{name} is not expected")
+
+    def _greek_unit(self, name: str) -> UnitWords | None:
+        """``\\Omega`` and ``\\mu\\text{m}`` behind a number."""
+        before, following = self.peek(-2), self.next
+        if before is None or before.kind not in ("num", "text"):
+            return None
+        if name == "Omega":
+            return UnitWords("ohm")
+        if following is not None and following.kind == "text":
+            self._position += 1
+            return UnitWords(
+                "micro" + following.text.strip() if len(following.text.strip()) > 2 else "u" + following.text
+            )
+        return None
+
+    def _fraction(self, start: int) -> Tree:
+        before = self._position
+        behind_top = self._behind_argument(before)
+        top = "".join(token.text.strip() for token in self._tokens[before:behind_top]).strip("{}")
+        bottom_end = self._behind_argument(behind_top)
+        bottom = "".join(token.text.strip() for token in self._tokens[behind_top:bottom_end]).strip("{}")
+        if re.fullmatch(r"(d|partial)\^?\{?\d?\}?.*", top) and re.fullmatch(
+            r"((d|partial)[A-Za-z](\^\{?\d\}?)?)+", bottom
+        ):
+            return self._undone(start)
+        numerator = self.argument()
+        return Op("/", (numerator, self.argument()))
+
+    def _undone(self, start: int) -> Tree:
+        """An operator with everything that it may apply to: the rest of the side."""
+        depth = 0
+        while (token := self.next) is not None:
+            opens = token.text in ("(", "[", "{", "\\{", "begin")
+            closes = token.text in (")", "]", "}", "\\}", "end")
+            if depth == 0 and (
+                closes
+                or token.text in (",", "=", "+")
+                or (token.kind == "text" and token.text.strip() in ("or", "and"))
+            ):
+                break
+            depth += opens - closes
+            self._position += 1
+        return Sym("\\" + self.source(start))
+
+    def _function(self, name: str) -> Tree:
+        power: Tree | None = None
+        base: Tree | None = None
+        while self.sees("^", "_"):
+            if self.accept("_"):
+                base = self.argument()
+            else:
+                self.expect("^")
+                power = self.argument(whole_number=True)
+        argument = self._function_argument()
+        if name in ("ln", "log", "lg", "exp"):
+            result = self._logarithm(name, base, argument)
+        elif power is not None and power in (Op("neg", (Num(Fraction(1), digits=1),)), Num(Fraction(-1), digits=1)):
+            return Op("arc" + name, (argument,))
+        else:
+            result = Op(name, (argument,))
+        return result if power is None else Op("^", (result, power))
+
+    def _logarithm(self, name: str, base: Tree | None, argument: Tree) -> Tree:
+        if name == "exp":
+            return Op("^", (Sym("e"), argument))
+        if name == "ln":
+            return Op("ln", (argument,))
+        if base is None:
+            return Op("log", (argument,)) if name == "log" else Op("log", (argument, Num(Fraction(10))))
+        return Op("log", (argument, base))
+
+    def _function_argument(self) -> Tree:
+        if self.sees("(", "{", "|"):
+            return self.atom()
+        if self.sees("-"):
+            self._position += 1
+            return Op("neg", (self._function_argument(),))
+        argument = self.factor()
+        while self._factor_follows():
+            token = self.next
+            assert token is not None
+            if token.kind == "text" or (token.kind == "cmd" and token.text in FUNCTIONS | UNDONE) or token.text == "(":
+                break
+            argument = self._beside(argument)
+        return argument
+
+    def _matrix(self) -> Tree:
+        start = self._position
+        name = self._environment()
+        if name == "array" and self.sees("{"):
+            self._position = self._behind_group(self._position)
+        if name not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix"):
+            raise NotParsedError(f"the environment {name!r}")
+        rows: list[tuple[Tree, ...]] = []
+        row: list[Tree] = []
+        while not self.sees("end"):
+            row.append(self.side())
+            if self.accept("&"):
+                continue
+            rows, row = [*rows, tuple(row)], []
+            if self.accept("\\"):
+                if self.sees("[") and (closing := self._row_gap()) is not None:
+                    self._position = closing
+                continue
+            if not self.sees("end"):
+                raise NotParsedError("a matrix is not closed")
+        self._position += 1
+        if self._environment() != name or len({len(row) for row in rows}) != 1:
+            raise NotParsedError(f"rows of different lengths in {self.source(start)[:40]!r}")
+        return Matrix(tuple(rows))
+
+    def _row_gap(self) -> int | None:
+        """The position behind ``[2pt]`` after ``\\\\``."""
+        for at in range(self._position, min(self._position + 6, len(self._tokens))):
+            if self._tokens[at].text == "]":
+                return at + 1
+        return None
+
+    def _environment(self) -> str:
+        self.expect("{")
+        name = ""
+        while (token := self.next) is not None and token.text != "}":
+            name += token.text
+            self._position += 1
+        self.expect("}")
+        return name
+
+
+def _single(chain: Chain) -> Tree:
+    if chain.relations or chain.sides[0] is None:
+        raise NotParsedError("a relation inside brackets")
+    return chain.sides[0]
+
+
+def _fraction_of_integers(tree: Tree) -> Fraction | None:
+    if not (isinstance(tree, Op) and tree.name == "/"):
+        return None
+    top, bottom = tree.args
+    if not (isinstance(top, Num) and isinstance(bottom, Num)) or top.decimals or bottom.decimals or bottom.value <= 0:
+        return None
+    return top.value / bottom.value if top.value >= 0 else None
+
+
+def _ends_in_number(tree: Tree) -> bool:
+    return isinstance(tree, Num) or (
+        isinstance(tree, Op) and tree.name in ("*", "/") and _ends_in_number(tree.args[-1])
+    )

@@ -1,0 +1,134 @@
+"""Units of measurement, with pint: what words mean, and by which factor one unit exceeds another."""
+
+import functools
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+GENERIC = {"unit", "total"}
+"""Nouns that say nothing about what is counted."""
+SHORT_PLURALS = {"hrs": "hr", "mins": "min", "secs": "s", "lbs": "lb", "yds": "yd", "yrs": "year", "kph": "km/hour"}
+CURRENCIES = (
+    "dollar = [dollar] = USD = usd",
+    "cent = dollar / 100",
+    "euro = [euro] = EUR = eur",
+    "sterling = [sterling] = GBP",
+)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What stands behind a number. ``units`` are the possible meanings, with powers, of words that pint knows."""
+
+    units: tuple[tuple[str, Fraction], ...] = ()
+    nouns: frozenset[str] = frozenset()
+
+
+@functools.lru_cache(maxsize=1)
+def registry() -> Any:
+    import pint
+
+    units: Any = pint.UnitRegistry(non_int_type=Fraction, autoconvert_offset_to_baseunit=False)
+    for definition in CURRENCIES:
+        units.define(definition)
+    return units
+
+
+@functools.lru_cache(maxsize=4096)
+def read(words: str) -> Measure:
+    """Returns the unit that words name, else their nouns."""
+    text = re.sub(r"\\[,;: ]|~", " ", words).replace("^{\\circ}", "deg").replace("{", "").replace("}", "")
+    text = re.sub(r"\s+", " ", text).strip(" .,")
+    if (unit := _expression(text)) is not None:
+        return Measure(units=((unit, Fraction(1)),))
+    first, _, rest = text.partition(" ")
+    if rest and len(first) > 1 and (unit := _expression(first)) is not None and not re.search(r"[/^]| per ", text):
+        return Measure(units=((unit, Fraction(1)),))
+    return Measure(nouns=frozenset(_stem(word) for word in re.findall(r"[A-Za-z]+", text)) - GENERIC)
+
+
+def _expression(text: str) -> str | None:
+    """A unit in pint's syntax. Powers and quotients are spelled in symbols or in words."""
+    text = re.sub(r"\bper cent\b", "percent", text)
+    text = re.sub(r"\b(?:square|sq\.?) +([A-Za-z]+)", r"\1^2", re.sub(r"\b(?:cubic|cu\.?) +([A-Za-z]+)", r"\1^3", text))
+    text = re.sub(r"([A-Za-z]+) squared", r"\1^2", re.sub(r"([A-Za-z]+) cubed", r"\1^3", text))
+    if not re.sub(r"[A-Za-z]", "", text).strip(" .^-/*()0123456789%"):
+        parts = re.split(r"(\s+per\s+|\s*/\s*|\s*\*\s*|\s+)", text)
+    else:
+        return None
+    built = ""
+    for part in parts:
+        if not part.strip():
+            built += "*" if part else ""
+        elif part.strip() in ("per", "/", "*"):
+            built += "*" if part.strip() == "*" else "/"
+        else:
+            match = re.fullmatch(r"([A-Za-z%]+)\.?(?:\^\(?(-?[1-9])\)?)?", part)
+            name = None if match is None else _name(match[1])
+            if match is None or name is None:
+                return None
+            built += name + (f"**({match[2]})" if match[2] else "")
+    return built or None
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(word: str) -> str | None:
+    """The unit that one word names, in pint's spelling. Case matters for abbreviations."""
+    if word == "%":
+        return "percent"
+    word = SHORT_PLURALS.get(word, word)
+    if "/" in word:
+        return f"({word})"
+    for spelling in (word, word.lower()) if len(word) > 3 else (word,):
+        for prefix, unit, plural in registry().parse_unit_name(spelling):
+            short_prefix = prefix and not spelling.startswith(prefix)
+            plural = plural or spelling.endswith("s")
+            if (short_prefix and (plural or len(spelling) > 4) and len(spelling) > 3) or (
+                plural and len(spelling) == 3
+            ):
+                continue  # `cats` are no centi-atmospheres
+            return prefix + unit
+    return None
+
+
+def _stem(word: str) -> str:
+    word = word.lower()
+    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+
+
+def combine(left: Measure, right: Measure, power: Fraction) -> Measure:
+    """The measure of a product with ``right`` to a power."""
+    return Measure(
+        units=(*left.units, *((unit, exponent * power) for unit, exponent in right.units)),
+        nouns=left.nouns | right.nouns,
+    )
+
+
+def is_unit(measure: Measure, name: str) -> bool:
+    return measure.units == ((name, Fraction(1)),)
+
+
+def factor(answer: Measure, reference: Measure) -> Fraction | None:
+    """How many of the reference's units one of the answer's is. None: they measure different things."""
+    if not answer.units or not reference.units:
+        return None if answer.units or reference.units else Fraction(1)
+    if {answer.units, reference.units} == {(("pound", Fraction(1)),), (("sterling", Fraction(1)),)}:
+        return Fraction(1)
+    if sorted(answer.units) == sorted(reference.units):
+        return Fraction(1)
+    left, right = _built(answer), _built(reference)
+    if left.dimensionality != right.dimensionality or _is_offset(answer) or _is_offset(reference):
+        return None
+    return Fraction((1 * left).to_base_units().magnitude) / Fraction((1 * right).to_base_units().magnitude)
+
+
+def _built(measure: Measure) -> Any:
+    unit = registry().dimensionless
+    for name, power in measure.units:
+        unit = unit * registry().parse_units(name) ** int(power)
+    return registry().Unit(unit)
+
+
+def _is_offset(measure: Measure) -> bool:
+    return any(name in ("degree_Celsius", "degree_Fahrenheit") for name, _ in measure.units)

@@ -1,0 +1,210 @@
+"""The value of a tree: exact where it is rational, else to ``DIGITS`` digits at given values of its symbols."""
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from pipelinerl.domains.math.latex import Brackets, FiniteSet, Join, Matrix, Num, Op, Ratio, Sym, Tree, UnitWords
+
+DIGITS = 60
+MAX_POWER_DIGITS = 20_000
+"""A power or factorial with more digits is not computed."""
+MAX_BITS = 200_000
+
+
+class NoValueError(ValueError):
+    """The tree has no value here: it is no number, or not a real one, or undefined at this point."""
+
+
+class TooLargeError(ValueError):
+    """The value has more digits than are computed."""
+
+
+def exact(tree: Tree) -> Fraction | None:
+    """The value if it is rational arithmetic of numbers, else None."""
+    if isinstance(tree, Num):
+        return tree.value
+    if isinstance(tree, UnitWords) and tree.words == "%":
+        return Fraction(1, 100)
+    if not isinstance(tree, Op):
+        return None
+    values = [exact(part) for part in tree.args]
+    if any(value is None for value in values):
+        return None
+    return _exact_operation(tree.name, [value for value in values if value is not None])
+
+
+def _exact_operation(name: str, values: list[Fraction]) -> Fraction | None:
+    left, right = values[0], values[-1]
+    match name:
+        case "+":
+            return left + right
+        case "*":
+            return left * right
+        case "/":
+            return left / right if right else None
+        case "neg":
+            return -left
+        case "abs":
+            return abs(left)
+        case "^":
+            if right.denominator != 1 or (left == 0 and right <= 0):
+                return None
+            if abs(right) * max(left.numerator.bit_length(), left.denominator.bit_length()) > MAX_BITS:
+                return None
+            return left ** int(right)
+        case "!":
+            return _factorial(left)
+    return None
+
+
+def _factorial(value: Fraction) -> Fraction | None:
+    if value.denominator != 1 or not 0 <= value <= 2000:
+        return None
+    result = 1
+    for factor in range(2, int(value) + 1):
+        result *= factor
+    return Fraction(result)
+
+
+def symbols(tree: Tree) -> frozenset[str]:
+    """The free symbols of a tree. The constants are not among them."""
+    return frozenset(part.name for part in parts(tree) if isinstance(part, Sym)) - {"pi", "e", "i", "infty"}
+
+
+def parts(tree: Tree) -> Iterator[Tree]:
+    yield tree
+    if isinstance(tree, Op):
+        for part in tree.args:
+            yield from parts(part)
+    elif isinstance(tree, Brackets | FiniteSet | Ratio):
+        for part in tree.items:
+            yield from parts(part)
+    elif isinstance(tree, Join):
+        yield from parts(tree.left)
+        yield from parts(tree.right)
+    elif isinstance(tree, Matrix):
+        for row in tree.rows:
+            for part in row:
+                yield from parts(part)
+
+
+def numeric(tree: Tree, at: Mapping[str, Any], *, real: bool, log_base: int = 10) -> Any:
+    """Evaluates a tree.
+
+    Args:
+        tree: of numbers, symbols and operations.
+        at: the value of every free symbol.
+        real: an intermediate result that is not real has no value.
+        log_base: what a logarithm without a base means. 0: the natural one.
+    Raises:
+        NoValueError: the tree has no value at these symbols.
+        TooLargeError: a power is too large.
+    """
+    rational = exact(tree)
+    if rational is not None:
+        return mpmath.mpf(rational.numerator) / rational.denominator
+    if isinstance(tree, Sym):
+        return _symbol(tree.name, at)
+    if isinstance(tree, UnitWords):
+        if tree.words in ("degree", "degrees", "deg"):
+            return mpmath.pi / 180
+        if tree.words in ("rad", "radian", "radians"):
+            return mpmath.mpf(1)
+        raise NoValueError(f"{tree.words!r} is no number")
+    if not isinstance(tree, Op):
+        raise NoValueError("no number")
+    values = [numeric(part, at, real=real, log_base=log_base) for part in tree.args]
+    try:
+        result = _operation(tree.name, values, log_base)
+    except (ZeroDivisionError, OverflowError) as error:
+        raise NoValueError("undefined") from error
+    if mpmath.isnan(result) or (real and not mpmath.im(result) == 0):
+        raise NoValueError("not a real number")
+    return mpmath.re(result) if real else result
+
+
+def _symbol(name: str, at: Mapping[str, Any]) -> Any:
+    constants = {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1), "infty": mpmath.inf}
+    if name in at:
+        return at[name]
+    if name not in constants:
+        raise NoValueError(f"the value of {name} is unknown")
+    return +constants[name]
+
+
+def _operation(name: str, values: list[Any], log_base: int) -> Any:
+    left, right = values[0], values[-1]
+    match name:
+        case "+":
+            return left + right
+        case "*":
+            return left * right
+        case "/":
+            return left / right
+        case "neg":
+            return -left
+        case "abs":
+            return abs(left)
+        case "^":
+            return _power(left, right)
+        case "root":
+            if mpmath.im(right) == 0 and right < 0 and left == int(left) and int(left) % 2:
+                return -mpmath.root(-right, int(left))
+            return _power(right, 1 / left)
+        case "!":
+            return _gamma(left)
+        case "binom":
+            if max(abs(left), abs(right)) > MAX_POWER_DIGITS:
+                raise TooLargeError("a binomial coefficient of large numbers")
+            return mpmath.binomial(left, right)
+        case "ln":
+            return mpmath.log(left)
+        case "log":
+            if len(values) == 2:
+                return mpmath.log(left) / mpmath.log(right)
+            return mpmath.log(left) / (mpmath.log(log_base) if log_base else 1)
+    function = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arcsinh": "asinh", "arccosh": "acosh",
+                "arctanh": "atanh"}.get(name, name)  # fmt: skip
+    if function not in FUNCTIONS:
+        raise NoValueError(f"{name} has no value")
+    return getattr(mpmath, function)(left)
+
+
+FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ]
+)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if base != 0 and not mpmath.isinf(base) and not mpmath.isinf(exponent):
+        digits = abs(exponent) * abs(mpmath.log10(abs(base))) if abs(base) != 1 else 0
+        if digits > MAX_POWER_DIGITS:
+            raise TooLargeError("a power with too many digits")
+    return mpmath.power(base, exponent)
+
+
+def _gamma(value: Any) -> Any:
+    if abs(value) > MAX_POWER_DIGITS:
+        raise TooLargeError("a factorial of a large number")
+    if mpmath.im(value) == 0 and value < 0:
+        raise NoValueError("a factorial of a negative number")
+    return mpmath.factorial(value)

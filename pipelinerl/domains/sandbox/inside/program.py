@@ -1,0 +1,114 @@
+"""The program's own process: it takes its descriptors, gives up all other rights, and runs the code as a script.
+
+Nothing in this process is trusted after `execute` begins, because the code may change everything in it.
+"""
+
+import atexit
+import builtins
+import io
+import os
+import resource
+import signal
+import sys
+import threading
+import types
+from collections.abc import Sequence
+
+from kernel import PR_SET_PDEATHSIG, keep_capabilities, prctl
+from syscalls import CallFilter
+
+FILE = "solution.py"
+MAX_DESCRIPTORS = 128
+OWN_MODULES = ("__main__", "kernel", "memory_group", "program", "supervisor", "syscalls")
+
+
+def become(standard: Sequence[int], limits: dict, uid: int | None, folder: str, calls: CallFilter) -> None:
+    """Irrevocably turns this process into a confined one with ``standard`` as its input, output and error output."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for target, descriptor in enumerate(standard):
+        os.dup2(descriptor, target)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.chdir(folder)
+    memory, disk = limits["memory_mb"] << 20, limits["disk_mb"] << 20
+    for name, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_SIGPENDING, 1024),
+    ):
+        resource.setrlimit(name, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    keep_capabilities()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    calls.apply()
+
+
+def execute(code: str) -> None:
+    """Runs the code as ``python solution.py`` does, and ends the process with its exit code."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=FILE, __builtins__=builtins)
+    for name in OWN_MODULES:
+        sys.modules.pop(name, None)
+    sys.modules["__main__"], sys.argv = main, [FILE]
+    sys.path.insert(0, os.getcwd())
+    open_standard_streams()
+    status = 0
+    try:
+        exec(compile(code, FILE, "exec"), main.__dict__)
+    except SystemExit as leaving:
+        status = exit_status(leaving)
+    except BaseException as failure:  # noqa: BLE001 — the program's own: told as an interpreter tells it
+        failure.__traceback__ = failure.__traceback__ and failure.__traceback__.tb_next
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+        status = 1
+    os._exit(finish(main, status))
+
+
+def open_standard_streams() -> None:
+    """The standard streams on the new descriptors, as the interpreter opens them at its start."""
+    streams = {
+        "stdin": stream(0, "r", "surrogateescape"),
+        "stdout": stream(1, "w", "surrogateescape"),
+        "stderr": stream(2, "w", "backslashreplace", line_buffering=True),
+    }
+    for name, opened in streams.items():
+        setattr(sys, name, opened)
+        setattr(sys, f"__{name}__", opened)
+
+
+def stream(descriptor: int, mode: str, errors: str, *, line_buffering: bool = False) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, mode, closefd=False)
+    buffered = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
+    return io.TextIOWrapper(buffered, encoding="utf-8", errors=errors, line_buffering=line_buffering)
+
+
+def exit_status(leaving: SystemExit) -> int:
+    """Returns the exit status that the interpreter would end with. Prints an exit code that is not a number."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return (leaving.code or 0) & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def finish(main: types.ModuleType, status: int) -> int:
+    """Does what the interpreter does at its end: waits for threads, calls exit handlers, closes files, flushes."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 — as the interpreter ends
+        atexit._run_exitfuncs()  # noqa: SLF001 — os._exit runs no handlers
+        main.__dict__.clear()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 120
+    except BaseException as failure:  # noqa: BLE001 — of the program's own exit handlers
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+        return status or 120
+    return status

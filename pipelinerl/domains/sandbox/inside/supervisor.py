@@ -1,0 +1,295 @@
+"""Supervises one run of a program on one input: its namespaces, its limits, its end.
+
+There are three processes. The supervisor stays outside the program's PID namespace, so the program cannot address it.
+*Init* is process 1 inside the namespace: when it ends, the kernel ends everything that the program started. The
+*program* has its own namespaces for mounts, processes and network, its own count of processes, and an interpreter that
+has seen nothing but the jail's imports and this input. When the supervisor ends, its files are gone.
+
+Consumes the program, one input and the limits as JSON on the connection. Emits a JSON line when the program starts and
+one with its outcome. Ends then, or when the other side closes the connection.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+import program
+from kernel import (
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    MS_NODEV,
+    MS_NOSUID,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    keep_capabilities,
+    map_own_user,
+    mount,
+    prctl,
+    unshare,
+)
+from memory_group import GroupFolder
+from syscalls import CallFilter
+
+WORK = "/sandbox"
+WRITABLE = ("/tmp", WORK)
+MAX_STDERR = 8_192
+MAX_FILES = 16_384
+WATCH_S = 0.05
+PIPE_BYTES = 1 << 16
+"""That a pipe holds. The program cannot enlarge it."""
+
+
+@dataclass(frozen=True)
+class JailSettings:
+    """What a jail gives to its supervisors."""
+
+    processes: int
+    """Descriptor of the /proc in which the supervisor's PID namespace is seen."""
+    calls: CallFilter
+    """The filter that programs get."""
+    own_users: bool
+    """Whether each program runs as the user that its specification names. Otherwise it gets a user namespace."""
+    socket_bytes: int
+    """That the buffer of a socket holds, at most."""
+    groups: GroupFolder | None
+    """Where runs get groups in which the kernel counts their memory. None: the supervisor counts it."""
+
+
+class Closed(Exception):
+    """The other side closed the connection."""
+
+
+def supervise_program(connection: socket.socket, jail: JailSettings) -> None:
+    """Makes the run that the connection asks for."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(Closed, OSError):
+        specification = receive(connection)
+        enter_namespaces(specification, jail)
+        init = start_init()
+        run = Run(connection, specification, jail, init)
+        try:
+            send(connection, {"started": True})
+            outcome = run.run()
+        finally:
+            os.kill(init, signal.SIGKILL)
+            os.waitpid(init, 0)
+            run.close()
+        send(connection, outcome)
+
+
+def receive(connection: socket.socket) -> dict:
+    """The program and its limits: eight bytes of length, then JSON."""
+    (length,) = struct.unpack("<Q", receive_bytes(connection, 8))
+    return json.loads(receive_bytes(connection, length).decode("utf-8", "surrogatepass"))
+
+
+def receive_bytes(connection: socket.socket, count: int) -> bytes:
+    content = bytearray()
+    while len(content) < count:
+        chunk = connection.recv(min(count - len(content), 1 << 20))
+        if not chunk:
+            raise Closed
+        content += chunk
+    return bytes(content)
+
+
+def send(connection: socket.socket, message: dict) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def enter_namespaces(specification: dict, jail: JailSettings) -> None:
+    """Gives the program fresh folders in memory, a network without devices and a PID namespace.
+
+    Without a user of its own it gets a user namespace, in which the kernel counts its processes alone.
+    """
+    namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET
+    if jail.own_users:
+        unshare(namespaces)
+    else:
+        uid, gid = os.geteuid(), os.getegid()
+        unshare(namespaces | CLONE_NEWUSER)
+        map_own_user(jail.processes, uid, gid)
+    options = f"size={specification['limits']['disk_mb']}m,nr_inodes={MAX_FILES},mode=1777"
+    for folder in WRITABLE:
+        mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    with open(f"{WORK}/{program.FILE}", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(specification["code"])
+
+
+def start_init() -> int:
+    """Starts process 1 of the program's PID namespace, and returns its id. It waits for its end."""
+    pid = os.fork()
+    if pid == 0:
+        prctl(PR_SET_DUMPABLE, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        keep_capabilities()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            signal.pause()
+    return pid
+
+
+class Run:
+    """The run: forks the program, collects its output, ends it when it passes a limit."""
+
+    def __init__(self, connection: socket.socket, specification: dict, jail: JailSettings, init: int):
+        self._connection, self._specification, self._jail, self._init = connection, specification, jail, init
+        self._limits = specification["limits"]
+        self._output, self._errors = bytearray(), bytearray()
+        self._next_look = time.monotonic() + WATCH_S
+        self._group = None if jail.groups is None else jail.groups.group(**group_limits(self._limits))
+
+    def run(self) -> dict:
+        """``ended``: exited, signal, time, memory or output."""
+        started = time.monotonic()
+        inbox = os.memfd_create("stdin")
+        with open(inbox, "wb", closefd=False) as file:
+            file.write(self._specification["stdin"].encode("utf-8", "surrogatepass"))
+        os.lseek(inbox, 0, os.SEEK_SET)
+        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            if self._group is not None:
+                self._group.enter()
+            uid = self._specification["uid"] if self._jail.own_users else None
+            program.become((inbox, their_out, their_err), self._limits, uid, WORK, self._jail.calls)
+            program.execute(self._specification["code"])
+        for descriptor in (inbox, their_out, their_err):
+            os.close(descriptor)
+        ended, code = self._watch(pid, out, err, started + self._limits["wall_s"])
+        if self._group is not None and self._group.was_full():
+            ended = "memory"
+        return {
+            "ended": ended or ("exited" if code >= 0 else "time" if code == -signal.SIGXCPU else "signal"),
+            "exit_code": code,
+            "seconds": time.monotonic() - started,
+            "stdout": base64.b64encode(self._output).decode(),
+            "stderr": base64.b64encode(self._errors).decode(),
+        }
+
+    def close(self) -> None:
+        """Call it when all processes of the run have ended."""
+        if self._group is not None:
+            self._group.remove()
+
+    def _watch(self, pid: int, out: int, err: int, deadline: float) -> tuple[str, int]:
+        """Until the program has ended: the limit that it passed ('' = none) and its exit code."""
+        exited = os.pidfd_open(pid)
+        poll = select.poll()
+        for descriptor in (exited, out, err):
+            poll.register(descriptor, select.POLLIN)
+        poll.register(self._connection, select.POLLRDHUP)
+        ended, passed = False, ""
+        try:
+            while not ended and not passed:
+                events = dict(poll.poll(1e3 * WATCH_S))
+                if self._connection.fileno() in events:
+                    raise Closed
+                for descriptor in (out, err):
+                    if descriptor in events and not self._read(descriptor, self._buffer(descriptor, out)):
+                        poll.unregister(descriptor)
+                ended = exited in events and not {out, err} & events.keys()
+                passed = self._passed_limit(pid, deadline)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        return passed, os.waitstatus_to_exitcode(status)
+
+    def _buffer(self, descriptor: int, out: int) -> bytearray:
+        return self._output if descriptor == out else self._errors
+
+    def _read(self, descriptor: int, buffer: bytearray) -> bool:
+        """Whether there may be more."""
+        chunk = os.read(descriptor, 1 << 16)
+        buffer += chunk
+        del self._errors[:-MAX_STDERR]
+        return bool(chunk)
+
+    def _passed_limit(self, pid: int, deadline: float) -> str:
+        now = time.monotonic()
+        allowed = self._limits["output_kb"] * 1024
+        if len(self._output) > allowed:
+            del self._output[allowed:]
+            return "output"
+        if now > deadline:
+            return "time"
+        if self._group is not None or now < self._next_look:
+            return ""
+        used = held_bytes(self._jail, descendants(self._jail.processes, pid, self._init), self._init)
+        self._next_look = time.monotonic() + WATCH_S
+        return "memory" if used > self._limits["memory_mb"] << 20 else ""
+
+
+def group_limits(limits: dict) -> dict[str, int]:
+    """The limits of a run's group. It also counts the two folders in memory, which have a limit of their own."""
+    memory_mb = limits["memory_mb"] + len(WRITABLE) * limits["disk_mb"]
+    return {"memory_bytes": memory_mb << 20, "processes": limits["processes"]}
+
+
+def descendants(processes: int, *roots: int) -> list[int]:
+    """These processes and all below them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir(processes):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = int(read_text(processes, f"{name}/stat").rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found, queue = list(roots), list(roots)
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def held_bytes(jail: JailSettings, pids: list[int], init: int) -> int:
+    """The memory that these processes hold: resident pages, page tables, and what sockets and pipes may hold.
+
+    A process that hides its descriptors counts as if all were sockets. ``init`` has none.
+    """
+    sizes = {"socket": jail.socket_bytes, "pipe": PIPE_BYTES}
+    buffers: set[str] = set()
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in read_text(jail.processes, f"{pid}/status").splitlines():
+                if line.startswith(("VmRSS:", "VmPTE:", "VmSwap:")):
+                    total += int(line.split()[1]) << 10
+        if pid == init:
+            continue
+        try:
+            folder = os.open(f"{pid}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=jail.processes)
+            try:
+                for name in os.listdir(folder):
+                    with contextlib.suppress(OSError):
+                        buffers.add(os.readlink(name, dir_fd=folder))
+            finally:
+                os.close(folder)
+        except PermissionError:
+            total += program.MAX_DESCRIPTORS * jail.socket_bytes
+        except OSError:
+            pass  # it has ended
+    return total + sum(sizes.get(buffer.partition(":")[0], 0) for buffer in buffers)
+
+
+def read_text(folder: int, path: str) -> str:
+    descriptor = os.open(path, os.O_RDONLY, dir_fd=folder)
+    try:
+        return os.read(descriptor, 4096).decode(errors="replace")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,292 @@
+"""The outside of the sandbox: keeps one jail per mode, sends it programs, reads what was seen of them.
+
+Consumes programs, emits outcomes. Waits for: a free slot (``concurrency``), then the runs' outcomes, bounded by
+``Limits.total_s`` and ``GRACE_S`` more. Closing a program's connection ends all its processes.
+
+| mode | needs | identity of the program |
+|---|---|---|
+| root | root with CAP_SYS_ADMIN | a separate user for every run |
+| user | user namespaces | the jail's user, in a user namespace for every run |
+
+Every input of a program is a run of its own. Both modes give a run a PID, mount and network namespace, a root file
+system of read-only system folders and an empty working folder in memory, no /proc, resource limits, a count of its own
+processes, no new privileges and a filter of system calls. The supervisor runs outside the run's PID namespace, so the
+program cannot address it. A machine that allows neither mode runs no programs.
+"""
+
+import asyncio
+import base64
+import itertools
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipelinerl.errors import VerifierError
+
+INSIDE = Path(__file__).parent / "inside"
+MODES = ("root", "user")
+FIRST_UID, NUM_UIDS = 260_000, 60_000
+"""Range of the users that programs run as. Nothing else on a machine uses it."""
+
+
+def interpreter() -> str:
+    """Returns the path of the interpreter itself, not of a virtual environment's link to it."""
+    return os.path.realpath(sys.executable)
+
+
+def readable_paths() -> list[str]:
+    """Returns the folders that programs may read besides the system: the interpreter's and the installed packages."""
+    return sorted({os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")})
+
+
+def check_mode(mode: str) -> str:
+    """Returns ``mode``. Raises ``ValueError`` if it is none of ``MODES``, because others do not isolate enough."""
+    if mode not in MODES:
+        raise ValueError(
+            f"sandbox mode {mode!r} does not hold what the sandbox promises (landlock shares the user's processes and "
+            "disk with the program, bwrap its supervisor): use 'root' or 'user', or set sandbox_endpoint"
+        )
+    return mode
+
+
+log = logging.getLogger(__name__)
+
+COUNTS_BY_NAMESPACE = (5, 14)
+"""The first Linux that counts a user's processes in each user namespace. Older ones count those of all programs
+together in mode ``user``, so that a fork bomb is felt by its neighbours."""
+START_S = 30.0
+GRACE_S = 10.0
+STOP_S = 5.0
+MAX_LINE = 1 << 30
+
+Ended = Literal["exited", "signal", "time", "memory", "output"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one program. Memory and processes count everything that the program starts."""
+
+    cpu_s: int = 10
+    """CPU seconds of one process."""
+    wall_s: float = 15.0
+    """Wall seconds of one run."""
+    total_s: float = 60.0
+    """Wall seconds of all runs of the program."""
+    memory_mb: int = 1024
+    disk_mb: int = 64
+    """Size of each of the two folders that can be written. A full one answers as a full disk does."""
+    processes: int = 32
+    output_kb: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was seen of one run."""
+
+    ended: Ended
+    """exited by itself, or by a signal, or the limit that it passed."""
+    exit_code: int
+    seconds: float
+    stdout: str
+    stderr: str
+    """Its last few KiB."""
+
+
+TOO_LATE = Outcome(ended="time", exit_code=-9, seconds=0.0, stdout="", stderr="")
+"""A run for which the program's time has passed."""
+KILLED = Outcome(ended="signal", exit_code=-9, seconds=0.0, stdout="", stderr="")
+"""A run whose supervisor ended before the run, because its program exhausted the machine."""
+
+
+class Jail:
+    """One jail process. It forks for every run and lives until it is closed.
+
+    Raises:
+        VerifierError: this machine does not allow the mode.
+    """
+
+    def __init__(self, mode: str):
+        self._control, theirs = socket.socketpair()
+        command = [interpreter(), "-E", "-s", "-B", str(INSIDE / "jail.py"), mode, str(draw_uid()), *readable_paths()]
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
+        self._control.settimeout(START_S)
+        try:
+            answer = self._control.recv(4096).decode().strip()
+        except TimeoutError:
+            answer = f"the jail did not start within {START_S:g} s"
+        if answer != "ready":
+            self.close()
+            raise VerifierError(f"the sandbox did not start: {answer or 'the jail ended'}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def connect(self) -> socket.socket:
+        """A connection to a supervisor of its own."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Sandbox:
+    """Runs programs, ``concurrency`` at a time. ``close`` ends its jail, as does its garbage collection.
+
+    Raises:
+        ValueError: a mode that does not hold what the sandbox promises.
+
+    Example:
+        >>> sandbox = Sandbox()
+        >>> # (outcome,) = await sandbox.run_python("print(input()[::-1])", ["abc"]); outcome.stdout == "cba\\n"
+    """
+
+    def __init__(self, *, limits: Limits | None = None, concurrency: int | None = None, mode: str | None = None):
+        self.limits = limits or Limits()
+        self.mode = None if mode is None else check_mode(mode)
+        self._concurrency = concurrency or len(os.sched_getaffinity(0))
+        self._slots = asyncio.Semaphore(self._concurrency)
+        self._starting = asyncio.Lock()
+        self._uids = itertools.count(secrets.randbelow(NUM_UIDS))
+        self._jail: Jail | None = None
+        self._end: weakref.finalize | None = None
+
+    async def run_python(self, code: str, stdins: Sequence[str], *, stop_on_failure: bool = False) -> list[Outcome]:
+        """Runs a Python program once per standard input. It stops after a run that did not end well.
+
+        Raises:
+            VerifierError: the sandbox itself failed, which says nothing about the program.
+        """
+        async with self._slots:
+            deadline = time.monotonic() + self.limits.total_s
+            outcomes: list[Outcome] = []
+            for stdin in stdins:
+                outcomes.append(await self._run(code, stdin, deadline - time.monotonic()))
+                if outcomes[-1].ended != "exited" or (outcomes[-1].exit_code and stop_on_failure):
+                    break
+            return outcomes
+
+    def close(self) -> None:
+        """Ends the jail. The next program starts another one."""
+        if self._end is not None:
+            self._end()
+        self._jail = self._end = None
+
+    async def _started(self) -> Jail:
+        """The jail, started in the strongest mode that works here, and again when it died."""
+        async with self._starting:
+            if self._jail is None or not self._jail.is_alive:
+                self.close()
+                self.mode, jail = await asyncio.to_thread(start_jail, (self.mode,) if self.mode else MODES)
+                self._jail, self._end = jail, weakref.finalize(self, jail.close)
+            return self._jail
+
+    def _specification(self, code: str, stdin: str, left_s: float) -> bytes:
+        limits = asdict(self.limits) | {"wall_s": min(self.limits.wall_s, left_s)}
+        if self.mode == "user":
+            limits["processes"] = self._user_processes()
+        uid = FIRST_UID + next(self._uids) % NUM_UIDS
+        specification = {"uid": uid, "code": code, "stdin": stdin, "limits": limits}
+        return json.dumps(specification).encode("utf-8", "surrogatepass")
+
+    def _user_processes(self) -> int:
+        """The limit that the kernel gets where all programs are one user: it counts supervisor and init, too."""
+        own = self.limits.processes + 2
+        if kernel_release() >= COUNTS_BY_NAMESPACE:
+            return own
+        return own * self._concurrency + 1
+
+    async def _run(self, code: str, stdin: str, left_s: float) -> Outcome:
+        """One run, of which the program has ``left_s`` seconds."""
+        if left_s <= 0:
+            return TOO_LATE
+        with (await self._started()).connect() as connection:
+            specification = self._specification(code, stdin, left_s)
+            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
+            started = False
+            try:
+                async with asyncio.timeout(left_s + GRACE_S):
+                    writer.write(struct.pack("<Q", len(specification)) + specification)
+                    while line := await reader.readline():
+                        message = json.loads(line)
+                        if "started" not in message:
+                            return as_outcome(message)
+                        started = True
+            except TimeoutError:
+                return TOO_LATE
+            except ConnectionError as failure:
+                log.warning("event=supervisor_lost error=%s", failure)
+            finally:
+                writer.transport.abort()
+        if started:
+            return KILLED
+        raise VerifierError("the sandbox could not run the program: its supervisor ended before the run")
+
+
+def kernel_release() -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", os.uname().release)[:2]
+    return int(major), int(minor)
+
+
+def start_jail(modes: Sequence[str]) -> tuple[str, Jail]:
+    """The first of the modes that works here, and its jail."""
+    failures = []
+    for mode in modes:
+        try:
+            jail = Jail(mode)
+        except (VerifierError, OSError) as failure:
+            failures.append(f"{mode}: {failure}")
+            continue
+        log.info("event=sandbox_started mode=%s", mode)
+        return mode, jail
+    raise VerifierError(
+        "programs cannot be isolated on this machine: run as root with CAP_SYS_ADMIN, allow user namespaces, or set "
+        f"sandbox_endpoint ({'; '.join(failures)})"
+    )
+
+
+def draw_uid() -> int:
+    """A user of its own for a program, so that programs share no limits."""
+    return FIRST_UID + secrets.randbelow(NUM_UIDS)
+
+
+def as_outcome(report: dict[str, Any]) -> Outcome:
+    return Outcome(
+        ended=report["ended"],
+        exit_code=report["exit_code"],
+        seconds=report["seconds"],
+        stdout=base64.b64decode(report["stdout"]).decode(errors="replace"),
+        stderr=base64.b64decode(report["stderr"]).decode(errors="replace"),
+    )

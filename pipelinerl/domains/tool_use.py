@@ -1,0 +1,207 @@
+"""Questions to be answered with tools: a calculator, and a Python interpreter in the sandbox.
+
+The questions are long arithmetic generated from a seed, or come with numeric answers from files and the Hub. The model
+may call tools before it answers, and every turn gets the rollout's reward. The tools are described in OpenAI's format
+and report their failures to the model as text.
+"""
+
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.coding.judge import Runner
+from pipelinerl.domains.coding.rollouts import runner_of
+from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
+from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
+from pipelinerl.domains.math.dataset import problem_of
+from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import LLMCall, Prompt, ToolCall, TrainableLLM
+from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+
+def draw_expression(rng: Random, num_terms: int, max_number: int) -> str:
+    """Draws a chain of sums and differences of products."""
+    terms = [f"{rng.randint(2, max_number)} * {rng.randint(2, max_number)}" for _ in range(num_terms)]
+    text = terms[0]
+    for term in terms[1:]:
+        text += f" {rng.choice('+-')} {term}"
+    return text
+
+
+def load_problems(
+    dataset_names: list[str],
+    num_terms: int = 3,
+    max_number: int = 9999,
+    num_train_problems: int = 4096,
+    num_test_problems: int = 256,
+    columns: dict[str, str] | None = None,
+    seed: int = 0,
+) -> list[Problem]:
+    """Loads problems ``{"dataset", "task", "answer"}``.
+
+    Args:
+        dataset_names: ``train`` and ``test`` are generated. Other names are read (``pipelinerl.domains.datasets``).
+        num_terms: products in a generated expression.
+        max_number: largest number in it.
+        num_train_problems: size of ``train``.
+        num_test_problems: size of ``test``.
+        columns: field → column of data sets that are read: ``{"task": …, "answer": …}``.
+        seed: of ``train``. ``test`` is the same for every seed.
+    """
+    if max_number < 2 or num_terms < 1:
+        raise DomainError(f"num_terms={num_terms}, max_number={max_number}: use at least 1 and 2")
+
+    def draw(rng: Random, held_out: bool) -> Problem:
+        while is_held_out(expression := draw_expression(rng, num_terms, max_number)) != held_out:
+            pass
+        return {"task": f"What is {expression}?", "answer": str(evaluate(expression).value)}
+
+    return generate_problems(
+        "tool_use",
+        dataset_names,
+        draw,
+        num_train_problems=num_train_problems,
+        num_test_problems=num_test_problems,
+        seed=seed,
+        read=lambda row, name, index: problem_of(row, columns or {}, name, index),
+    )
+
+
+MAX_RESULT_CHARS = 2000
+
+
+def tool_schema(name: str, description: str, argument: str, what: str) -> dict[str, Any]:
+    properties = {argument: {"type": "string", "description": what}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = {
+    "calculator": tool_schema(
+        "calculator", "Computes an arithmetic expression exactly.", "expression", "Numbers, + - * / and brackets."
+    ),
+    "python": tool_schema("python", "Runs a Python program and returns what it prints.", "code", "The program."),
+}
+
+
+async def call_tool(call: ToolCall, runner: Runner) -> str:
+    """Runs a tool and returns its result as text for the model. A failing program is a result too.
+
+    Raises:
+        VerifierError: the sandbox failed.
+    """
+    functions: dict[str, tuple[str, Callable[[str], Awaitable[str]]]] = {
+        "calculator": ("expression", calculate),
+        "python": ("code", lambda code: run_program(code, runner)),
+    }
+    if call.function.name not in functions:
+        return f"error: there is no tool {call.function.name[:50]!r}"
+    argument, function = functions[call.function.name]
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        return "error: the arguments are not JSON"
+    if not isinstance(arguments, dict) or not isinstance(arguments.get(argument), str):
+        return f"error: the argument `{argument}` must be a text"
+    return (await function(arguments[argument]))[:MAX_RESULT_CHARS]
+
+
+async def calculate(expression: str) -> str:
+    try:
+        return str(evaluate(expression).value)
+    except ExpressionError as error:
+        return f"error: {error}"
+
+
+async def run_program(code: str, runner: Runner) -> str:
+    (outcome, *_) = await runner.run_python(code, [""])
+    if outcome.ended == "exited" and outcome.exit_code == 0:
+        return outcome.stdout or "(no output)"
+    reason = outcome.stderr.strip()[-500:] if outcome.ended == "exited" else f"ended by {outcome.ended}"
+    return f"{outcome.stdout}error: {reason}"
+
+
+required_problem_keys = ("task", "answer")
+
+SYSTEM_PROMPT = "Use the tools where they help. When you know the answer, give it as <answer>number</answer>."
+ANSWER = re.compile(r"<answer>\s*(.{1,100}?)\s*</answer>", re.DOTALL)
+NUMBER = re.compile(r"[-+]?[0-9]{1,50}(?:\.[0-9]{1,50}|/[0-9]{1,50})?", re.ASCII)
+DEFAULT_MAX_TURNS = 6
+
+
+class ToolUseMetrics(BaseMetrics):
+    num_turns: int
+    num_tool_calls: int
+    num_tool_errors: int
+
+
+def judge(text: str, answer: str) -> Verdict:
+    """Judges the last answer. A numeric reference is compared exactly, any other as text without regard to case."""
+    found = ANSWER.findall(text)
+    if not found:
+        return no_answer()
+    given, expected = as_number(found[-1]), as_number(answer)
+    if expected is None:
+        return correct() if found[-1].casefold() == answer.strip().casefold() else wrong()
+    if given is None:
+        return unparsable("not a number")
+    return correct() if given == expected else wrong()
+
+
+def as_number(text: str) -> Fraction | None:
+    plain = text.strip().replace(",", "")
+    if not NUMBER.fullmatch(plain) or (plain.rpartition("/")[2].strip("0") == "" and "/" in plain):
+        return None
+    return Fraction(plain)
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Runs one rollout. ``cfg.environment`` may set ``tools`` (names, default all) and ``max_turns`` (LLM calls)."""
+    started = time.monotonic()
+    settings = cfg.get("environment") or {}
+    tools = [TOOLS[name] for name in settings.get("tools", list(TOOLS))]
+    runner = runner_of(cfg, session)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": problem["task"]},
+    ]
+    calls: list[LLMCall] = []
+    results: list[str] = []
+    for _ in range(settings.get("max_turns", DEFAULT_MAX_TURNS)):
+        calls.append(await llm_async_generate(llm, Prompt(messages=list(messages), tools=tools), session))
+        output = calls[-1].output
+        messages.append(output.to_message())
+        if not output.tool_calls:
+            break
+        for tool_call in output.tool_calls:
+            results.append(await call_tool(tool_call, runner))
+            messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": results[-1]})
+    texts = [make_training_text(llm, call) for call in calls]
+    verdict = judge(calls[-1].output.content or "", problem["answer"])
+    table = VerdictRewards.of(cfg)
+    metrics = table.metrics(verdict, finished=texts[-1].finished)
+    for text in texts:
+        text.reward = metrics.reward
+    return RolloutResult(
+        training_texts=texts,
+        metrics=ToolUseMetrics(
+            **metrics.model_dump(),
+            num_turns=len(calls),
+            num_tool_calls=len(results),
+            num_tool_errors=sum("error: " in result for result in results),
+        ),
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )

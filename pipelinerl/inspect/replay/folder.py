@@ -1,0 +1,238 @@
+"""The replay folder: all that one optimizer step is computed from, in files. It can be packed into one file.
+
+    plan.json                     `ReplayPlan`
+    conf/config.yaml              the run's configuration, whose `model_path` is the folder's `model`, if it has one
+    model                         a link to the model of the run's configuration
+    checkpoints/step_<n>          a link to the checkpoint that the replay starts from
+    batches/<rank>/step_<n>       the micro-batches of each step from there on
+    recorded                      `Recorded`: what the run itself recorded about the step
+    results/<name>.<rank>         what the ranks computed
+
+In a bundle the links are the files themselves.
+"""
+
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import load_old_run, load_run_dictconfig
+from pipelinerl.config.paths import RUN_CONFIG
+from pipelinerl.config.sections import Config
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.checkpoints import checkpoint_root
+from pipelinerl.records import MicroBatch, ScoredSequence
+from pipelinerl.streams.codec import Codec
+from pipelinerl.world.disk import replacement
+
+R = TypeVar("R")
+
+PLAN = "plan.json"
+RECORDED = "recorded"
+MODEL = "model"
+RESULTS = "results"
+FORMAT = 1
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which step is replayed, from where, on what."""
+
+    format: int = FORMAT
+    step: int
+    """Optimizer step, counted from 0 as in `MicroBatch`."""
+    first: int
+    """Step of the checkpoint, from which the steps up to ``step`` are trained. 0: the run's model itself."""
+    last: int
+    """Last step whose micro-batches are there. Later than ``step`` where steps share a proximal policy."""
+    restores_proximal: bool = False
+    """Whether the checkpoint lies inside a block of steps with one proximal policy and holds its log-probabilities for
+    the run's data."""
+    proximal_every: int = 1
+    """Steps that share a proximal policy."""
+    num_ranks: int
+    threads: int
+    """CPU threads of a rank."""
+    accelerator: str
+    """`cpu` or `cuda`."""
+    torch: str
+    """Version of torch that made the folder."""
+
+
+class StepBatches(msgspec.Struct, frozen=True, kw_only=True):
+    """The micro-batches of one step and one rank."""
+
+    records: tuple[MicroBatch, ...]
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run recorded about the step."""
+
+    metrics: dict[str, float]
+    """Of the trainer. Empty if the point was thinned out."""
+    sequences: tuple[ScoredSequence, ...]
+    """The trainer's numbers of the archived sequences."""
+    advantages: dict[str, float]
+    """The preprocessor's advantage of each archived sequence, by its id."""
+
+
+class ReplayedSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one training sequence's K trained tokens."""
+
+    sequence_id: str
+    token_ids: np.ndarray
+    """int32 [K]"""
+    positions: np.ndarray
+    """int32 [K]: place of each token in its sequence."""
+    versions: np.ndarray
+    """int32 [K]: weight version that sampled each."""
+    sampler_logprobs: np.ndarray
+    """float32 [K]"""
+    logprobs: np.ndarray
+    """float32 [K]: of the weights before the step."""
+    version_logprobs: np.ndarray
+    """float32 [K]: of the weights that sampled each token. NaN where the replay did not pass through them."""
+    entropy: np.ndarray
+    """float32 [K], nats"""
+    advantages: np.ndarray
+    """float32 [K]"""
+    altered: np.ndarray
+    """bool [K]: the loss's clip or a correction acts on the token."""
+    losses: np.ndarray
+    """float32 [K]: the token's part of the step's loss, its weight included, without the value loss."""
+    slopes: np.ndarray
+    """float32 [K]: derivative of the loss by the token's log-probability. Below 0, the step makes it more likely."""
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """float64 [K]: policy over sampler."""
+        return np.exp(self.logprobs.astype(np.float64) - self.sampler_logprobs)
+
+
+class ReplayedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's results of one objective."""
+
+    metrics: dict[str, float]
+    """As in `metrics/finetune.jsonl`, of all ranks."""
+    sequences: tuple[ReplayedSequence, ...]
+    """This rank's. None with `finetune.seq_parallel`, where a rank has only slices of them."""
+    update_norm: float
+    """Length of the change of all trained parameters."""
+    update_cosine: float
+    """Cosine of the angle between this change and the one of the run's own objective."""
+    proximal_made_at: int | None = None
+    """The weights before this step are the proximal policy. None: there is none, or it is the step's own policy."""
+
+
+def batch_file(folder: Path, rank: int, step: int) -> Path:
+    return folder / "batches" / str(rank) / f"step_{step}"
+
+
+def result_file(folder: Path, name: str, rank: int) -> Path:
+    return folder / RESULTS / f"{name}.{rank}"
+
+
+def write_record(path: Path, record: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(Codec(type(record)).encode(record))
+
+
+def read_record(path: Path, record_type: type[R]) -> R:
+    codec: Codec[R] = Codec(record_type)
+    return codec.decode(path.read_bytes())
+
+
+def write_plan(folder: Path, plan: ReplayPlan) -> None:
+    (folder / PLAN).write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
+
+
+def read_plan(folder: Path) -> ReplayPlan:
+    """Read the plan of a folder.
+
+    Raises:
+        ConfigError: there is none, or one of another version.
+    """
+    try:
+        plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=ReplayPlan)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"this is not a bundle of `pipelinerl replay --export`: {error}") from error
+    if plan.format != FORMAT:
+        raise ConfigError(f"the bundle has format {plan.format}, this version reads {FORMAT}")
+    return plan
+
+
+def read_config(folder: Path) -> Config:
+    return load_old_run(folder)
+
+
+def copy_config(run_dir: Path, folder: Path) -> None:
+    """Write the run's configuration into the folder, with the folder's own model if it has one."""
+    cfg = load_run_dictconfig(run_dir)
+    if (folder / MODEL).is_dir():
+        cfg.model_path = str(folder / MODEL)
+    (folder / RUN_CONFIG).parent.mkdir(exist_ok=True)
+    OmegaConf.save(cfg, folder / RUN_CONFIG)
+
+
+def link_checkpoint(run_dir: Path, folder: Path, step: int) -> None:
+    name = f"step_{step}"
+    checkpoint_root(folder).mkdir()
+    (checkpoint_root(folder) / name).symlink_to((checkpoint_root(run_dir) / name).resolve())
+
+
+def read_results(folder: Path, name: str, num_ranks: int) -> ReplayedStep:
+    """The results of all ranks as one."""
+    parts = [read_record(result_file(folder, name, rank), ReplayedStep) for rank in range(num_ranks)]
+    sequences = tuple(sequence for part in parts for sequence in part.sequences)
+    return msgspec.structs.replace(parts[0], sequences=sequences)
+
+
+def pack(folder: Path, path: Path) -> int:
+    """Pack a replay folder into the file ``path`` and return its size in bytes."""
+    with replacement(path) as file, tarfile.open(fileobj=file, mode="w", dereference=True) as bundle:
+        for name in _packed(folder):
+            bundle.add(folder / name, arcname=name)
+    return path.stat().st_size
+
+
+def _packed(folder: Path) -> Sequence[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != RESULTS)
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Unpack a bundle into an empty folder.
+
+    Raises:
+        ConfigError: the file is no bundle.
+    """
+    try:
+        with tarfile.open(path) as file:
+            file.extractall(folder, filter="data")
+    except tarfile.TarError as error:
+        raise ConfigError(
+            f"{path} is neither a run folder nor a bundle of `pipelinerl replay --export`: {error}"
+        ) from error
+    read_plan(folder)
+    copy_config(folder, folder)
+
+
+def changed_loss(cfg: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The typed values of changed keys of `finetune.rl`, for ``LossSettings``.
+
+    Raises:
+        ConfigError: a key is no setting of the loss, or its value is refused.
+    """
+    from pipelinerl.config.load import parse_container
+    from pipelinerl.finetune.rl.objective import LossSettings
+
+    known = sorted(LossSettings.__dataclass_fields__.keys() - {"proximal"})
+    unknown = sorted(changes.keys() - set(known))
+    if unknown:
+        raise ConfigError(f"--with {unknown[0]}=… is no setting of the loss: there are {', '.join(known)}")
+    container = cfg.model_dump(mode="json")
+    container["finetune"]["rl"] |= dict(changes)
+    rl = parse_container(container).finetune.rl
+    return {name: getattr(rl, name) for name in changes}

@@ -1,0 +1,200 @@
+"""The command line of `python -m pipelinerl.launch --config-name=quickstart output_dir=results/quickstart`.
+
+A Hydra application over `conf/`. It imports nothing heavy before the command line has been parsed. If it refuses a
+command line, it prints one message on stderr and exits with code 2.
+"""
+
+import difflib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.config.paths import CONF_DIR, config_names
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.world.process import process_restored
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from pipelinerl.launcher.commands import CommandOf
+
+QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+OPTIONS_WITH_VALUE = (
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--package",
+    "-p",
+    "--cfg",
+    "-c",
+)
+UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
+
+
+def main(argv: Sequence[str] | None = None, *, command_of: "CommandOf | None" = None) -> int:
+    """Runs the command line (None: `sys.argv`) and returns the exit code.
+
+    Args:
+        command_of: builds the command that starts a role. None: the launcher's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return interruptible(lambda: _run_hydra(arguments, command_of))
+
+
+def interruptible(program: Callable[[], int]) -> int:
+    """Runs a program and returns its exit code, that of a signal if one arrives before the launcher handles them."""
+    with process_restored():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        try:
+            return program()
+        except Interrupted as interrupted:
+            print("interrupted before anything was started", file=sys.stderr)
+            return 128 + interrupted.number
+
+
+class Interrupted(BaseException):
+    """A stop signal arrived before the launcher's event loop handles them."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise Interrupted(number)
+
+
+def _run_hydra(arguments: list[str], command_of: "CommandOf | None") -> int:
+    import hydra
+    import yaml
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from pipelinerl.config.search import set_search_path
+
+    if not arguments:
+        return refuse("nothing to run: try `--config-name=quickstart`, or name your own with `output_dir=...`")
+    config_dir, arguments = take_config_dir(arguments)
+    if config_dir and not Path(config_dir).is_dir():
+        return refuse(f"--config-dir={config_dir}: there is no such folder")
+    set_search_path(config_dir)
+    codes: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="base")
+    def task(cfg: "DictConfig") -> None:
+        from pipelinerl.launcher.program import launch
+
+        overrides = list(HydraConfig.get().overrides.task)
+        try:
+            codes.append(launch(cfg, overrides, **({"command_of": command_of} if command_of else {})))
+        except PipelineRLError as error:
+            codes.append(refuse(str(error)))
+
+    sys.argv = [sys.argv[0], *hydra_arguments(arguments)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
+    try:
+        task()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return refuse(explain_refusal(error, config_names(config_dir)))
+    return max(codes, default=0)
+
+
+def refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def take_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns the value of `--config-dir` and the other arguments.
+
+    Hydra must not see the option, because it would let the packaged names win over that folder.
+    """
+    found, rest = None, []
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            found = value if equals else next(waiting, None)
+        else:
+            rest.append(argument)
+    return found, rest
+
+
+def hydra_arguments(arguments: Sequence[str]) -> list[str]:
+    """Rewrites the user's arguments for Hydra.
+
+    Options come first, because its parser needs all overrides next to each other. A needless `+` before a key of the
+    configuration is removed. Hydra is told to write no files of its own.
+    """
+    options: list[str] = []
+    overrides: list[str] = []
+    waiting_for_value = False
+    for argument in arguments:
+        if waiting_for_value or argument.startswith("-"):
+            options.append(argument)
+            waiting_for_value = not waiting_for_value and argument in OPTIONS_WITH_VALUE
+        else:
+            overrides.append(without_needless_plus(argument) if argument.startswith("+") else argument)
+    return [*options, *overrides, *QUIET_HYDRA]
+
+
+def without_needless_plus(override: str) -> str:
+    """`+dry_run=true` → `dry_run=true`: Hydra refuses to add a key that exists."""
+    from pipelinerl.config.load import config_keys
+
+    added = re.match(r"\+([\w.]+)=", override)
+    return override[1:] if added and added.group(1) in config_keys() else override
+
+
+def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:
+    """Describes an error of Hydra or YAML in one line, with a suggestion.
+
+    Args:
+        error: what Hydra, OmegaConf or PyYAML raised.
+        names: the configurations that exist.
+    """
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import MarkedYAMLError
+
+    from pipelinerl.config.load import is_free_form, suggestion
+    from pipelinerl.config.renames import rename_of
+
+    text = str(error)
+    unknown = UNKNOWN_OVERRIDE.search(text)
+    if unknown:
+        key = unknown.group(1)
+        if is_free_form(key) and not rename_of(key):
+            return f"`{key}` is not in the configuration yet: add it with +{key}=…"
+        return f"`{key}` is not a configuration key{suggestion(key)}"
+    if isinstance(error, OverrideParseException):
+        return explain_override(error.override)
+    if isinstance(error, MissingConfigException) and "primary config" in text:
+        name = str(error.missing_cfg_file).removesuffix(".yaml")
+        near = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
+        others = [other for other in names if other not in near]
+        return f"there is no configuration {name!r}; there are {', '.join([*near, *others])}"
+    if isinstance(error, MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"{mark.name}:{mark.line + 1}: not valid YAML: {error.problem}"
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def explain_override(override: str) -> str:
+    """Explains how to fix an override that Hydra's grammar does not accept."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"`{override}` is not of the form key=value; a value with spaces needs quotes: 'output_dir=\"my run\"'"
+    return f"`{override}` cannot be read: quote the value: '{key}=\"{value}\"'"

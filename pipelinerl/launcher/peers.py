@@ -1,0 +1,328 @@
+"""What the leases of a run's launchers mean for one of them. Pure.
+
+A world of several nodes has one launcher on each. Every launcher holds the lease `launcher_<rank>`, which runs out
+after `launcher.node_timeout_s`. Rank 0 leads. The others follow one incarnation of its lease. This module reads from
+the leases who is lost, and how. `losses` decides what follows.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pipelinerl.config.environment import MIN_SECRET_CHARS, SECRET_VARIABLE, secret_mark
+from pipelinerl.config.origin import placeless
+from pipelinerl.config.sections import LauncherSection
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.losses import Decision, Departure, LeaderLost, LeasesAway, NodeLost, decide
+from pipelinerl.launcher.supervisor import Ending
+from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
+from pipelinerl.world import WorldMap
+
+KIND = "launcher"
+LONGEST_LEASE_S = 86_400.0
+REASON_CHARS = 4000
+
+PeerLauncherState = Literal["awaited", "here"] | Departure
+FIRST_CAUSES: tuple[Departure, ...] = ("refused", "failed", "lost", "stopped", "done")
+"""If several followers end at once, the first of these is the run's ending."""
+
+
+class PeerLauncher(NamedTuple):
+    """A follower as its leader sees it."""
+
+    state: PeerLauncherState = "awaited"
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerPlan:
+    """The launchers of a run, as one of them knows them before it has met the others."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    jobs: tuple[tuple[str, ...], ...]
+    """Names of the jobs of each node."""
+    digest: str
+    """Of configuration and world."""
+    mark: str
+    """`secret_mark` of the run's secret."""
+    place: str
+    """Where the leases are, for messages."""
+    startup_s: float
+    """How long launchers wait for each other."""
+    silence_s: float
+    """Length of the leases: a launcher that has not renewed its lease for so long is lost."""
+    away_s: float
+    """How long a follower goes on that cannot read the leases."""
+
+    def name_of(self, rank: int) -> str:
+        return f"node {rank} ({self.hosts[rank]})"
+
+    def kinds_on(self, ranks: Iterable[int]) -> set[str]:
+        return {name.rpartition("_")[0] for rank in ranks for name in self.jobs[rank]}
+
+    @property
+    def followers(self) -> range:
+        return range(1, len(self.hosts))
+
+
+def lease_name(rank: int) -> str:
+    return f"{KIND}_{rank}"
+
+
+LEADER = lease_name(0)
+
+
+def plan_peers(
+    world: WorldMap,
+    rank: int,
+    container: Mapping[str, Any],
+    env: Mapping[str, str],
+    limits: LauncherSection,
+    place: str,
+    *,
+    on_redis: bool = False,
+) -> PeerPlan:
+    """Plan the launchers of this world.
+
+    Args:
+        rank: node rank of this launcher.
+        container: the configuration. All launchers must have the same one, except for their folders.
+        env: environment with the shared secret.
+        place: where the leases are, for messages.
+        on_redis: whether they are on redis, the run's own or another one.
+
+    Raises:
+        ConfigError: the secret is missing or too short.
+    """
+    secret = env.get(SECRET_VARIABLE, "")
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"the world has {len(world.nodes)} nodes but {SECRET_VARIABLE} is not set: give all launchers the same "
+            f"random string of at least {MIN_SECRET_CHARS} characters, e.g. from `openssl rand -hex 32`"
+        )
+    settings = placeless(container, Path.cwd())
+    document = json.dumps(settings, sort_keys=True, default=str) + world.digest()
+    # A frozen redis is found within heartbeat_timeout_s and started again, and roles wait as long for one that the run
+    # did not start. Until then nobody can read the leases.
+    outage_s = limits.heartbeat_timeout_s if on_redis else 0.0
+    return PeerPlan(
+        rank=rank,
+        hosts=tuple(node.hostname for node in world.nodes),
+        jobs=tuple(tuple(job.name for job in world.on_node(node.rank)) for node in world.nodes),
+        digest=hashlib.sha256(document.encode()).hexdigest(),
+        mark=secret_mark(secret),
+        place=place,
+        startup_s=limits.startup_timeout_s,
+        silence_s=min(limits.node_timeout_s, LONGEST_LEASE_S),
+        away_s=limits.node_timeout_s + outage_s,
+    )
+
+
+def refusal_of(peers: PeerPlan, rank: int, note: LauncherNote) -> str | None:
+    """Return why this launcher and the one with this note cannot be in one run. None: they can.
+
+    Args:
+        rank: the follower of the two, which the message names.
+    """
+    who = peers.name_of(rank)
+    if note.secret_mark != peers.mark:
+        return f"{who} was started with another {SECRET_VARIABLE}: is {SECRET_VARIABLE} the same on all nodes?"
+    if note.digest != peers.digest:
+        return f"{who} was started with another configuration or world: start the same command on all nodes"
+    return None
+
+
+class Meeting(NamedTuple):
+    """What a follower that waits for the start has seen."""
+
+    observed: Observed = Observed()
+    first: Mapping[str, Lease] = {}
+    """Of each launcher, the first lease of its present incarnation."""
+
+
+def look_again(before: Meeting, leases: Mapping[str, Lease], now: float) -> Meeting:
+    """Return what the follower has seen after another look. ``now``: `time.monotonic`."""
+    first = {
+        name: old if (old := before.first.get(name)) and old.incarnation == lease.incarnation else lease
+        for name, lease in leases.items()
+        if lease.kind == KIND
+    }
+    return Meeting(observe(before.observed, leases, now), first)
+
+
+def living_leader(seen: Meeting) -> tuple[Lease, LauncherNote] | None:
+    """Return the leader's lease if it was renewed since it was first seen. That of one that crashed never is."""
+    lease = _renewed(seen, LEADER) if LEADER in seen.observed.alive() else None
+    return None if lease is None or lease.launcher is None else (lease, lease.launcher)
+
+
+def is_rank_free(peers: PeerPlan, seen: Meeting, leader: str) -> bool:
+    """Whether no launcher with this follower's rank lives or has been alive until just now.
+
+    Raises:
+        ConfigError: one lives.
+    """
+    name = lease_name(peers.rank)
+    held = seen.observed.alive().get(name)
+    if held is None or held.launcher is None or held.launcher.follows != leader or held.launcher.ending is not None:
+        return True
+    if _renewed(seen, name):
+        raise ConfigError(f"another launcher with RANK={peers.rank} is running: give each node its own RANK")
+    return False
+
+
+def is_leader_free(seen: Meeting) -> bool:
+    """Whether no other launcher leads the run: none is there, or the last one has said how it ended.
+
+    Raises:
+        ConfigError: one lives, because it has renewed its lease.
+    """
+    held = seen.observed.sightings.get(LEADER)
+    if held is None or held.lease.launcher is None or held.lease.launcher.ending is not None:
+        return True
+    if _renewed(seen, LEADER):
+        raise ConfigError("another launcher with RANK=0 is running this run: give each node its own RANK")
+    return False
+
+
+def _renewed(seen: Meeting, name: str) -> Lease | None:
+    if name not in seen.first:
+        return None
+    lease = seen.observed.sightings[name].lease
+    return lease if lease.sequence > seen.first[name].sequence else None
+
+
+def with_vanished(observed: Observed, leases: Mapping[str, Lease]) -> dict[str, Lease]:
+    """Return the leases with those of launchers that vanished, as if they were not renewed any more.
+
+    A store that lost its contents gets all leases again from their holders.
+    """
+    known = {name: sighting.lease for name, sighting in observed.sightings.items() if sighting.lease.kind == KIND}
+    return {**known, **leases}
+
+
+def see_followers(
+    peers: PeerPlan, leader: str, observed: Observed, before: Mapping[int, PeerLauncher]
+) -> dict[int, PeerLauncher]:
+    """Return how the followers of this leader are.
+
+    Args:
+        leader: incarnation of the leader's lease.
+        before: the result for the last look.
+    """
+    return {rank: _see(peers, leader, observed, rank, before.get(rank, PeerLauncher())) for rank in peers.followers}
+
+
+def _see(peers: PeerPlan, leader: str, observed: Observed, rank: int, before: PeerLauncher) -> PeerLauncher:
+    name = lease_name(rank)
+    lease = observed.sightings[name].lease if name in observed.sightings else None
+    note = lease.launcher if lease is not None else None
+    if note is None or note.follows != leader or note.secret_mark != peers.mark:  # of an earlier launch, or nobody's
+        return before
+    refusal = refusal_of(peers, rank, note)
+    if refusal is not None:
+        return PeerLauncher("refused", refusal) if before.state in ("awaited", "refused") else before
+    if note.ending is not None:
+        return PeerLauncher(note.ending, note.reason)
+    if name not in observed.alive():
+        return PeerLauncher("lost", silence(peers))
+    return PeerLauncher("here")
+
+
+def silence(peers: PeerPlan) -> str:
+    return f"has been silent for {peers.silence_s:g} s (launcher.node_timeout_s)"
+
+
+def judge_follower(peers: PeerPlan, rank: int, follower: PeerLauncher) -> Decision | None:
+    """Decide what follows if this follower has ended or is lost. None: it has not come yet, or it is here."""
+    if follower.state == "awaited" or follower.state == "here":
+        return None
+    others = peers.kinds_on(other for other in range(len(peers.hosts)) if other != rank)
+    kinds, name = peers.kinds_on([rank]), peers.name_of(rank)
+    return decide(NodeLost(name=name, how=follower.state, reason=follower.reason, kinds=kinds, elsewhere=others))
+
+
+def end_by_followers(peers: PeerPlan, seen: Mapping[int, PeerLauncher], waited_s: float) -> Decision | None:
+    """Return how the leader ends because of its followers. None: it goes on.
+
+    Args:
+        waited_s: seconds since the leader began to wait for them.
+    """
+    for state in FIRST_CAUSES:
+        for rank in (rank for rank, follower in seen.items() if follower.state == state):
+            decision = judge_follower(peers, rank, seen[rank])
+            if decision is not None and decision.action == "end":
+                return decision
+    missing = [peers.hosts[rank] for rank, follower in seen.items() if follower.state == "awaited"]
+    if missing and waited_s > peers.startup_s:
+        return Decision(
+            action="end",
+            reason=f"no launcher from {', '.join(missing)} within launcher.startup_timeout_s={peers.startup_s:g} s: "
+            f"start the same command there with RANK set; {how_to_meet(peers)}",
+        )
+    return None
+
+
+def how_to_meet(peers: PeerPlan) -> str:
+    return (
+        f"launchers find each other by leases in {peers.place}, so all nodes share the run folder or have "
+        "streams=redis and the same output_dir"
+    )
+
+
+def end_by_leader(peers: PeerPlan, leader: str, observed: Observed, away_s: float) -> Decision | None:
+    """Return how a follower ends because of its leader. None: it goes on.
+
+    Args:
+        leader: incarnation that it follows.
+        away_s: for how long the leases could not be read.
+    """
+    name = peers.name_of(0)
+    if away_s:
+        decision = decide(LeasesAway(leader=name, place=peers.place, away_s=away_s, limit_s=peers.away_s))
+        if decision.action == "end":
+            return decision
+    if LEADER not in observed.sightings:
+        return None
+    lease = observed.sightings[LEADER].lease
+    note = lease.launcher
+    if lease.incarnation != leader:
+        reason = "was started again: start the same command here again, too"
+        return decide(LeaderLost(name=name, reason=reason))
+    if note is not None and note.ending is not None:
+        return decide(LeaderLost(name=name, how=note.ending, reason=note.reason))
+    if LEADER not in observed.alive():
+        return decide(LeaderLost(name=name, reason=silence(peers)))
+    return None
+
+
+def status_lines(peers: PeerPlan, before: Mapping[int, PeerLauncher], now: Mapping[int, PeerLauncher]) -> list[str]:
+    """Return what the leader tells the user about its followers since the last look."""
+    lines = []
+    for rank, follower in now.items():
+        was, peer = before.get(rank, PeerLauncher()), peers.name_of(rank)
+        if follower.state == was.state:
+            continue
+        if follower.state == "here":
+            lines.append(f"{peer} is {'here' if was.state == 'awaited' else 'back'}")
+        elif (decision := judge_follower(peers, rank, follower)) and decision.action == "continue":
+            jobs = ", ".join(peers.jobs[rank]) or "its roles"
+            again = f"the same command there brings {'them' if len(peers.jobs[rank]) > 1 else 'it'} back"
+            lines.append(f"warning: {decision.reason}; the run goes on without {jobs}, and {again}")
+    return lines
+
+
+def actors_done(leader: str, leases: Iterable[Lease]) -> list[str]:
+    """Return the awaited jobs that have ended on the followers of this leader."""
+    notes = [lease.launcher for lease in leases if lease.launcher is not None]
+    return [name for note in notes if note.follows == leader for name in note.actors_done]
+
+
+def ending_fields(ending: Ending) -> dict[str, str]:
+    """Return an ending as fields of a `LauncherNote`."""
+    text = ending.reason if ending.failure is None else str(ending.failure)
+    return {"ending": ending.kind, "reason": text[:REASON_CHARS]}

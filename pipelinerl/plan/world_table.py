@@ -1,0 +1,133 @@
+"""Renders the world and its memory plan as tables. Presentation only."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pipelinerl.config.debug import started_kinds
+from pipelinerl.config.paths import weight_store, without_credentials
+from pipelinerl.config.sections import Config
+from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, version_bytes
+from pipelinerl.plan.model_shape import ModelShape, find_model_shape
+from pipelinerl.plan.training_memory import GIB
+from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.map import Job, WorldMap
+
+
+def world_table(world: WorldMap, weights_by: str | None = None, started: Collection[str] | None = None) -> Table:
+    """Return a table with one line per job, ordered by node.
+
+    Args:
+        weights_by: what carries the weights. None = the world's backend.
+        started: the kinds of jobs that this run starts. None = all.
+    """
+    unit = "GPUs" if world.accelerator == "cuda" else "cores"
+    table = Table(
+        title=world_title(world, weights_by or world.weight_backend), title_justify="left", header_style="bold"
+    )
+    for column in ("node", "job", unit, "listens on", "notes"):
+        table.add_column(column, overflow="fold")
+    for node in world.nodes:
+        jobs = world.on_node(node.rank)
+        for index, job in enumerate(jobs):
+            devices = job.gpus if world.accelerator == "cuda" else job.cores
+            table.add_row(
+                f"{node.rank} {node.hostname}" if index == 0 else "",
+                job.name,
+                compact_numbers(devices),
+                job.url,
+                job_note(job, world) if started is None or job.kind in started else "not started by this run",
+                end_section=index == len(jobs) - 1,
+            )
+    return table
+
+
+def world_title(world: WorldMap, weights_by: str) -> str:
+    kind = "CPU slots" if world.accelerator == "cpu" else "GPUs"
+    devices = sum(node.devices for node in world.nodes)
+    parts = [
+        f"{len(world.nodes)} node(s)",
+        f"{devices} {kind}",
+        f"{len(world.get('actor_llm'))} policy server(s)",
+        f"{world.trainer_world_size} trainer rank(s)",
+        f"weights by {weights_by}",
+    ]
+    if world.get("preprocessor_llm"):
+        parts.insert(3, f"{len(world.get('preprocessor_llm'))} reference server(s)")
+    if world.idle_devices:
+        parts.append(f"{world.idle_devices} idle")
+    return "World: " + ", ".join(parts)
+
+
+def job_note(job: Job, world: WorldMap) -> str:
+    if job.kind == "finetune":
+        last = job.first_rank + job.num_ranks - 1
+        return f"ranks {job.first_rank}–{last} of {world.trainer_world_size}, rendezvous port {world.master_port}"
+    if job.span is not None and job.span.has_workers_only:
+        return f"node {job.span.node} of the server at {job.span.host}, where its nodes meet at port {job.span.port}"
+    if job.kind.endswith("_llm"):
+        parallel = f"{job.num_ranks} devices, " if job.num_ranks > 1 else ""
+        return f"{parallel}used by {job.kind.removesuffix('_llm')}_{job.serves}"
+    return ""
+
+
+def compact_numbers(numbers: tuple[int, ...]) -> str:
+    """Join consecutive numbers: 0, 1, 2, 5 → "0–2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -> Table:
+    """Return a table with one section per kind of job. `assumed`: `gpu_bytes` was not measured."""
+    size = f"{gpu_bytes / GIB:.0f} GiB" + (" assumed" if assumed else "")
+    table = Table(title=f"Memory per GPU ({size}; estimates)", title_justify="left", header_style="bold")
+    table.add_column("job", overflow="fold")
+    table.add_column("holds")
+    table.add_column("GiB", justify="right")
+    table.add_column("notes", overflow="fold")
+    for plan in plans:
+        for index, item in enumerate(plan.items):
+            first = index == 0
+            name = f"{plan.kind} × {plan.num_devices}" if first else ""
+            table.add_row(name, item.label, f"{item.num_bytes / GIB:.2f}", plan.note if first else "")
+        verdict = f"of {plan.capacity / GIB:.2f}" if plan.fits else f"[bold red]MORE THAN {plan.capacity / GIB:.2f}[/]"
+        table.add_row("", "[bold]sum[/]", f"[bold]{plan.total / GIB:.2f}[/]", verdict, end_section=True)
+    return table
+
+
+def store_line(cfg: Config, shape: ModelShape | None) -> str:
+    """Describe what `weights.backend=store` writes."""
+    url = without_credentials(weight_store(cfg.weights.store, Path(cfg.output_dir)))
+    text = f"Weights: every trainer rank writes its stripe of a version to {url}"
+    if shape is None:
+        return f"{text}; the bytes are not known: the config.json of {cfg.model_path} is not on this machine."
+    version, keep = version_bytes(cfg, shape), cfg.weights.store_keep
+    later = "less for a difference" if cfg.weights.delta else "as much for every later one"
+    return (
+        f"{text}: {version / GIB:.2f} GiB for a whole version, {later}. {keep} version(s) stay, besides those that "
+        f"servers still read and the next one: about {(keep + 2) * version / GIB:.2f} GiB there."
+    )
+
+
+def render_world(cfg: Config, world: WorldMap) -> RenderableType:
+    """Return the table of jobs. On CUDA add the memory plan if the model's sizes are known without a download."""
+    shape = find_model_shape(cfg.model_path)
+    is_stored = cfg.weights.backend == "store"
+    jobs: RenderableType = world_table(world, "a store" if is_stored else None, started_kinds(cfg))
+    if is_stored:
+        jobs = Group(jobs, store_line(cfg, shape))
+    if world.accelerator == "cpu":
+        return jobs
+    if shape is None:
+        return Group(jobs, f"No memory plan: the config.json of {cfg.model_path} is not on this machine.")
+    detected = gpu_memory_bytes()
+    gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
+    plans = memory_plan(cfg, world, shape, gpu_bytes)
+    return Group(jobs, memory_table(plans, gpu_bytes, assumed=not detected))

@@ -1,0 +1,108 @@
+"""Plans the update of each server to one version: payload and sources. Pure: changes neither offers nor members."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
+from pipelinerl.weights.publish.standing import Report, healthy_s
+from pipelinerl.weights.publish.versions import PendingVersion
+from pipelinerl.weights.transfer import chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """An update of one server."""
+
+    client: ServerClient
+    route: chain.Route
+    num_bytes: int
+    """Length of the payload."""
+    bucket_bytes: int
+    base_version: int | None = None
+    """The payload is the difference from this version. None = the whole version."""
+    is_chained: bool = True
+    """The server gets the version together with others. False = later, from those that have it."""
+
+
+def chain_place(client: ServerClient) -> tuple[bool, bool, bool, int, int]:
+    """Sorts servers by their place in a chain: healthy ones, those that failed, those that are slow."""
+    standing = client.standing
+    return (
+        standing.is_slow,
+        standing.gives_slowly,
+        client.is_suspect,
+        client.job.node_rank,
+        client.job.replica_idx,
+    )
+
+
+def chained(
+    pending: PendingVersion, ready: Sequence[ServerClient], ranks: Sequence[Address], bucket_bytes: int
+) -> list[Dispatch]:
+    """Plans the chains of the servers that hold the delta's base, and those of all others.
+
+    Reliable servers come first. Slow ones pull from the last of them, and nobody pulls from slow ones.
+
+    Args:
+        ranks: addresses of the trainer's ranks, each of which has one stripe.
+    """
+    order = sorted(ready, key=chain_place)
+    with_base = [m for m in order if pending.deltas is not None and m.held == pending.base_version]
+    without = [m for m in order if m not in with_base]
+    dispatches = []
+    for clients, base_version in ((with_base, pending.base_version), (without, None)):
+        if not clients:
+            continue
+        ranges = pending.ranges(base_version)
+        num_bytes = sum(end - start for start, end in ranges)
+        num_workers = sum(len(client.workers) for client in clients)
+        bucket = chain.bucket_bytes(bucket_bytes, num_bytes // max(len(ranges), 1), num_workers)
+        num_slow = sum(client.standing.is_slow for client in clients)
+        num_slow = 0 if num_slow == len(clients) else num_slow
+        routes = chain.chain(
+            [client.workers for client in clients],
+            list(zip(ranges, ranks, strict=False)),
+            num_reliable=sum(not client.is_suspect for client in clients[: len(clients) - num_slow]),
+            num_slow=num_slow,
+        )
+        for client, route in zip(clients, routes, strict=True):
+            dispatches.append(
+                Dispatch(
+                    client=client, route=route, num_bytes=num_bytes, bucket_bytes=bucket, base_version=base_version
+                )
+            )
+    return dispatches
+
+
+def joining(
+    pending: PendingVersion,
+    ready: Sequence[ServerClient],
+    holders: Sequence[ServerClient],
+    ranks: Sequence[Address],
+    bucket_bytes: int,
+) -> list[Dispatch]:
+    """Plans separate pulls from the last servers that have the version, because the end of a chain forwards least."""
+    origins = list(zip(pending.stripes, ranks, strict=False))
+    healthy = [holder for holder in holders if not holder.standing.is_slow] or list(holders)
+    near = [holder.workers for holder in sorted(healthy, key=chain_place)[: -chain.BACKUPS - 1 : -1]]
+    return [
+        Dispatch(
+            client=client,
+            route=chain.join(client.workers, near, origins),
+            num_bytes=pending.layout.num_bytes,
+            bucket_bytes=bucket_bytes,
+            is_chained=False,
+        )
+        for client in ready
+    ]
+
+
+def expected_s(num_bytes: int, outcomes: Iterable[UpdateOutcome]) -> float:
+    """Returns the seconds that a healthy server would need for so many bytes, by its last updates. 0 = not known."""
+    reports = [
+        Report(server="", seconds=1e-3 * outcome.answer.transfer_ms / outcome.num_bytes, links=())
+        for outcome in outcomes
+        if outcome.answer is not None and outcome.num_bytes
+    ]
+    return num_bytes * healthy_s(reports)

@@ -1,0 +1,233 @@
+"""A trainer rank's end of weight updates: it snapshots its stripe of every version, and servers pull it from here.
+
+The stripes of all ranks make up the model. No rank holds more than its own. Rank 0's `sender` tells the servers who has
+which stripe, and asks the other ranks for the descriptions of theirs. With a store, it has them write their stripes.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipelinerl.config.backends import TransportName
+from pipelinerl.config.paths import weight_store
+from pipelinerl.config.sections import WeightsSection
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.layout import Layout
+from pipelinerl.weights.protocol import (
+    Address,
+    Describe,
+    Description,
+    Failed,
+    Order,
+    ParamSpec,
+    PullUpdate,
+    Sum,
+    Summed,
+    Write,
+    Written,
+    payload_key,
+)
+from pipelinerl.weights.publish.snapshot import Snapshot, Snapshots
+from pipelinerl.weights.publish.versions import DeltaMode, SnapshotPlan
+from pipelinerl.weights.store.files import open_files
+from pipelinerl.weights.transfer.buffers import BufferRegistry
+from pipelinerl.weights.transfer.checksum import checksum
+from pipelinerl.weights.transfer.delta import encode_delta
+from pipelinerl.weights.transfer.gathering import Sums
+from pipelinerl.weights.transfer.source import SourceServer
+from pipelinerl.weights.transfer.wire import view_of
+
+DESCRIBED = 4
+"""Descriptions of so many versions are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Settings of `weights.backend=store`."""
+
+    url: str
+    """A folder, or an fsspec URL."""
+    keep: int = 2
+    """Versions that stay in any case."""
+
+
+def store_settings(weights: WeightsSection, run_dir: Path) -> StoreSettings:
+    return StoreSettings(url=weight_store(weights.store, run_dir), keep=weights.store_keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderSettings:
+    """Settings of weight updates."""
+
+    secret: str
+    """The run's secret."""
+    transport: TransportName = "tcp"
+    bucket_bytes: int = 8 << 20
+    timeout_s: float = 120.0
+    """A server that has not taken an update within this time leaves service."""
+    stall_s: float = 5.0
+    """A worker leaves a source that has sent no byte for so long."""
+    host: str = "127.0.0.1"
+    """The name under which servers reach this process."""
+    port: int = 0
+    """0 = any free port."""
+    device: torch.device | str = "cpu"
+    """Where buckets must lie for NCCL and IPC. Snapshots lie in host memory."""
+    delta: DeltaMode = False
+    """Send only the changes to servers that hold the previous version, if that is smaller. ``auto``: and faster."""
+    probe_tolerance: float | None = None
+    """`weights.probe_tolerance` for checking that servers use their weights (`weight checker`). None = no checks."""
+    store: StoreSettings | None = None
+    """Where versions are written. None = servers pull them from the ranks."""
+
+
+class Origin:
+    """Serves one rank's stripe of the newest versions.
+
+    Args:
+        settings: settings of weight updates.
+        sender: name of the trainer process, equal on all its ranks.
+        rank, ranks: this rank, and the number of ranks that send.
+    """
+
+    def __init__(self, settings: SenderSettings, *, sender: str, rank: int = 0, ranks: int = 1):
+        self.sender, self.ranks = sender, ranks
+        self._settings, self._rank = settings, rank
+        self._is_described = bool(settings.delta or settings.store) or settings.probe_tolerance is not None
+        device, registry = _indexed(torch.device(settings.device)), BufferRegistry()
+        self.source_server = SourceServer(
+            registry,
+            secret=settings.secret,
+            host=settings.host,
+            port=settings.port,
+            device=device,
+            on_order=self.obey,
+        )
+        self._registry, self._sums = registry, Sums(registry)
+        self._snapshots = Snapshots(sender, registry, device, rank=rank, ranks=ranks)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-work")
+        self._described: dict[int, tuple[Snapshot, Future[Description]]] = {}
+        self._taken = threading.Condition()
+
+    @property
+    def address(self) -> Address:
+        return self.source_server.address
+
+    def take_snapshot(
+        self,
+        version: int,
+        params: Iterable[tuple[str, torch.Tensor]],
+        specs: Sequence[ParamSpec],
+        plan: SnapshotPlan,
+    ) -> Snapshot:
+        """Copies this rank's stripe of a version. Returns when the parameters may change.
+
+        Args:
+            version: number of optimizer steps that made these weights.
+            params: all full tensors, in the order of ``specs``. They are consumed one by one, so that a sharded trainer
+                gathers one at a time.
+            specs: every parameter's name, dtype and full shape.
+            plan: rank 0's decision for this version.
+        """
+        snapshot = self._snapshots.take_snapshot(version, params, Layout(tuple(specs)), plan)
+        self.source_server.favour(payload_key(self.sender, version, None))
+        if self._is_described:
+            future = self._pool.submit(self._make_description, snapshot)
+            snapshot.in_use.append(future)
+            with self._taken:
+                self._described[version] = (snapshot, future)
+                for old in sorted(self._described)[:-DESCRIBED]:
+                    del self._described[old]
+                self._taken.notify_all()
+        return snapshot
+
+    def obey(self, order: Order) -> "Description | Summed | Writing":
+        """Follows an order of rank 0, or answers a server's worker."""
+        match order:
+            case Describe():
+                return self.describe(order)
+            case Sum():
+                return self._sums.answer(order)
+            case Write():
+                return self.write(order)
+            case PullUpdate():
+                raise WeightUpdateError("only servers take weights")
+
+    def describe(self, order: Describe) -> Description:
+        """Returns the description of this rank's stripe of a version, which may still be taken or encoded.
+
+        Raises:
+            WeightUpdateError: the version was not taken within `weights.timeout_s`.
+        """
+        return self._find(order.version)[1].result(self._settings.timeout_s)
+
+    def write(self, order: Write) -> "Writing":
+        """Starts to write this rank's stripe of a version to the store. The stripe stays until that has ended."""
+        snapshot, _ = self._find(order.version)
+        future = self._pool.submit(self._write, snapshot, order)
+        snapshot.in_use.append(future)
+        return Writing(future)
+
+    def _find(self, version: int) -> tuple[Snapshot, "Future[Description]"]:
+        timeout_s = self._settings.timeout_s
+        with self._taken:
+            if not self._taken.wait_for(lambda: version in self._described, timeout_s):
+                raise WeightUpdateError(f"this rank has not taken version {version} within {timeout_s:g} s")
+            return self._described[version]
+
+    def close(self) -> None:
+        self.source_server.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make_description(self, snapshot: Snapshot) -> Description:
+        started, delta = time.monotonic(), None
+        if snapshot.base is not None:
+            delta = encode_delta(snapshot.base, snapshot.buffer, torch.get_num_threads())
+        snapshot.base, encode_s = None, time.monotonic() - started
+        if delta is not None:
+            self._snapshots.put_delta(snapshot, delta)
+        return Description(
+            checksum=checksum(snapshot.buffer, snapshot.stripe.first),
+            delta_bytes=None if delta is None else delta.numel(),
+            encode_s=encode_s,
+        )
+
+    def _write(self, snapshot: Snapshot, order: Write) -> Written:
+        """Writes a file of this rank. Its name tells generation, version and rank."""
+        assert self._settings.store is not None, "the run has no store of weights"
+        base_version, kind = (snapshot.base_version, "delta") if order.is_delta else (None, "whole")
+        item = self._registry.find(payload_key(self.sender, order.version, base_version))
+        if item is None:
+            raise WeightUpdateError(f"version {order.version} is no longer here")
+        name = f"{order.prefix}-{order.version}-{self._rank}.{kind}"
+        return Written(file=open_files(self._settings.store.url).put(name, view_of(item.buffer)))
+
+
+class Writing:
+    """A file that is being written."""
+
+    def __init__(self, future: "Future[Written]"):
+        self._future = future
+
+    def reply(self, timeout_s: float) -> Written | Failed | None:
+        """Returns the result, or None if the file is still being written after ``timeout_s``."""
+        wait([self._future], timeout_s)
+        if not self._future.done():
+            return None
+        error = self._future.exception()
+        return self._future.result() if error is None else Failed(error=str(error))
+
+    def abandon(self) -> None:
+        """Does nothing: a file that nobody waits for is removed later."""
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Adds the index to a CUDA device, because communicators compare devices including their index."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,171 @@
+"""The trainer's view of one server: whether it answers, which version it holds, which version it serves.
+
+It talks HTTP to the server and makes no decisions.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import (
+    HELD_UP,
+    INFO_PATH,
+    OWN_LINK,
+    PATH,
+    STALE,
+    Address,
+    WeightInfo,
+    WeightUpdateAnswer,
+    WeightUpdateRequest,
+)
+from pipelinerl.weights.publish.standing import Standing
+from pipelinerl.world import Job
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 5.0
+GRACE_S = 1.0
+"""Added to an update's timeout, so that the server's own deadline fires first and reports the reason."""
+GONE = "gone"
+"""Takes the place of a version if no process listens at the server's address."""
+
+
+@dataclass(eq=False)
+class ServerClient:
+    """One server."""
+
+    job: Job
+    http: httpx.AsyncClient
+    workers: tuple[Address, ...] = ()
+    is_up: bool = False
+    """It answers, and may be sent weights."""
+    is_suspect: bool = False
+    """It did not answer or failed, so others should not depend on it."""
+    standing: Standing = field(default_factory=Standing)
+    """Whether its links are slow."""
+    is_expelled: bool = False
+    """It missed its probe twice and is never used again in this run."""
+    serves: int | None = None
+    """Version that it serves. None = it is out of service."""
+    held: int | None = None
+    """Version of this sender whose bytes its workers hold."""
+    update: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
+    gauge: asyncio.Task[None] | None = None
+    """Measures its uplink."""
+    ended: int = 0
+    """Number of ended updates. The result of a probe that began before an update ended is ignored."""
+    last: "UpdateOutcome | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+    def record_outcome(self, outcome: "UpdateOutcome") -> None:
+        """Records the end of an update: the server now serves the version or is out of service.
+
+        A server that was held up by others stays in service with the version that it has, and is sent this one again.
+        """
+        self.last, self.update = outcome, None
+        self.ended += 1
+        if outcome.answer is not None:
+            self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
+            self.is_suspect = False
+        elif HELD_UP in outcome.error:
+            log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
+        elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
+            if OWN_LINK in outcome.error:
+                self.standing.fail(self.name)
+            log.error(
+                "event=server_out_of_service server=%s version=%d error=%s", self.name, outcome.version, outcome.error
+            )
+            self.drop()
+
+    def fetch(self, outcome: "UpdateOutcome") -> None:
+        """Records what it took for the server to fetch the version that it serves."""
+        self.last = outcome
+
+    def report(self, serves: int | None) -> bool:
+        """Records which version the server says that it serves. Returns whether it is another one."""
+        before, self.serves = self.serves, None if self.is_expelled else serves
+        return before != self.serves
+
+    def miss(self, *, is_final: bool) -> None:
+        """Takes a server that missed its probe out of service, permanently if ``is_final``."""
+        self.held = self.serves = None
+        self.is_up, self.is_expelled = not is_final, is_final
+
+    def drop(self) -> None:
+        """Takes the server out of service until it answers again."""
+        self.serves = self.held = None
+        self.is_up, self.is_suspect = False, True
+
+    async def info(self) -> WeightInfo | str | None:
+        """Asks the server for its state. Returns ``GONE`` if no process listens, None if it does not answer.
+
+        The question passes through the engine's loop, so a frozen engine behind a live HTTP server is not up.
+        """
+        with contextlib.suppress(httpx.HTTPError, msgspec.DecodeError):
+            try:
+                response = await self.http.get(INFO_PATH, timeout=PROBE_TIMEOUT_S)
+            except httpx.ConnectError as error:
+                if "SSL" in str(error):
+                    _warn_once(self.name, self.job.url, str(error))
+                return GONE
+            if response.status_code == 200:
+                return msgspec.json.decode(response.content, type=WeightInfo)
+        return None
+
+    async def post(self, request: WeightUpdateRequest) -> WeightUpdateAnswer:
+        """Sends an update request. Returns when the version is live.
+
+        Raises:
+            WeightUpdateError: the update failed or timed out.
+        """
+        timeout = httpx.Timeout(request.timeout_s + GRACE_S, connect=PROBE_TIMEOUT_S)
+        headers = {"Content-Type": "application/json"}
+        try:
+            response = await self.http.post(
+                PATH, content=msgspec.json.encode(request), headers=headers, timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise WeightUpdateError(
+                f"{self.name} has not version {request.version} within weights.timeout_s={request.timeout_s:g}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise WeightUpdateError(f"{self.name} at {self.job.url}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise WeightUpdateError(f"{self.name} answered {response.status_code}: {response.text[:500]}")
+        return msgspec.json.decode(response.content, type=WeightUpdateAnswer)
+
+    async def close(self) -> None:
+        for task in (self.update, self.watch, self.gauge):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, WeightUpdateError):
+                    await task
+        await self.http.aclose()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOutcome:
+    """Result of an update of one server."""
+
+    version: int
+    num_bytes: int
+    """Length of the payload."""
+    seconds: float
+    answer: WeightUpdateAnswer | None = None
+    error: str = ""
+
+
+@functools.cache
+def _warn_once(name: str, url: str, error: str) -> None:
+    """Says once that a server's certificate is refused, because the server looks like one that is not there."""
+    log.warning("event=server_not_trusted server=%s url=%s error=%s", name, url, error)

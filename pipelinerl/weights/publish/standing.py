@@ -1,0 +1,151 @@
+"""Judges, after an update, which servers are slow to give or to take. Pure.
+
+Servers report the links that were a limit (`protocol.Link`). A slow link has two ends, and one of them is at fault.
+Whoever did well on another link of the same update is not. If that clears neither, both are taken for slow until the
+next update or the gauge clears one: the place at the end of the chain costs a healthy server nothing. A link of which
+one end is known to be slow says nothing about the other. Between slow and well nothing is said, and what was known
+stays: two slow servers that share an uplink look half as slow as they are.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipelinerl.weights.protocol import Address, Link
+
+log = logging.getLogger(__name__)
+
+SLOWER, SLOWER_S = 2.0, 0.5
+"""A link is slow if it would need so many times the fastest server's seconds, and so many seconds more."""
+WELL = 1.5
+"""A link is well if it would need at most so many times the fastest server's seconds, or `SLOWER_S` more."""
+MAX_PASSES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How one server of a chain got a version."""
+
+    server: str
+    seconds: float
+    """Until it had all bytes."""
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkVerdict:
+    """What the reports of one update show. Servers in no set were not measured."""
+
+    gives_well: frozenset[str] = frozenset()
+    gives_slowly: frozenset[str] = frozenset()
+    takes_well: frozenset[str] = frozenset()
+    takes_slowly: frozenset[str] = frozenset()
+
+
+def is_slow(seconds: float, fastest_s: float) -> bool:
+    return seconds > max(SLOWER * fastest_s, fastest_s + SLOWER_S)
+
+
+def is_well(seconds: float, fastest_s: float) -> bool:
+    return seconds <= max(WELL * fastest_s, fastest_s + SLOWER_S)
+
+
+def healthy_s(reports: Sequence[Report]) -> float:
+    """Returns the seconds that a healthy server needs in this update: those of the fastest. 0 = no reports.
+
+    A server that had to wait for others would have been as fast as its best link. If slow servers held up most of the
+    others, a single one may show how fast all of them could be.
+    """
+    limits = [link.whole_s for report in reports for link in report.links if link.whole_s]
+    return min([*(report.seconds for report in reports), *limits], default=0.0)
+
+
+def judge_links(
+    reports: Sequence[Report], servers: Mapping[Address, str], known: "Mapping[str, Standing] | None" = None
+) -> LinkVerdict:
+    """Judges the servers of one chain by the reports that are there.
+
+    Args:
+        servers: the server of each worker's address. An address that is not there is the trainer's.
+        known: what the servers' standing was before the update. None = all were well.
+    """
+    fastest_s = healthy_s(reports)
+    links = [(servers.get(link.source, ""), report.server, link) for report in reports for link in report.links]
+    links = [(source, puller, link) for source, puller, link in links if source != puller]
+    measured = [(source, puller, link) for source, puller, link in links if link.whole_s]
+    good = [(source, puller) for source, puller, link in measured if is_well(link.whole_s, fastest_s)]
+    bad = [(source, puller) for source, puller, link in measured if is_slow(link.whole_s, fastest_s)]
+    in_time = {report.server for report in reports if is_well(report.seconds, fastest_s)}
+    takes_well = {puller for _, puller in good} | in_time
+    gives_well = {source for source, _ in good} | {
+        source
+        for source, puller, link in links
+        if puller in in_time and link.share > 0.5 and not is_slow(link.whole_s, fastest_s)
+    }
+    known = known or {}
+    slow_takers = {name for name, standing in known.items() if standing.takes_slowly} - takes_well
+    slow_givers = {name for name, standing in known.items() if standing.gives_slowly} - gives_well
+    # Nobody can replace the trainer, so the puller answers for a slow link to it, as to any source that gives well.
+    # Its other links then say nothing about their sources.
+    slow_takers |= {t for source, t in bad if (not source or source in gives_well) and t not in takes_well}
+    gives_slowly = {
+        s for s, puller in bad if s and s not in gives_well and (s in slow_givers or puller not in slow_takers)
+    }
+    takes_slowly = {t for source, t in bad if t not in takes_well and (t in slow_takers or source not in slow_givers)}
+    return LinkVerdict(
+        gives_well=frozenset(gives_well - {""}),
+        gives_slowly=frozenset(gives_slowly),
+        takes_well=frozenset(takes_well),
+        takes_slowly=frozenset(takes_slowly),
+    )
+
+
+@dataclass
+class Standing:
+    """What is known of one server's links, over updates."""
+
+    gives_slowly: bool = False
+    takes_slowly: bool = False
+    _passes: int = 0
+    """Gauges in a row in which its uplink was fast."""
+    _wanted_passes: int = 1
+    """So many are wanted. Twice as many after each time that a gauge cleared it."""
+
+    @property
+    def is_slow(self) -> bool:
+        return self.gives_slowly or self.takes_slowly
+
+    def judge(self, server: str, verdict: LinkVerdict) -> None:
+        """Takes the newest verdict. What it did not measure stays as it was."""
+        before = (self.gives_slowly, self.takes_slowly)
+        if server in verdict.gives_well | verdict.gives_slowly:
+            self.gives_slowly = server in verdict.gives_slowly
+        if server in verdict.takes_well | verdict.takes_slowly:
+            self.takes_slowly = server in verdict.takes_slowly
+        if self.gives_slowly and not before[0]:
+            self._passes = 0
+        self._tell(server, before)
+
+    def fail(self, server: str) -> None:
+        """Records that the server did not get all bytes in time, and that its own link was the limit."""
+        before = (self.gives_slowly, self.takes_slowly)
+        self.takes_slowly = True
+        self._tell(server, before)
+
+    def gauge(self, server: str, seconds: float, fastest_s: float) -> None:
+        """Takes a measurement of the uplink: ``seconds`` that a whole version would take over it."""
+        before = (self.gives_slowly, self.takes_slowly)
+        self._passes = 0 if is_slow(seconds, fastest_s) else self._passes + 1
+        if self.gives_slowly and self._passes >= self._wanted_passes:
+            self.gives_slowly = False
+            self._wanted_passes = min(2 * self._wanted_passes, MAX_PASSES)
+        self._tell(server, before)
+
+    def _tell(self, server: str, before: tuple[bool, bool]) -> None:
+        if (self.gives_slowly, self.takes_slowly) != before:
+            log.warning(
+                "event=server_pace server=%s gives_slowly=%s takes_slowly=%s",
+                server,
+                self.gives_slowly,
+                self.takes_slowly,
+            )

@@ -1,0 +1,96 @@
+"""Chooses the sources of each worker: one pipelined chain of all workers per stripe. Pure.
+
+A chain sends every byte once over every link. The trainer's link carries the model once for any number of servers, and
+each worker receives and forwards it once. A tree of degree two would halve the rate, because each inner worker's link
+carries every byte twice. It is faster only if the model is smaller than (number of workers) buckets
+(docs/algorithms.md §11). A broadcast group fails as a whole with its first member.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pipelinerl.weights.protocol import Address, PayloadRange
+
+BACKUPS = 3
+"""Number of earlier workers that a worker may pull from if its first source fails. The trainer is the last resort."""
+NEIGHBOURS = 32
+"""So many earlier workers of the same server are asked first."""
+PIPELINE_SHARE = 16
+"""The last worker of a chain ends at most 1 / this of a transfer's duration after the first."""
+MIN_BUCKET_BYTES = 128 << 10
+"""Smaller buckets cost more in calls than they gain."""
+
+Server = Sequence[Address]
+"""Addresses of one server's workers."""
+Stripe = tuple[tuple[int, int], Address]
+"""A stripe's (start, end) and the trainer's rank that has it."""
+Route = tuple[tuple[PayloadRange, ...], ...]
+"""The ranges that each worker of a server pulls."""
+
+
+def stripes(num_bytes: int, count: int, unit: int) -> list[tuple[int, int]]:
+    """Splits ``num_bytes`` into up to ``count`` non-empty ranges, as equal as multiples of ``unit`` bytes allow."""
+    units = -(-num_bytes // unit)
+    edges = [min(units * i // count * unit, num_bytes) for i in range(count)] + [num_bytes]
+    return [(start, end) for start, end in pairwise(edges) if start < end]
+
+
+def bucket_bytes(largest: int, num_bytes: int, num_workers: int) -> int:
+    """Returns the bytes that a worker collects before it forwards them: at most ``largest``, less in a long chain.
+
+    Args:
+        num_bytes: of one stripe.
+        num_workers: workers in its chain.
+    """
+    fine = num_bytes // (PIPELINE_SHARE * max(num_workers, 1)) // 64 * 64
+    return max(min(largest, max(fine, MIN_BUCKET_BYTES)), 64)
+
+
+def chain(
+    servers: Sequence[Server], origins: Sequence[Stripe], *, num_reliable: int | None = None, num_slow: int = 0
+) -> list[Route]:
+    """Returns the routes of servers that all lack the same bytes.
+
+    Args:
+        servers: the most reliable first.
+        origins: every stripe and its source. The chain of each stripe begins at another server, so that no link carries
+            the beginning of all chains.
+        num_reliable: the servers after so many are the last of every chain. None = all that are not slow.
+        num_slow: so many servers, the last ones, pull from the last reliable server, and no other server from them.
+    """
+    ranges: list[list[list[PayloadRange]]] = [[[] for _ in server] for server in servers]
+    links = len(servers) - num_slow
+    reliable = links if num_reliable is None else num_reliable
+    for stripe, ((start, end), origin) in enumerate(origins):
+        first = stripe * reliable // len(origins)
+        order = [*range(first, reliable), *range(first), *range(reliable, links)]
+        before: list[Server] = []
+        for index in order:
+            for worker in range(len(servers[index])):
+                sources = (*_near(servers[index], worker, before[: -BACKUPS - 2 : -1]), origin)
+                ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
+            before.append(servers[index])
+        healthy = before[: reliable or links][: -BACKUPS - 2 : -1]
+        for index in range(links, len(servers)):
+            for worker in range(len(servers[index])):
+                sources = (*_near(servers[index], worker, healthy), origin)
+                ranges[index][worker].append(PayloadRange(start=start, end=end, sources=sources))
+    return [tuple(tuple(worker) for worker in server) for server in ranges]
+
+
+def join(server: Server, holders: Sequence[Server], origins: Sequence[Stripe]) -> Route:
+    """Returns the route of a late server: from ``holders``, which have the bytes already, then from the trainer."""
+    ranges: list[tuple[PayloadRange, ...]] = []
+    for worker in range(len(server)):
+        near = _near(server, worker, holders)
+        ranges.append(tuple(PayloadRange(start=s, end=e, sources=(*near, origin)) for (s, e), origin in origins))
+    return tuple(ranges)
+
+
+def _near(server: Server, worker: int, others: Sequence[Server]) -> list[Address]:
+    """Returns the sources of a worker before the trainer, nearest first.
+
+    Earlier workers of the same server have the same bytes if they are replicas, or if all of them keep the whole
+    version. Those that keep another shard refuse at once. Workers with the same number keep the same shard.
+    """
+    return [*server[max(worker - NEIGHBOURS, 0) : worker][::-1], *(other[worker % len(other)] for other in others)]

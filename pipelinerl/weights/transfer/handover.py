@@ -1,0 +1,52 @@
+"""The server's process tells its workers directly to pull an update, without involving the engine or decoding.
+
+Each worker has one connection for the duration of the update. Hanging up abandons the update.
+"""
+
+import msgspec
+
+from pipelinerl.weights.protocol import Address, Failed, PullUpdate, Staged, WeightUpdateRequest
+from pipelinerl.weights.transfer.wire import ALIVE, MESSAGE, Connection, WireError
+
+PATIENCE_S = 30.0
+"""A worker that sends nothing for so long is frozen: it normally sends several signs of life per second."""
+_replies: msgspec.json.Decoder[Staged | Failed] = msgspec.json.Decoder(Staged | Failed)
+
+
+class Handover:
+    """One update of one worker."""
+
+    def __init__(self, address: Address, secret: str):
+        self._address, self._secret = address, secret
+        self._connection: Connection | None = None
+        self._is_given_up = False
+
+    def run(self, request: WeightUpdateRequest) -> Staged:
+        """Blocks until the update is staged.
+
+        Raises:
+            WireError: the worker is gone or frozen, the transfer failed, or ``give_up`` was called.
+        """
+        self._connection = connection = Connection.dial(self._address, self._secret, PATIENCE_S)
+        try:
+            if self._is_given_up:
+                raise WireError("given up")
+            connection.send_message(PullUpdate(request=request))
+            while True:
+                kind, length = connection.receive()
+                if kind == MESSAGE:
+                    break
+                if kind != ALIVE:
+                    raise WireError(f"the worker sent a frame of kind {kind}")
+            reply: Staged | Failed = connection.read_message(length, _replies)
+        finally:
+            connection.close()
+        if isinstance(reply, Failed):
+            raise WireError(reply.error)
+        return reply
+
+    def give_up(self) -> None:
+        """Abandons the update. Any thread may call it."""
+        self._is_given_up = True
+        if self._connection is not None:
+            self._connection.interrupt()

@@ -1,0 +1,272 @@
+"""Pulls one part of a payload from the nearest source that delivers.
+
+Consumes: the part's sources, in order. Produces: bytes in an item of the registry, as they arrive, and what it saw of
+each source. Waits for: bytes. It leaves a source that is dead, silent for ``stall_s``, or slow (`source_choice`), and
+continues with another one at the offset reached. A file in the store is a source, too.
+Ends: at the last byte, or when its caller's check raises.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+
+from pipelinerl.errors import WeightUpdateError
+from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Address, Get, Link, Progress, StoredFile
+from pipelinerl.weights.protocol import WeightUpdateRequest as Request
+from pipelinerl.weights.store.files import MissingFileError, OpenFile, open_files
+from pipelinerl.weights.store.manifest import StoreError
+from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, make_transport
+from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, Range
+from pipelinerl.weights.transfer.source_choice import Sight, SourceChoice
+from pipelinerl.weights.transfer.wire import DATA, GONE, MESSAGE, OTHER, UNKNOWN, Connection, WireError, view_of
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.05
+"""Pause between two rounds over sources that all failed."""
+BEATS = 4
+"""Number of signs of life that a source sends within ``stall_s``, at least."""
+_progress = msgspec.json.Decoder(Progress)
+
+
+class SourceError(WeightUpdateError):
+    """This source does not deliver. Another one may."""
+
+
+class SlowSourceError(SourceError):
+    """This source delivers slowly. Another one was chosen."""
+
+
+class OtherBytesError(SourceError):
+    """This source keeps another shard, in this update and in later ones."""
+
+
+class WithdrawnVersionError(WeightUpdateError):
+    """The trainer has replaced these bytes by those of a newer version."""
+
+
+class DamagedFileError(WeightUpdateError):
+    """A file in the store does not hold what was published."""
+
+
+ByteSource = Address | StoredFile
+
+
+class Puller:
+    """Pulls the part with one number in every update. Keeps its connection while the source stays the same."""
+
+    def __init__(
+        self, registry: BufferRegistry, *, secret: str, device: torch.device, pace: Callable[[int], None] | None = None
+    ):
+        self._registry, self._secret, self._device = registry, secret, device
+        self._pace = pace or (lambda num_bytes: None)
+        self._connection: tuple[Address, Connection] | None = None
+        self._carriers: dict[str, BucketTransport] = {}
+        self._others: set[tuple[ByteSource, str]] = set()
+        """Sources that do not keep the shard of this name."""
+
+    def pull(
+        self, request: Request, item: Item, number: int, sources: Sequence[ByteSource], check: Callable[[str], None]
+    ) -> list[Link]:
+        """Fills range ``number`` of ``item``. Returns what it saw of its sources.
+
+        Args:
+            sources: nearest first, the trainer last.
+            check: called often with a description of the last event. Raises when the pull must end.
+        Raises:
+            WithdrawnVersionError: the trainer, or the store, no longer has these bytes.
+            DamagedFileError: the store has other bytes than were published.
+            WeightUpdateError: what ``check`` raised.
+        """
+        part, fails, reason = item.ranges[number], 0, ""
+        sources = [source for source in sources if (source, item.shard) not in self._others]
+        choice = SourceChoice(
+            len(sources),
+            start=part.upto,
+            end=part.end,
+            bucket_bytes=request.bucket_bytes,
+            expected_s=request.expected_s,
+            roams=request.roams,
+        )
+        while part.upto < part.end:
+            check(reason)
+            if fails and fails % len(sources) == 0:
+                time.sleep(PAUSE_S)
+            source = sources[choice.index]
+            try:
+                self._pull_from(source, request, item, number, check, choice, is_trainer=source == sources[-1])
+                reason = ""
+            except OtherBytesError:
+                self._others.add((source, item.shard))
+                reason = ""
+            except (WireError, StoreError) as error:
+                reason = f"{source}: {error}"
+                choice.die()
+            except SourceError as error:
+                reason = f"{source} {error}"
+                if isinstance(error, SlowSourceError):
+                    fails -= 1  # the choice has moved
+            if part.upto < part.end:
+                if reason:
+                    log.info("event=weight_source_left version=%d at=%d reason=%s", request.version, part.upto, reason)
+                self._hang_up()
+                fails += 1
+                if sources[choice.index] == source:
+                    choice.fail()
+        return _links(sources, choice, part)
+
+    def interrupt(self) -> None:
+        """Makes the current pull call its ``check`` now. Any thread may call it."""
+        held = self._connection
+        if held is not None:
+            held[1].interrupt()
+
+    def close(self) -> None:
+        self._hang_up()
+
+    def _read(self, file: StoredFile, request: Request, item: Item, number: int, check: Callable[[str], None]) -> None:
+        """Reads the rest of a part from its file. The hash covers also the bytes that came from elsewhere."""
+        part, digest = item.ranges[number], hashlib.sha256()
+        for start in range(part.start, part.upto, request.bucket_bytes):
+            digest.update(view_of(item.slice(start, min(start + request.bucket_bytes, part.upto)).cpu()))
+        try:
+            with open_files(request.store).open(file.name, request.bucket_bytes) as reader:
+                if part.upto > part.start:
+                    reader.seek(part.upto - part.start)
+                while part.upto < part.end:
+                    check(f"{file} was being read")
+                    bucket = item.slice(part.upto, min(part.upto + request.bucket_bytes, part.end))
+                    count = _fill(reader, bucket, digest)
+                    if count == 0:
+                        raise DamagedFileError(f"{file} ends {part.end - part.upto} bytes too early")
+                    if part.upto + count == part.end and digest.hexdigest() != file.sha256:
+                        raise DamagedFileError(f"{file} has SHA-256 {digest.hexdigest()} instead of {file.sha256}")
+                    self._registry.advance(item, number, part.upto + count)
+        except MissingFileError as error:
+            raise WithdrawnVersionError(f"version {request.version} was removed from the store: {error}") from error
+
+    def _pull_from(
+        self,
+        source: ByteSource,
+        request: Request,
+        item: Item,
+        number: int,
+        check: Callable[[str], None],
+        choice: SourceChoice,
+        *,
+        is_trainer: bool,
+    ) -> None:
+        if isinstance(source, StoredFile):
+            self._read(source, request, item, number, check)
+            return
+        part = item.ranges[number]
+        connection = self._connected(source, request)
+        asked = known_at = time.monotonic()
+        connection.send_message(_question(request, item, part))
+        if request.transport not in self._carriers:
+            bucket_transport = make_transport(request.transport, connection, self._device, gives=False)
+            self._carriers[request.transport] = bucket_transport
+        bucket_transport = self._carriers[request.transport]
+        while part.upto < part.end:
+            kind, length = connection.receive()
+            if kind == DATA:
+                end = part.upto + length
+                if end > part.end:
+                    raise SourceError(f"sent {end - part.end} bytes too many")
+                bucket_transport.receive_bucket(connection, item.slice(part.upto, end))
+                self._pace(length)
+                choice.took(length)
+                self._registry.advance(item, number, end)
+            elif kind == MESSAGE:
+                _judge(choice, connection.read_message(length, _progress), part, asked)
+            elif kind == GONE and is_trainer:
+                why = f": {OWN_LINK}" if choice.is_own_limit else ""
+                raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}{why}")
+            elif kind == OTHER:
+                raise OtherBytesError("keeps another shard")
+            elif kind == GONE:
+                raise SourceError("has these bytes no more")
+            elif kind == UNKNOWN and time.monotonic() - known_at >= request.stall_s:
+                raise SourceError(f"was not sent this version within {request.stall_s:g} s")
+            elif kind != UNKNOWN:
+                raise SourceError(f"sent a frame of kind {kind}")
+            if kind != UNKNOWN:
+                known_at = time.monotonic()
+            check(f"{OWN_LINK if choice.is_own_limit else HELD_UP}: {source} was sending")
+
+    def _connected(self, source: Address, request: Request) -> Connection:
+        if self._connection is not None and self._connection[0] == source:
+            self._connection[1].set_patience(request.stall_s)
+            return self._connection[1]
+        self._hang_up()
+        connection = Connection.dial(source, self._secret, request.stall_s)
+        self._connection = (source, connection)
+        return connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection[1].close()
+        self._connection, self._carriers = None, {}
+
+
+def _question(request: Request, item: Item, part: Range) -> Get:
+    """Asks for the rest of a part."""
+    return Get(
+        key=item.key,
+        start=part.upto,
+        end=part.end,
+        shard=item.shard,
+        runs=part.runs,
+        bucket_bytes=request.bucket_bytes,
+        transport=request.transport,
+        beat_s=request.stall_s / BEATS,
+    )
+
+
+def _judge(choice: SourceChoice, progress: Progress, part: Range, asked: float) -> None:
+    """Takes what the source says, and leaves on the registry what our own pullers must know.
+
+    Raises:
+        SlowSourceError: another source was chosen.
+    """
+    now = time.monotonic()
+    reason = choice.see(
+        Sight(
+            at=now,
+            upto=part.upto,
+            source_end=progress.end,
+            held_s=now - asked - progress.sent_s,
+            best_rate=progress.best_rate,
+            pullers=progress.pullers,
+            given=progress.given,
+            source_is_limited=progress.is_limited,
+        )
+    )
+    part.set_upstream(choice.healthy_rate, is_limited=choice.is_limited)
+    if reason:
+        raise SlowSourceError(reason)
+
+
+def _links(sources: Sequence[ByteSource], choice: SourceChoice, part: Range) -> list[Link]:
+    """Returns what was seen of every source that was asked, except for files."""
+    seen = zip(sources, choice.shares(part.end - part.start), strict=True)
+    return [
+        Link(source=source, share=share, whole_s=whole_s)
+        for source, (share, whole_s) in seen
+        if isinstance(source, Address) and (share or whole_s)
+    ]
+
+
+def _fill(reader: OpenFile, bucket: torch.Tensor, digest: "hashlib._Hash") -> int:
+    """Reads at most a bucket and adds it to the digest. Returns the number of bytes, 0 at the end of the file."""
+    host = bucket if bucket.device == CPU else torch.empty_like(bucket, device=CPU)
+    view = view_of(host)
+    count = reader.readinto(view) or 0
+    digest.update(view[:count])
+    if host is not bucket:
+        bucket[:count].copy_(host[:count])
+    return count

@@ -1,0 +1,299 @@
+"""The part of a version that one worker keeps: the bytes that vLLM's own loaders copy into its parameters. Pure.
+
+A tensor-parallel worker needs a slice of most tensors, a pipeline-parallel one some tensors only. The load plan, which
+`load.live_check.learn` has recorded, says which elements the loaders copy. Here these become runs of bytes at equal
+distances in the version, which lie one after the other in the shard. What a loader computes with is kept whole. A
+source that has the whole version gathers the runs from it (`gather_runs`). One that has the same shard gives its bytes
+as they are.
+"""
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations, pairwise
+
+import msgspec
+import torch
+from torch import nn
+
+from pipelinerl.weights.layout import ALIGNMENT, Layout, spec_bytes, torch_dtype
+from pipelinerl.weights.protocol import ParamSpec, Runs
+from pipelinerl.weights.transfer.delta import changed_words
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements of a tensor's storage."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "View":
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An assignment by a loader: elements of a live parameter are copies of elements of a sent one."""
+
+    target: str
+    target_view: View
+    source: str
+    source_view: View
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Origin of a model's parameters."""
+
+    copies: tuple[Copy, ...]
+    unlearned: tuple[str, ...]
+    """Live parameters that are not pure copies of sent parameters."""
+    computed: frozenset[str] = frozenset()
+    """Sent parameters that a loader computes with, or of which nobody knows where they go."""
+
+    @classmethod
+    def unknown(cls, model: nn.Module, specs: Sequence[ParamSpec]) -> "LoadPlan":
+        """Returns the plan of a model whose loaders cannot run without memory."""
+        return cls((), tuple(name for name, _ in model.named_parameters()), frozenset(spec.name for spec in specs))
+
+
+WHOLE_SHARE = 0.9
+"""A shard that is not smaller than this share of the version is not worth gathering: the version is kept whole."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a worker keeps of a layout."""
+
+    layout: Layout
+    stripes: Mapping[int, tuple[Runs, ...]]
+    """First byte of each stripe → runs in it, in the order of their places."""
+    whole: tuple[str, ...] = ()
+    """Sent tensors that are kept whole, because a loader computes with them."""
+
+    @classmethod
+    def of(cls, layout: Layout, plan: LoadPlan, starts: Sequence[int]) -> "Shard":
+        """Returns the shard of a worker whose loaders do what the plan says.
+
+        Args:
+            starts: first byte of each stripe, rising.
+        """
+        wanted: dict[str, set[Runs]] = defaultdict(set)
+        sizes = {spec.name: torch_dtype(spec.dtype).itemsize for spec in layout.specs}
+        for copy in plan.copies:
+            if 0 not in copy.source_view.size:  # a worker that has only the padding of a vocabulary copies no row
+                wanted[copy.source].add(runs_of(copy.source_view, sizes[copy.source]))
+        runs: list[Runs] = []
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            runs += (
+                msgspec.structs.replace(part, first=part.first + offset)
+                for part in _disjoint(spec, sorted(wanted[spec.name], key=_first), is_whole=spec.name in plan.computed)
+            )
+        return cls(layout, _placed(runs, [*starts, layout.num_bytes]), tuple(sorted(plan.computed)))
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return max(map(end_of, self.stripes.values()), default=0)
+
+    @cached_property
+    def name(self) -> str:
+        """Equal for workers that keep the same bytes."""
+        return hashlib.sha256(msgspec.json.encode((self.layout.specs, list(self.stripes.values())))).hexdigest()[:16]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is worth keeping instead of the whole version."""
+        return self.num_bytes < WHOLE_SHARE * self.layout.num_bytes
+
+    def place(self, start: int) -> tuple[int, int]:
+        """Returns the bytes (start, end) of the shard that the stripe from ``start`` on fills."""
+        runs = self.stripes[start]
+        return (runs[0].place, end_of(runs)) if runs else (0, 0)
+
+    def apply_delta(self, shard: torch.Tensor, payload: torch.Tensor, start: int, end: int) -> None:
+        """Applies the difference of the stripe ``start`` … ``end`` to what the shard keeps of it.
+
+        Raises:
+            ValueError: the payload is malformed.
+        """
+        places, values = changed_words(payload, (end - start) // 2)
+        places += start // 2
+        words = shard.view(torch.int16)
+        for runs in self.stripes[start]:
+            low, high = torch.searchsorted(places, torch.tensor([runs.first // 2, -(-runs.end // 2)])).tolist()
+            behind = 2 * places[low:high] - runs.first
+            row, rest = behind // runs.stride, behind % runs.stride
+            inside = rest < runs.length
+            targets = (runs.place + row * runs.length + rest)[inside] // 2
+            words[targets.to(words.device)] = values[low:high][inside].to(words.device)
+
+
+class ShardViews(Mapping[str, torch.Tensor]):
+    """The sent tensors in full shape, of which only what the shard keeps is defined. Each is made when it is asked for.
+
+    vLLM's loaders take their slices out of them as out of whole ones.
+    """
+
+    def __init__(self, shard: Shard, buffer: torch.Tensor):
+        self._buffer = buffer
+        starts = shard.layout.offsets
+        self._places = {spec.name: (spec, start) for spec, start in zip(shard.layout.specs, starts, strict=True)}
+        self._runs: dict[str, list[Runs]] = {name: [] for name in self._places}
+        for runs in chain.from_iterable(shard.stripes.values()):
+            self._runs[shard.layout.specs[bisect_right(starts, runs.first) - 1].name].append(runs)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        (spec, start), kept = self._places[name], self._runs[name]
+        dtype = torch_dtype(spec.dtype)
+        if not kept:
+            return torch.empty((), dtype=dtype, device=self._buffer.device).expand(spec.shape)
+        if kept[0].num_bytes == spec_bytes(spec):
+            flat = _held(kept[0], self._buffer)
+        else:
+            flat = torch.empty(spec_bytes(spec), dtype=torch.uint8, device=self._buffer.device)
+            for runs in kept:
+                target = _strided(runs, flat, start, 0, runs.count)
+                target.copy_(_held(runs, self._buffer).view(target.shape))
+        return flat.view(dtype).view(spec.shape)
+
+
+def end_of(runs: Sequence[Runs]) -> int:
+    """Returns the end in the shard of runs that begin at multiples of the alignment, in rising order."""
+    return -(-(runs[-1].place + runs[-1].num_bytes) // ALIGNMENT) * ALIGNMENT if runs else 0
+
+
+def gather_runs(runs: Sequence[Runs], stripe: torch.Tensor, first: int, start: int, end: int) -> torch.Tensor:
+    """Returns bytes ``start`` … ``end`` of the shard that these runs make up.
+
+    Args:
+        runs: in the order of their places.
+        stripe: flat uint8, bytes ``first`` … of the version.
+    Raises:
+        ValueError: a run lies outside the stripe.
+    """
+    bucket = torch.zeros(end - start, dtype=torch.uint8, device=stripe.device)
+    index = max(bisect_right(runs, start, key=_place) - 1, 0)
+    while index < len(runs) and runs[index].place < end:
+        part = runs[index]
+        low, high = max(start - part.place, 0), min(end - part.place, part.num_bytes)
+        if part.first < first or part.end > first + stripe.numel():
+            raise ValueError(f"bytes {part.first} to {part.end} are not in a stripe of {stripe.numel()} from {first}")
+        if low < high:
+            _copy_bytes(part, stripe, first, low, bucket[part.place + low - start : part.place + high - start])
+        index += 1
+    return bucket
+
+
+def runs_of(view: View, itemsize: int) -> Runs:
+    """Returns runs that hold all elements of a view. They may hold others, if the view is sliced in two dimensions."""
+    dims = sorted(((stride, size) for stride, size in zip(view.stride, view.size, strict=True) if size > 1 and stride))
+    length = 1
+    while dims and dims[0][0] <= length:  # contiguous, or overlapping
+        stride, size = dims.pop(0)
+        length += stride * (size - 1)
+    while len(dims) > 1 and dims[1][0] > dims[0][0] * dims[0][1]:
+        stride, size = dims.pop(0)
+        length += stride * (size - 1)
+    count, outer = 1, dims[0][0] if dims else length
+    for stride, size in dims:
+        if stride != outer * count:  # unequal distances: one run over all
+            length += sum(step * (number - 1) for step, number in dims)
+            count, outer = 1, length
+            break
+        count *= size
+    return Runs(0, view.offset * itemsize, length * itemsize, outer * itemsize, count)
+
+
+def _first(runs: Runs) -> int:
+    return runs.first
+
+
+def _place(runs: Runs) -> int:
+    return runs.place
+
+
+def _held(runs: Runs, shard: torch.Tensor) -> torch.Tensor:
+    return shard[runs.place : runs.place + runs.num_bytes]
+
+
+def _strided(runs: Runs, flat: torch.Tensor, first: int, low: int, high: int) -> torch.Tensor:
+    """Returns runs number ``low`` … ``high`` as a view [high − low, length] of bytes ``first`` … of the version."""
+    offset = flat.storage_offset() + runs.first + low * runs.stride - first
+    return flat.as_strided((high - low, runs.length), (runs.stride, 1), offset)
+
+
+def _copy_bytes(runs: Runs, stripe: torch.Tensor, first: int, start: int, target: torch.Tensor) -> None:
+    """Copies bytes ``start`` … of the runs into ``target``, which may begin and end within a run."""
+    end, length = start + target.numel(), runs.length
+    low, high = -(-start // length), end // length
+    edges = {start, end} if low > high else {start, low * length, high * length, end}
+    for a, b in pairwise(sorted(edges)):
+        if a == low * length and b == high * length:
+            target[a - start : b - start].view(high - low, length).copy_(_strided(runs, stripe, first, low, high))
+        else:
+            at = runs.first + a // length * runs.stride + a % length - first
+            target[a - start : b - start].copy_(stripe[at : at + b - a])
+
+
+def _placed(runs: Sequence[Runs], edges: Sequence[int]) -> dict[int, tuple[Runs, ...]]:
+    """Cuts runs into the stripes between ``edges``, and gives them places one after the other, stripe by stripe."""
+    cuts: list[list[Runs]] = [[] for _ in edges[1:]]
+    for part in runs:
+        for stripe in range(bisect_right(edges, part.first) - 1, bisect_left(edges, part.end)):
+            cuts[stripe] += _cut(part, *edges[stripe : stripe + 2])
+    place, stripes = 0, {}
+    for start, parts in zip(edges, cuts, strict=False):
+        placed = []
+        for part in parts:
+            placed.append(msgspec.structs.replace(part, place=place))
+            place = end_of(placed)
+        stripes[start] = tuple(placed)
+    return stripes
+
+
+def _cut(runs: Runs, start: int, end: int) -> Iterator[Runs]:
+    """Yields what lies in bytes ``start`` … ``end`` of the version."""
+    low = min(max(-(-(start - runs.first) // runs.stride), 0), runs.count)
+    high = min(max((end - runs.first - runs.length) // runs.stride + 1, low), runs.count)
+    for row, count in ((low - 1, 1), (low, high - low), (high, 1)):
+        at = runs.first + row * runs.stride
+        first, last = max(at, start), min(at + (count - 1) * runs.stride + runs.length, end)
+        if 0 <= row < runs.count and count > 0 and first < last:
+            length = runs.length if count > 1 else last - first
+            yield Runs(0, first, length, max(runs.stride, length), count)
+
+
+def _disjoint(spec: ParamSpec, wanted: list[Runs], *, is_whole: bool) -> list[Runs]:
+    """Returns the runs of one tensor, or one run over it all if they overlap, or cut a 16-bit word."""
+    num_bytes = spec_bytes(spec)
+    whole = [Runs(0, 0, num_bytes, num_bytes, 1)] if num_bytes else []
+    is_cut = any(number % 2 for runs in wanted for number in (runs.first, runs.length, runs.stride))
+    if is_whole or is_cut or sum(runs.num_bytes for runs in wanted) >= num_bytes or _overlap(wanted):
+        return whole
+    return wanted
+
+
+def _overlap(wanted: list[Runs]) -> bool:
+    """Whether two of the runs, sorted by their first bytes, share bytes. In doubt they do."""
+    return any(before.end > after.first and not _interleave(before, after) for before, after in combinations(wanted, 2))
+
+
+def _interleave(before: Runs, after: Runs) -> bool:
+    """Whether ``after`` lies in the gaps of ``before``."""
+    gap = range(before.first + before.length, before.first + before.stride + 1)
+    return before.stride == after.stride and after.first in gap and after.first + after.length in gap

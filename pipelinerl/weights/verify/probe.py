@@ -1,0 +1,132 @@
+"""The weight probe: its text, and its two questions over HTTP: are these the sent bytes, how likely is this text.
+
+The text is tokens that a server of the run sampled from the model's file, and the trainer's scores of them. Sampled
+tokens are likely tokens, whose log-probabilities differ least between healthy kernels. The text and its scores at
+version 0 are stored in the run folder, so that a late or restarted server can be calibrated before its first update.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+
+from pipelinerl.errors import TransportError
+from pipelinerl.weights.protocol import CHECK_PATH, WeightCheck, WeightCheckRequest
+from pipelinerl.weights.verify.scores import SCORE_PATH
+from pipelinerl.world import Job
+from pipelinerl.world.disk import replacement
+from pipelinerl.world.tls import client_context
+
+NUM_TOKENS = 1024
+MAX_LENGTH = 256
+COMPLETION, SHORT_PROMPT, BEFORE = 64, 16, 8
+"""Tokens of the completions that are compared at the start, of the short prompt, and of the long one's completion that
+are not beyond the threshold yet."""
+FILE = "weights/probe.npz"
+"""In the run folder."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProbeText:
+    """S sequences of L tokens."""
+
+    token_ids: np.ndarray
+    """int32 [S, L]. The first token of each sequence is not scored."""
+    logprobs: np.ndarray | None = None
+    """float32 [S·(L−1)]: the trainer's scores at version 0. None = this text was made at a later version."""
+
+    def with_scores(self, logprobs: np.ndarray) -> "ProbeText":
+        return replace(self, logprobs=logprobs)
+
+    def save(self, run_dir: Path) -> None:
+        """Writes the text to the run folder and replaces an earlier one."""
+        path = run_dir / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacement(path, sync=True) as file:
+            if self.logprobs is None:
+                np.savez(file, token_ids=self.token_ids)
+            else:
+                np.savez(file, token_ids=self.token_ids, logprobs=self.logprobs)
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "ProbeText | None":
+        """Loads the run's text. Returns None if there is none yet."""
+        path = run_dir / FILE
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(token_ids=arrays["token_ids"], logprobs=arrays.get("logprobs"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Continuation:
+    """Tokens that a server sampled after a prompt from the probe's text."""
+
+    token_ids: np.ndarray
+    """int32 [N]: prompt and completion."""
+    logprobs: np.ndarray
+    """float32 [C]: the server's log-probabilities of the completion, which are the last tokens."""
+
+
+def text_shape(max_model_len: int) -> tuple[int, int]:
+    """Returns (sequences, tokens of each) for servers with ``max_model_len``. Scoring asks for one more token."""
+    length = max(2, min(MAX_LENGTH, max_model_len - 1))
+    return -(-NUM_TOKENS // length), length
+
+
+def prompt_lengths(thresholds: Sequence[int], max_model_len: int) -> tuple[int, int] | None:
+    """Returns the lengths of two prompts: one whose completion of `COMPLETION` tokens is far below all thresholds of
+    the model, and one whose completion crosses the last threshold.
+
+    Args:
+        thresholds: lengths at which the model's computation changes, below ``max_model_len``.
+    Returns:
+        None: the probe's own text crosses all of them.
+    """
+    last = max(thresholds, default=0)
+    if last < text_shape(max_model_len)[1] or last < 2 * COMPLETION:
+        return None
+    return SHORT_PROMPT, min(last - BEFORE, max_model_len - 1 - COMPLETION)
+
+
+def first_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    """Draws the first tokens of ``count`` sequences at random, so that the sampled texts differ."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab_size, size=count)]
+
+
+_checks = msgspec.json.Decoder(WeightCheck)
+"""Made once, at the import: a process died with two threads in msgspec, each at its first look at a type."""
+
+
+class ProbeClient:
+    """Asks one server. Blocks until it has answered.
+
+    Methods raise ``httpx.HTTPError``, ``TransportError``, or ``msgspec.DecodeError``.
+    """
+
+    def __init__(self, job: Job, *, secret: str, timeout_s: float):
+        self.name = job.name
+        headers = {"Authorization": f"Bearer {secret}"}
+        self._client = httpx.Client(base_url=job.url, headers=headers, timeout=timeout_s, verify=client_context())
+
+    def compare(self, version: int) -> WeightCheck:
+        """Has the server compare its live tensors with the bytes of the version."""
+        body = msgspec.json.encode(WeightCheckRequest(version=version))
+        response = self._client.post(CHECK_PATH, content=body, headers={"Content-Type": "application/json"})
+        return _checks.decode(_content(response))
+
+    def score(self, request: dict) -> bytes:
+        """Returns the answer to a request of `scores`."""
+        return _content(self._client.post(SCORE_PATH, json=request))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _content(response: httpx.Response) -> bytes:
+    if response.status_code != 200:
+        raise TransportError(f"{response.url.path} answered {response.status_code}: {response.text[:200]}")
+    return response.content

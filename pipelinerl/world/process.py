@@ -1,0 +1,87 @@
+"""The current process: it ends with its parent, opens as many files as it may, gives memory back, leaves no trace."""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+def return_freed_heap() -> None:
+    """Give freed blocks of the heap back to the kernel, where the C library can (glibc).
+
+    glibc keeps freed blocks of up to 32 MB for later requests, which may never fit into them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+PR_SET_PDEATHSIG = 1
+RESERVED_FILES = 256
+"""Open files of a worker that are not connections: logs, libraries, data sets, files of a domain."""
+MIN_CONNECTIONS = 16
+MAX_OPEN_FILES = 2**20
+"""More than any role needs. Programs that close every possible descriptor at start take seconds with a higher limit."""
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, because nothing may be loaded between fork and exec
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Asks the kernel to send this process a signal when its parent dies for any reason.
+
+    May run between a fork and its exec.
+    """
+    parent = os.getppid()
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def raise_open_files() -> int:
+    """Raises this process's soft limit on open files to the hard limit, at most ``MAX_OPEN_FILES``.
+
+    Returns the limit that now applies.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_of(open_files: int) -> int:
+    """Returns how many connections a rollout worker may have with this limit on open files.
+
+    Half of those that are left, because as many idle connections may stay open.
+    """
+    return max(MIN_CONNECTIONS, (open_files - RESERVED_FILES) // 2)
+
+
+def files_for(connections: int) -> int:
+    """Returns the limit on open files with which a rollout worker may have so many connections."""
+    return RESERVED_FILES + 2 * max(MIN_CONNECTIONS, connections)
+
+
+@contextlib.contextmanager
+def process_restored() -> Iterator[None]:
+    """Puts umask, environment variables, `sys.argv` and the handlers of SIGINT and SIGTERM back on exit."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    environment, arguments = dict(os.environ), sys.argv
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread may set handlers
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    try:
+        yield
+    finally:
+        os.umask(umask)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.argv = arguments
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,42 @@
+"""One slow server among real receivers on limited links: the others are not slowed for ever, and stay in service."""
+
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from benchmarks.receivers import SECRET, ReceiverProcess, forkserver, receivers
+from benchmarks.slow_server import MIB, Case, push_all, slowed
+from pipelinerl.weights.protocol import INFO_PATH, Address, WeightInfo
+from pipelinerl.weights.publish.gauge import uplink_rate
+from pipelinerl.weights.transfer.wire import WireError
+
+RATE = 4.0 * MIB
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[list[ReceiverProcess]]:
+    with forkserver(), receivers(4, rate=RATE) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", ["uplink", "downlink"])
+def test_slow_server_is_named_and_no_healthy_one_leaves_service(running: list[ReceiverProcess], kind: str) -> None:
+    """Of 16 MB at 4 MB/s. A slow one of a tenth needs 40 s, more than the time-out."""
+    case = Case(4, 16, {0: (kind, 1 / 10)})
+    with slowed(running, case, RATE):
+        rows = push_all(running, case, RATE, 3, timeout_s=30.0)
+    assert [row["expelled"] for row in rows] == [[], [], []]
+    assert rows[-1]["all_slow_are_known"], rows
+
+
+def test_gauge_measures_no_more_than_the_uplink_of_a_worker(running: list[ReceiverProcess]) -> None:
+    info = httpx.get(running[1].job.url + INFO_PATH, headers={"Authorization": f"Bearer {SECRET}"})
+    (address,) = msgspec.json.decode(info.content, type=WeightInfo).workers
+    assert 0 < uplink_rate(address, SECRET) <= 1.2 * RATE
+
+
+def test_gauge_of_a_process_that_is_gone_fails() -> None:
+    with pytest.raises(WireError):
+        uplink_rate(Address("127.0.0.1", 1), SECRET)

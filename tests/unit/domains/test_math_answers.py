@@ -1,0 +1,127 @@
+r"""Answers that a fair examiner accepts or refuses, in the tables of ``math_answers/``.
+
+``honest`` and ``cheats`` were written beside the rules. ``exam_honest`` and ``exam_cheats`` were written before them.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.domains.math import units
+from pipelinerl.domains.math.judge import judge, parse_with_library
+from pipelinerl.domains.math.latex import NotParsedError, parse
+
+TABLES = Path(__file__).with_name("math_answers")
+
+
+def table(name: str) -> list[tuple[str, str]]:
+    """Pairs of reference and answer."""
+    lines = (TABLES / f"{name}.txt").read_text().splitlines()
+    return [tuple(line.split(" <- ")) for line in lines if line and not line.startswith("# ")]  # type: ignore[misc]
+
+
+def status(answer: str, gold: str, **options: object) -> str:
+    return judge(f"\\boxed{{{answer}}}", gold, dict(options)).status
+
+
+@pytest.mark.parametrize("name", ["honest", "exam_honest"])
+def test_judge_honest_answer_is_correct(name: str) -> None:
+    assert [(gold, answer) for gold, answer in table(name) if status(answer, gold) != "correct"] == []
+
+
+@pytest.mark.parametrize("name", ["cheats", "exam_cheats"])
+def test_judge_answer_that_is_not_the_reference_is_refused(name: str) -> None:
+    judged = [(gold, answer, status(answer, gold)) for gold, answer in table(name)]
+    assert [one for one in judged if one[2] not in ("wrong", "unparsable")] == []
+
+
+def test_tables_have_hundreds_of_pairs_and_none_twice() -> None:
+    tables = [table(name) for name in ("honest", "exam_honest", "cheats", "exam_cheats")]
+    assert [len(set(one)) for one in tables] == [len(one) for one in tables]
+    assert not {*tables[0], *tables[1]} & {*tables[2], *tables[3]}
+    assert min(map(len, tables)) > 150
+
+
+def test_every_reference_equals_itself() -> None:
+    references = {gold for name in ("honest", "exam_honest", "cheats", "exam_cheats") for gold, _ in table(name)}
+    assert [gold for gold in references if status(gold, gold + " ") != "correct"] == []
+
+
+def test_math_verify_alone_accepts_many_of_the_cheats() -> None:
+    from math_verify import verify
+
+    def accepts(gold: str, answer: str) -> bool:
+        sides = [list(parse_with_library(f"\\boxed{{{text}}}")) for text in (gold, answer)]
+        return verify(*sides, timeout_seconds=None)
+
+    assert sum(accepts(gold, answer) for gold, answer in table("cheats")[:60]) >= 20
+
+
+def test_judge_what_is_left_undone_is_accepted_where_the_options_or_the_reference_allow_it() -> None:
+    assert status(r"\gcd(84,126)", "42", operators="allow") == "correct"
+    assert status(r"\gcd(84,127)", "42", operators="allow") == "wrong"
+    assert status("40 + 2", "42", operators="allow") == "correct"
+    assert status(r"\gcd(84,126)", r"\gcd(84,126)") == "correct"
+    assert status(r"2 \cdot 3 + 1", r"1 + 2 \cdot 3") == "correct"
+    assert status(r"1 \lor 42", "42", operators="allow") == "wrong"
+    assert status("42", "42", operators="perhaps") == "error"
+
+
+def test_judge_kind_of_bracket_and_name_matter_only_where_judging_is_strict() -> None:
+    assert status("[1,2]", "(1,2)") == "wrong"
+    assert status("[1,2]", "(1,2)", strict=False) == "correct"
+    assert status("y=3", "x=3") == "wrong"
+    assert status("y=3", "x=3", strict=False) == "correct"
+
+
+def test_judge_prose_without_a_box_is_held_to_the_same_rules() -> None:
+    assert judge(r"The answer is $1 \lor 2 \lor 42$.", "42", {}).status == "wrong"
+    assert judge(r"The answer is $x = 42$.", "42", {}).status == "correct"
+
+
+@pytest.mark.parametrize(
+    ("text", "same_as", "factor"),
+    [
+        ("cm", "m", "1/100"),
+        ("square meters", "m^2", "1"),
+        ("cubic feet", "ft^3", "1"),
+        ("kilometers per hour", "km/h", "1"),
+        ("mph", "ft/s", "22/15"),
+        ("GHz", "Hz", "1000000000"),
+        ("hrs", "minutes", "60"),
+        ("cents", "dollars", "1/100"),
+        ("mph", "miles", None),
+        ("kWh", "kW", None),
+        ("degC", "degF", None),
+        ("apples", "m", None),
+    ],
+)
+def test_factor_of_two_units_is_exact(text: str, same_as: str, factor: str | None) -> None:
+    found = units.factor(units.read(text), units.read(same_as))
+    assert (None if found is None else str(found)) == factor
+
+
+@pytest.mark.parametrize("words", ["apples", "cats", "ways", "students", "red balls"])
+def test_nouns_are_no_units(words: str) -> None:
+    assert units.read(words).nouns
+    assert not units.read(words).units
+
+
+@pytest.mark.parametrize(
+    "text", ["4 2", r"42_{41}^", "(1", r"\frac{1}", "1 + + 2", r"\unknown 3", "", "()", "42?", r"41 \to 42"]
+)
+def test_parse_nothing_is_skipped(text: str) -> None:
+    with pytest.raises(NotParsedError):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "answer", ["10^{10^{10}}", "2^{2^{2^{2^{2^{2}}}}}", "1000000!", "9" * 990, "(" * 400 + "1" + ")" * 400]
+)
+def test_judge_answer_that_would_take_for_ever_ends_at_once(answer: str) -> None:
+    assert status(answer, r"\frac{1}{2}") in ("wrong", "unparsable")
+
+
+def test_judge_long_sum_is_judged_within_the_depth_of_the_interpreter() -> None:
+    assert status("+".join(["1"] * 400), "400") in ("wrong", "unparsable")
+    assert status("+".join(["x"] * 400), "400x") in ("correct", "unparsable")

@@ -1,0 +1,233 @@
+"""Rendered documents: what each platform is told, and that no secret and no unknown setting is in them."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.render.command import TARGETS, main
+from pipelinerl.launcher.render.deployment import Deployment
+from pipelinerl.membership.joining import read_span
+from pipelinerl.membership.role import role_parser
+from pipelinerl.streams.spec import run_key
+from pipelinerl.world import Span
+from tests.says import says
+
+ARGUMENTS = ("--config-name=base", "output_dir=/results/a run", "finetune.learning_rate=1e-6")
+
+
+def deployment(**fields) -> Deployment:
+    return Deployment(**({"arguments": ARGUMENTS, "name": "guess", "nodes": 2, "image": "registry/prl:1"} | fields))
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_documents_hold_no_secret(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINERL_SECRET", "a-secret-of-this-test")
+    assert "a-secret-of-this-test" not in TARGETS[target](deployment(extra_servers=1))
+
+
+def test_slurm_script_asks_for_the_machines_and_keeps_the_arguments_whole(tmp_path: Path) -> None:
+    script = TARGETS["slurm"](deployment(gpus_per_node=8, hours=3))
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    for wanted in ("--nodes=2", "--gpus-per-node=8", "--time=3:00:00", "--signal=B:TERM@180", "--requeue"):
+        assert wanted in directives
+    path = tmp_path / "run.sbatch"
+    path.write_text(script)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    head = script[: script.index("set -euo pipefail")]
+    shown = subprocess.run(
+        ["bash", "-c", head + 'printf "%s\\n" "${PRL_ARGUMENTS[@]}"'], capture_output=True, text=True
+    )
+    assert tuple(shown.stdout.splitlines()) == ARGUMENTS
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_slurm_script_has_no_known_mistake(tmp_path: Path) -> None:
+    (tmp_path / "run.sbatch").write_text(TARGETS["slurm"](deployment()))
+    subprocess.run(["shellcheck", "-s", "bash", str(tmp_path / "run.sbatch")], check=True)
+
+
+class FakeSlurm:
+    """SLURM's commands as shell scripts: a launch or a probe ends as the next line of its file says, then with 0."""
+
+    def __init__(self, folder: Path, launches: str, probes: str):
+        self.run_dir = folder / "run"
+        (self.run_dir / "conf").mkdir(parents=True)
+        (self.run_dir / "conf" / "roles.txt").write_text("actor_0 0\n")
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        (folder / "launches").write_text(launches.replace(" ", "\n") + "\n")
+        (folder / "probes").write_text(probes.replace(" ", "\n") + "\n")
+        self._command(
+            "srun",
+            f"""case "$*" in *" true") file={folder}/probes ;; *) file={folder}/launches ;; esac
+            code=$(head -n 1 "$file"); sed -i 1d "$file"; exit "${{code:-0}}" """,
+        )
+        self._command(
+            "scontrol",
+            f"""case "$1 $2" in "show hostnames") printf 'a\\nb\\n' ;; "show config") echo "SlurmdTimeout = 1 sec" ;;
+            requeue*) echo requeue >> {folder}/requeues; touch {self.run_dir}/.ending ;; esac""",
+        )
+        for name in ("sleep", "scancel", "program"):
+            self._command(name, "exit 0")
+        self._requeues = folder / "requeues"
+
+    def _command(self, name: str, text: str) -> None:
+        (self._bin / name).write_text(f"#!/bin/bash\n{text}\n")
+        (self._bin / name).chmod(0o755)
+
+    def run(self) -> "subprocess.CompletedProcess[str]":
+        arguments = (f"output_dir={self.run_dir}",)
+        script = TARGETS["slurm"](
+            Deployment(arguments=arguments, nodes=2, python="program", workdir=str(self._bin), name="guess")
+        )
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_CPUS_PER_TASK": "1"}
+        return subprocess.run(
+            ["bash", "-c", script],
+            env=variables | {"PATH": f"{self._bin}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    @property
+    def requeues(self) -> int:
+        return len(self._requeues.read_text().splitlines()) if self._requeues.exists() else 0
+
+
+def test_slurm_script_counts_the_failures_of_a_role_on_nodes_that_answer(tmp_path: Path) -> None:
+    done = FakeSlurm(tmp_path, launches="1 1 1 1", probes="0").run()
+    assert done.returncode == 1
+    assert "actor_0 ended with code 1: restart 3 of 3" in done.stdout
+    assert "actor_0 failed with code 1" in done.stdout
+
+
+def test_slurm_script_waits_for_a_lost_node_without_a_restart(tmp_path: Path) -> None:
+    """Each launch on a lost node fails at once, long before SLURM notices the loss."""
+    slurm = FakeSlurm(tmp_path, launches="1 1 1 1 1 1", probes=" ".join(["1 1 0"] * 6))
+    done = slurm.run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("waiting up to 2 s for it, or until SLURM queues the job again") == 6
+    assert "restart" not in done.stdout
+    assert slurm.requeues == 0
+
+
+def test_slurm_script_asks_to_be_queued_again_when_slurm_keeps_a_lost_node(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path, launches="1", probes=" ".join(["1"] * 100_000))
+    done = slurm.run()
+    assert slurm.requeues == 1, done.stdout + done.stderr
+    assert "the node is still away: asking SLURM to queue the job again" in done.stdout
+    assert "restart" not in done.stdout
+
+
+def test_jobset_is_a_gang_that_knows_its_ranks_and_peers() -> None:
+    (gang,) = yaml.safe_load_all(TARGETS["jobset"](deployment(gpus_per_node=8)))
+    job = gang["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    environment = {item["name"]: item for item in container["env"]}
+    assert (gang["apiVersion"], gang["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
+    assert environment["PIPELINERL_HOSTS"]["value"] == "guess-nodes-0-0.guess,guess-nodes-0-1.guess"
+    assert environment["WORLD_SIZE"]["value"] == "2"
+    assert environment["PIPELINERL_SECRET"]["valueFrom"] == {"secretKeyRef": {"name": "guess", "key": "secret"}}
+    assert container["command"][:6] == ["python", "-m", "pipelinerl.launch", *ARGUMENTS]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert "world.run_id=guess" in container["command"]
+
+
+def cores_of(document: dict) -> str:
+    template = document["spec"]["template"] if document["kind"] == "Deployment" else None
+    pod = template or document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    resources = pod["spec"]["containers"][0]["resources"]
+    assert "cpu" not in resources.get("limits", {}), "a limit would throttle the pod on an idle machine"
+    return resources["requests"]["cpu"]
+
+
+def test_jobset_requests_the_cores_of_the_roles_that_the_plan_places_on_a_node() -> None:
+    """base on one node of 8 GPUs: 4 servers of 1 + 2 processes, 4 trainer ranks, an actor with 3 workers, a
+    preprocessor, a verifier with 2 workers and redis. With 2 GPUs to a server 2 servers have 2 + 2 processes."""
+    arguments = ("--config-name=base", "output_dir=/r", "actor.rollout_workers=3")
+    split = ("world.actor_fraction=4", "world.preprocessor_fraction=0", "world.finetune_fraction=4")
+    (gang,) = yaml.safe_load_all(
+        TARGETS["jobset"](deployment(arguments=(*arguments, *split), nodes=1, gpus_per_node=8))
+    )
+    assert cores_of(gang) == str(4 * 3 + 4 + 4 + 1 + 3 + 1)
+    wide = (*arguments, *split, "vllm_config.vllm_kwargs.tensor-parallel-size=2")
+    documents = yaml.safe_load_all(
+        TARGETS["jobset"](deployment(arguments=wide, nodes=1, gpus_per_node=8, extra_servers=1))
+    )
+    assert [cores_of(each) for each in documents] == [str(2 * 4 + 4 + 4 + 1 + 3 + 1), str(8 + 2)]
+
+
+def test_cores_that_are_named_are_taken_and_a_node_without_gpus_gets_eight() -> None:
+    (gang,) = yaml.safe_load_all(TARGETS["jobset"](deployment(gpus_per_node=8, cpus_per_node=64)))
+    assert cores_of(gang) == "64"
+    (gang,) = yaml.safe_load_all(TARGETS["jobset"](deployment()))
+    assert cores_of(gang) == "8"
+    assert "#SBATCH --cpus-per-task=64\n" in TARGETS["slurm"](deployment(gpus_per_node=8, cpus_per_node=64))
+    assert "#SBATCH --cpus-per-task=8\n" in TARGETS["slurm"](deployment())
+
+
+def test_configuration_that_cannot_be_planned_is_refused_when_rendered() -> None:
+    with pytest.raises(ConfigError, match=says("'bas'", "base")):
+        TARGETS["jobset"](deployment(arguments=("--config-name=bas", "output_dir=/r"), gpus_per_node=8))
+    with pytest.raises(ConfigError, match=r"`actor.nothing` is not a configuration key"):
+        TARGETS["jobset"](deployment(arguments=("output_dir=/r", "actor.nothing=1"), gpus_per_node=8))
+
+
+def test_jobset_servers_join_by_the_runs_address() -> None:
+    _, servers = yaml.safe_load_all(TARGETS["jobset"](deployment(extra_servers=3)))
+    container = servers["spec"]["template"]["spec"]["containers"][0]
+    address = f"redis://guess-nodes-0-0.guess:15000/{run_key('/results/a run', 'guess')}"
+    assert servers["spec"]["replicas"] == 3
+    assert container["command"] == [
+        *("python", "-m", "pipelinerl.inference", "--run", address, "--run-dir", "/tmp/run"),
+        *("--job", "actor_llm", "--host", "$(POD_IP)"),
+    ]
+
+
+def test_servers_on_several_nodes_are_told_their_place_by_leader_worker_set() -> None:
+    _, servers = yaml.safe_load_all(TARGETS["jobset"](deployment(extra_servers=3, nodes_per_server=2)))
+    (container,) = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    words = " ".join(container["command"])
+    for name, value in (("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("LWS_LEADER_ADDRESS", "guess-servers-0")):
+        words = words.replace(f"$({name})", value)
+    arguments = role_parser().parse_args(words.partition("pipelinerl.inference ")[2].replace("a run", "a_run").split())
+    assert (arguments.job, arguments.host) == ("actor_llm", "$(POD_IP)")
+    span = read_span(arguments.nodes, arguments.node, arguments.meet)
+    assert span == Span(nodes=2, node=1, host="guess-servers-0", port=15100)
+
+
+def test_single_node_of_a_gang_listens_beyond_itself() -> None:
+    (gang,) = yaml.safe_load_all(TARGETS["jobset"](deployment(nodes=1)))
+    container = gang["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert "world.hosts=[guess-nodes-0-0.guess]" in container["command"]
+
+
+def test_skypilot_task_names_nodes_accelerators_and_the_secret() -> None:
+    task = yaml.safe_load(TARGETS["skypilot"](deployment(gpus_per_node=4, gpu="A100")))
+    assert task["num_nodes"] == 2
+    assert task["resources"]["accelerators"] == "A100:4"
+    assert task["secrets"] == {"PIPELINERL_SECRET": None}
+    shown = subprocess.run(
+        ["bash", "-c", task["run"].replace("python -m", "echo $RANK $PIPELINERL_HOSTS")],
+        env={"PATH": "/usr/bin:/bin", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+        | {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.startswith("1 10.0.0.1,10.0.0.2 pipelinerl.launch --config-name=base output_dir=/results/a run")
+
+
+def test_what_cannot_be_rendered_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="output_dir=… is missing"):
+        main(["--target", "slurm", "--", "--config-name=base"])
+    with pytest.raises(ConfigError, match="--name 'My Run'"):
+        main(["--target", "slurm", "--name", "My Run", "--", "output_dir=x"])
+    with pytest.raises(ConfigError, match="--image is missing"):
+        main(["--target", "jobset", "--", "output_dir=x"])
+    assert main(["--target", "slurm", "--", "--config-name=base", "output_dir=/x"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH")

@@ -1,0 +1,62 @@
+"""The command's arguments and figures; `tests/integration/test_debug_modes.py` runs it."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.launcher.evaluate import arguments_of, chosen_ks, evaluated, main, parser, table_lines
+
+FOUND = {
+    "outcomes": {"gsm8k": [[4, 1], [4, 4]], "math_500": [[4, 0]]},
+    "metrics": {"complete": 1.0},
+    "rollouts": 12,
+    "reward": 0.5,
+}
+
+
+def test_settings_of_the_user_come_last_and_options_may_stand_between() -> None:
+    args = parser().parse_intermixed_args(
+        ["m", "eval.attempts=9", "--config-name=math", "--attempts", "4", "test_llm.parameters.temperature=0.6"]
+    )
+    line = arguments_of(args, Path("/tmp/a b"))
+    assert line[:2] == ["--config-name=math", 'output_dir="/tmp/a b"']
+    assert "eval.attempts=4" in line
+    assert line[-2:] == ["eval.attempts=9", "test_llm.parameters.temperature=0.6"]
+
+
+@pytest.mark.parametrize(
+    ("text", "attempts", "said"),
+    [("2,8", 4, "at most --attempts=4"), ("0", 4, "at least 1"), ("x", 4, "write numbers"), (None, 0, "at least 1")],
+)
+def test_k_that_cannot_be_estimated_is_refused(text: str | None, attempts: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        chosen_ks(text, attempts)
+
+
+def test_figures_are_those_of_each_data_set_and_of_all_problems() -> None:
+    result = evaluated(FOUND, 4, [1, 2])
+    rows = result["datasets"]
+    assert list(rows) == ["gsm8k", "math_500", "all"]
+    assert rows["gsm8k"]["pass@1"]["value"] == (1 / 4 + 1) / 2
+    assert rows["gsm8k"]["pass@2"]["value"] == (1 / 2 + 1) / 2
+    assert rows["all"]["pass@1"]["value"] == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert [row["problems"] for row in rows.values()] == [2, 1, 3]
+    table = table_lines(result, [1, 2])
+    assert table[0].split() == ["data", "set", "problems", "pass@1", "(95", "%)", "pass@2", "(95", "%)"]
+    assert "0.625 (" in table[1]
+
+
+def test_incomplete_evaluation_says_so() -> None:
+    few = FOUND | {"outcomes": {"a": [[1, 1]]}, "metrics": {"complete": 0.25}}
+    result = evaluated(few, 4, [1, 4])
+    assert list(result["datasets"]) == ["a"]
+    assert "pass@4" not in result["datasets"]["a"]
+    assert table_lines(result, [1, 4])[1].rstrip().endswith("–")
+    assert table_lines(result, [1, 4])[-1] == "only 25.0% of the attempts have a result"
+
+
+def test_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["nowhere/model", "--config-name=nonexistent"]) == 2
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,117 @@
+"""Which end of a slow link is at fault, and when a server counts as well again."""
+
+import pytest
+
+from pipelinerl.weights.protocol import Address, Link
+from pipelinerl.weights.publish.standing import LinkVerdict, Report, Standing, healthy_s, is_slow, is_well, judge_links
+
+SERVERS = {Address(name, 1): name for name in "abcd"}
+
+
+def link(source: str, whole_s: float, share: float = 1.0) -> Link:
+    return Link(source=Address(source, 1), share=share, whole_s=whole_s)
+
+
+def report(server: str, seconds: float, *links: Link) -> Report:
+    return Report(server=server, seconds=seconds, links=links)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest_s", "expected"), [(4.1, 2, True), (3.9, 2, False), (0.55, 0.1, False), (0.65, 0.1, True)]
+)
+def test_slow_is_twice_and_half_a_second_more(seconds: float, fastest_s: float, expected: bool) -> None:
+    assert is_slow(seconds, fastest_s) is expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest_s", "expected"), [(2.9, 2, True), (3.1, 2, False), (0.55, 0.1, True), (0.65, 0.1, False)]
+)
+def test_well_is_half_as_much_again_or_half_a_second_more(seconds: float, fastest_s: float, expected: bool) -> None:
+    assert is_well(seconds, fastest_s) is expected
+
+
+def test_two_slow_takers_that_share_an_uplink_are_not_cleared_by_it() -> None:
+    """Each of a quarter of the rate: together they take half of what the link could carry."""
+    reports = [report("a", 2, link("trainer", 2)), report("b", 8, link("a", 4)), report("c", 8, link("a", 4))]
+    verdict = judge_links(reports, SERVERS, {"b": Standing(takes_slowly=True), "c": Standing(takes_slowly=True)})
+    assert verdict.takes_well == {"a"}
+    assert verdict.takes_slowly | verdict.gives_slowly == set()
+
+
+def test_healthy_seconds_are_those_of_the_best_link_although_all_had_to_wait() -> None:
+    assert healthy_s([report("a", 9, link("trainer", 3)), report("b", 20)]) == 3
+    assert healthy_s([]) == 0
+
+
+def test_source_that_was_left_for_a_faster_one_gives_slowly() -> None:
+    verdict = judge_links(
+        [report("a", 2, link("trainer", 2)), report("b", 3, link("a", 20, 0.1), link("trainer", 2, 0.9))], SERVERS
+    )
+    assert verdict.gives_slowly == {"a"}
+    assert verdict.takes_slowly == set()
+    assert {"a", "b"} <= verdict.takes_well
+
+
+def test_taker_whose_source_fed_another_well_takes_slowly() -> None:
+    verdict = judge_links(
+        [report("a", 2, link("trainer", 2)), report("c", 3, link("a", 2, 0.9)), report("b", 20, link("a", 20))], SERVERS
+    )
+    assert (verdict.gives_slowly, verdict.takes_slowly) == (set(), {"b"})
+
+
+def test_both_ends_of_a_slow_link_are_slow_as_long_as_nothing_clears_one() -> None:
+    verdict = judge_links([report("a", 2, link("trainer", 2)), report("b", 20, link("a", 20))], SERVERS)
+    assert (verdict.gives_slowly, verdict.takes_slowly) == ({"a"}, {"b"})
+
+
+def test_slow_taker_that_is_known_puts_no_blame_on_its_source() -> None:
+    reports = [report("a", 2, link("trainer", 2)), report("b", 20, link("a", 20))]
+    verdict = judge_links(reports, SERVERS, {"b": Standing(takes_slowly=True)})
+    assert (verdict.gives_slowly, verdict.takes_slowly) == (set(), {"b"})
+
+
+def test_taker_that_was_slow_from_a_source_that_gives_well_puts_no_blame_on_another() -> None:
+    reports = [
+        report("a", 2, link("trainer", 2)),
+        report("b", 2.1, link("a", 0.0)),
+        report("c", 8, link("b", 8, 0.5), link("a", 8, 0.5)),
+    ]
+    verdict = judge_links(reports, SERVERS)
+    assert (verdict.gives_slowly, verdict.takes_slowly) == (set(), {"c"})
+
+
+def test_taker_answers_for_a_slow_link_to_the_trainer() -> None:
+    verdict = judge_links([report("a", 20, link("trainer", 20)), report("b", 2, link("trainer", 2))], SERVERS)
+    assert (verdict.gives_slowly, verdict.takes_slowly) == (set(), {"a"})
+
+
+def test_servers_that_waited_for_others_are_not_judged() -> None:
+    verdict = judge_links([report("a", 2, link("trainer", 2)), report("c", 20, link("b", 0.0))], SERVERS)
+    assert "c" not in verdict.takes_slowly | verdict.takes_well
+    assert "b" not in verdict.gives_slowly | verdict.gives_well
+
+
+def test_standing_keeps_what_an_update_did_not_measure_and_takes_what_it_did() -> None:
+    standing = Standing(gives_slowly=True, takes_slowly=True)
+    standing.judge("a", LinkVerdict(takes_well=frozenset("a")))
+    assert (standing.gives_slowly, standing.takes_slowly) == (True, False)
+
+
+def test_server_is_well_again_after_a_fast_gauge_and_after_two_the_second_time() -> None:
+    standing, slow = Standing(), LinkVerdict(gives_slowly=frozenset("a"))
+    standing.judge("a", slow)
+    standing.gauge("a", 20, 2)
+    assert standing.is_slow
+    standing.gauge("a", 2, 2)
+    assert not standing.is_slow
+    standing.judge("a", slow)
+    standing.gauge("a", 2, 2)
+    assert standing.is_slow
+    standing.gauge("a", 2, 2)
+    assert not standing.is_slow
+
+
+def test_server_that_failed_by_its_own_link_takes_slowly() -> None:
+    standing = Standing()
+    standing.fail("a")
+    assert standing.takes_slowly

@@ -1,0 +1,86 @@
+"""Who pulls from whom, and what that costs."""
+
+import pytest
+
+from pipelinerl.plan.update_time import LinkSpeed, chain_s, star_s
+from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.transfer.chain import MIN_BUCKET_BYTES, bucket_bytes, chain, join, stripes
+
+ORIGIN = Address("trainer", 1)
+
+
+def worker(server: int, index: int = 0) -> Address:
+    return Address(f"s{server}", 1 + index)
+
+
+def sources(route: tuple, worker_index: int = 0, part: int = 0) -> list[str]:
+    return [str(source) for source in route[worker_index][part].sources]
+
+
+def test_each_worker_pulls_from_the_one_before_it_with_three_backups_and_the_trainer() -> None:
+    routes = chain([[worker(i)] for i in range(6)], [((0, 100), ORIGIN)])
+    assert sources(routes[0]) == ["trainer:1"]
+    assert sources(routes[1]) == ["s0:1", "trainer:1"]
+    assert sources(routes[5]) == ["s4:1", "s3:1", "s2:1", "s1:1", "trainer:1"]
+    assert all((part.start, part.end) == (0, 100) for route in routes for parts in route for part in parts)
+
+
+def test_chain_enters_a_server_once_and_goes_through_its_workers() -> None:
+    first, second = chain([[worker(i, 0), worker(i, 1)] for i in range(2)], [((0, 100), ORIGIN)])
+    assert [sources(first, 1)[0], sources(second, 0)[0], sources(second, 1)[0]] == ["s0:1", "s0:1", "s1:1"]
+
+
+def test_stripes_begin_at_different_servers() -> None:
+    routes = chain([[worker(i)] for i in range(4)], [((0, 50), ORIGIN), ((50, 100), Address("rank1", 1))])
+    assert [sources(route, part=0)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1"]
+    assert [sources(route, part=1)[0] for route in routes] == ["s3:1", "s0:1", "rank1:1", "s2:1"]
+
+
+def test_server_that_comes_late_pulls_from_a_holder_and_its_other_workers_from_each_other() -> None:
+    route = join([worker(9, 0), worker(9, 1)], [[worker(1, 0), worker(1, 1)]], [((0, 100), ORIGIN)])
+    assert sources(route, 0) == ["s1:1", "trainer:1"]
+    assert sources(route, 1) == ["s9:1", "s1:2", "trainer:1"]
+
+
+def test_stripes_cover_every_byte_once_in_whole_units() -> None:
+    assert stripes(1000, 3, 64) == [(0, 320), (320, 640), (640, 1000)]
+    assert stripes(100, 4, 64) == [(0, 64), (64, 100)]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "workers", "expected"),
+    [(64 << 20, 1, 1 << 20), (64 << 20, 16, 256 << 10), (1 << 20, 64, MIN_BUCKET_BYTES), (14 << 30, 512, 1 << 20)],
+)
+def test_bucket_is_small_in_a_long_chain(num_bytes: int, workers: int, expected: int) -> None:
+    assert bucket_bytes(1 << 20, num_bytes, workers) == expected
+
+
+def test_cost_of_chain_and_star_by_hand() -> None:
+    """64 MB at 8 MB/s: 8 s, and for each further server the time of a bucket of 0.25 MB and a hop."""
+    wire = LinkSpeed(bytes_per_s=8e6, hop_s=0.01)
+    assert chain_s(64e6, 16, wire, bucket=0.25e6) == pytest.approx(8 + 15 * (0.25 / 8 + 0.01))
+    assert star_s(64e6, 16, wire) == pytest.approx(128)
+    assert chain_s(64e6, 1, wire, bucket=0.25e6, stripes=4) == pytest.approx(2)
+
+
+def test_suspect_servers_are_the_last_of_every_stripes_chain() -> None:
+    origins = [((0, 50), ORIGIN), ((50, 100), Address("rank1", 1))]
+    routes = chain([[worker(i)] for i in range(3)], origins, num_reliable=2)
+    assert [sources(route, part=0)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1"]
+    assert [sources(route, part=1)[0] for route in routes] == ["s1:1", "rank1:1", "s0:1"]
+
+
+def test_slow_servers_pull_from_the_last_healthy_one_and_nobody_from_them() -> None:
+    routes = chain([[worker(i)] for i in range(5)], [((0, 100), ORIGIN)], num_slow=2)
+    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s2:1", "s2:1"]
+    assert sources(routes[4]) == ["s2:1", "s1:1", "s0:1", "trainer:1"]
+
+
+def test_slow_servers_pull_from_a_healthy_one_and_not_from_one_that_failed() -> None:
+    routes = chain([[worker(i)] for i in range(4)], [((0, 100), ORIGIN)], num_reliable=2, num_slow=1)
+    assert [sources(route)[0] for route in routes] == ["trainer:1", "s0:1", "s1:1", "s1:1"]
+
+
+def test_slow_server_never_pulls_from_another_one() -> None:
+    routes = chain([[worker(i)] for i in range(7)], [((0, 100), ORIGIN)], num_slow=6)
+    assert [sources(route) for route in routes[1:]] == [["s0:1", "trainer:1"]] * 6
