@@ -59,11 +59,16 @@ def sequence_fits_trainer(config: Config) -> str | None:
     )
 
 
-def micro_batch_fits_record(config: Config) -> str | None:
+def micro_batch_bytes(config: Config) -> int:
     """Ids, log-probabilities, advantages and reference log-probabilities take 16 bytes of a token."""
-    needed = config.finetune.seq_length * 16
+    return config.finetune.seq_length * 16
+
+
+def micro_batch_fits_record(config: Config) -> str | None:
+    """A backend of the user's own has a limit of its own, which `launcher.checks` compares."""
+    needed = micro_batch_bytes(config)
     limit = config.streams.max_record_mb << 20
-    if needed <= limit:
+    if needed <= limit or config.streams.backend not in WITH_KEYS_OF_THEIR_OWN:
         return None
     return (
         f"`streams.max_record_mb` is {config.streams.max_record_mb} but a micro-batch of "

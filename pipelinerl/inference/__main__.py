@@ -33,9 +33,9 @@ def main(context: RoleContext) -> None:
     is_policy = context.job.kind == "actor_llm"
     weights = context.cfg.weights
     service = Service(
+        vllm=context.cfg.vllm_config,
         follows=follower_settings(weights, context.run_dir) if is_policy and weights.backend == "store" else None,
         score_temperature=None if is_policy else context.cfg.finetune.rl.temperature,
-        keeps_conversations=context.cfg.vllm_config.prefix_caching == "conversation",
         adapts_rollouts=is_policy and context.cfg.actor.llm_max_rollouts == "auto",
         span=job.span,
     )

@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipelinerl.chat.images import placeholder_of
 from pipelinerl.config.environment import SECRET_VARIABLE
+from pipelinerl.config.sections.serving import VLLMSection
 from pipelinerl.errors import LeftError, PipelineRLError
 from pipelinerl.inference import answers, weight_update
 from pipelinerl.inference.admission import Admission, Load
@@ -112,11 +113,12 @@ class Service:
     """What the server does beyond serving vLLM.
 
     ``score_temperature`` None = a policy server, which takes weights. Otherwise a frozen one, which scores at this
-    temperature. ``keeps_conversations``: the history of a conversation is not recomputed after an update.
+    temperature.
     """
 
+    vllm: VLLMSection
+    """The servers' section of the configuration: an option of it is read where it acts."""
     score_temperature: float | None = None
-    keeps_conversations: bool = False
     adapts_rollouts: bool = False
     """Whether the lease says how many rollouts the server takes by its load."""
     span: Span | None = None
@@ -208,7 +210,7 @@ async def _serve_engine(client: AsyncLLM, args: Namespace, sock: Any, service: S
         client,
         model=args.served_model_name[0],
         max_model_len=client.model_config.max_model_len,
-        keeps_conversations=service.keeps_conversations,
+        keeps_conversations=service.vllm.prefix_caching == "conversation",
         images=ImagePrompts(client.renderer, placeholder_of(client.model_config.hf_config)),
     )
     _replace_routes(app, answers.answers_router(lean))

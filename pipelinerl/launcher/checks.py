@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import paths, rules
+from pipelinerl.config.backends import WITH_KEYS_OF_THEIR_OWN
 from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.sections import Config
@@ -28,6 +29,7 @@ from pipelinerl.observability.wandb import effective_mode
 from pipelinerl.plan.memory import memory_plan, version_bytes, what_would_fit
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.plan.training_memory import GIB
+from pipelinerl.streams.api import make_backend
 from pipelinerl.streams.redis_server import redis_command
 from pipelinerl.world import WorldMap, check_local_devices
 from pipelinerl.world.cluster import gpu_memory_bytes
@@ -117,6 +119,26 @@ def wandb_key(start: Start) -> list[str]:
 def server_arguments(start: Start) -> list[str]:
     for job in (*start.world.get("actor_llm"), *start.world.get("preprocessor_llm")):
         vllm_arguments(start.config, start.world, job)
+    return []
+
+
+def stream_backend(start: Start) -> list[str]:
+    """Make a stream backend of the user's own, and refuse one whose records hold no micro-batch. Opens no stream."""
+    name, needed = start.config.streams.backend, rules.micro_batch_bytes(start.config)
+    if name in WITH_KEYS_OF_THEIR_OWN:
+        return []
+    try:
+        most = make_backend(start.config, start.path).max_record_bytes
+    except PipelineRLError:
+        raise
+    except Exception as error:  # the user's class
+        raise ConfigError(f"`streams.backend` is {name}: {type(error).__name__}: {error}") from error
+    if most < needed:
+        raise ConfigError(
+            f"`streams.backend` is {name}, whose records have at most {most} bytes (max_record_bytes), but a "
+            f"micro-batch of `finetune.seq_length`={start.config.finetune.seq_length} tokens takes {needed}: raise the "
+            "first or lower the second"
+        )
     return []
 
 
@@ -302,7 +324,15 @@ def domain(start: Start) -> list[str]:
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 
 
-OF_THE_PLAN: tuple[StartCheck, ...] = (settings_without_effect, wandb_key, server_arguments, engine, optimizer, experts)
+OF_THE_PLAN: tuple[StartCheck, ...] = (
+    settings_without_effect,
+    wandb_key,
+    server_arguments,
+    stream_backend,
+    engine,
+    optimizer,
+    experts,
+)
 OF_THIS_MACHINE: tuple[StartCheck, ...] = (
     devices,
     open_files,

@@ -137,7 +137,8 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     """Rewrites the user's arguments for Hydra.
 
     Options come first, because its parser needs all overrides next to each other. A needless `+` before a key of the
-    configuration is removed. Hydra is told to write no files of its own.
+    configuration is removed, and a mapping gets the one with which Hydra merges it. Hydra is told to write no files of
+    its own.
     """
     options: list[str] = []
     overrides: list[str] = []
@@ -147,16 +148,21 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
             options.append(argument)
             waiting_for_value = not waiting_for_value and argument in OPTIONS_WITH_VALUE
         else:
-            overrides.append(without_needless_plus(argument) if argument.startswith("+") else argument)
+            overrides.append(with_right_plus(argument))
     return [*options, *overrides, *QUIET_HYDRA]
 
 
-def without_needless_plus(override: str) -> str:
-    """`+dry_run=true` → `dry_run=true`: Hydra refuses to add a key that exists."""
+def with_right_plus(override: str) -> str:
+    """`+dry_run=true` → `dry_run=true`: Hydra refuses to add a key that exists.
+
+    `parameters={a: 1}` → `+parameters={a: 1}`: else Hydra refuses every key that the mapping does not have yet.
+    """
     from pipelinerl.config.load import config_keys
 
-    added = re.match(r"\+([\w.]+)=", override)
-    return override[1:] if added and added.group(1) in config_keys() else override
+    given = re.match(r"\+?(?P<key>[\w.]+)=(?P<opens>\s*\{)?", override)
+    if given is None or (given["key"] not in config_keys()):
+        return override
+    return ("+" if given["opens"] else "") + override.removeprefix("+")
 
 
 def explain_refusal(error: Exception, names: Sequence[str] = ()) -> str:

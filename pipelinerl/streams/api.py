@@ -272,8 +272,13 @@ def get_streams_backend() -> Backend:
 
 def backend_from_config(cfg: Config, run_dir: str | Path) -> None:
     """Sets the backend that the configuration of the run in ``run_dir`` names."""
+    set_streams_backend(make_backend(cfg, run_dir))
+
+
+def make_backend(cfg: Config, run_dir: str | Path) -> Backend:
+    """Returns the backend that the configuration of the run in ``run_dir`` names. Opens no stream."""
     name = cfg.streams.backend
-    set_streams_backend(_made(name, lambda: backend_class(name).from_config(cfg, Path(run_dir))))
+    return _made(name, lambda: backend_class(name).from_config(cfg, Path(run_dir)))
 
 
 def open_writer(spec: SingleStreamSpec, record_type: Any) -> TopicWriter[Any]:

@@ -26,6 +26,7 @@ from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reade
 from pipelinerl.streams.api import backend_class, get_streams_backend
 from pipelinerl.weights.transfer.wire import Connection
 from tests.models import make_qwen2
+from tests.says import says
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -82,6 +83,43 @@ def test_guides_stream_backend_carries_records(guides: Path, tmp_path: Path) -> 
     assert get_streams_backend().stats(spec).positions == {"trainer": 2}
     get_streams_backend().delete(spec)
     assert get_streams_backend().stats(spec).next_offset == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "told"),
+    [
+        ("FolderBackend", {"folder": "records"}, None),
+        ("FolderBackend", {}, ["folder_streams.FolderBackend", "folder"]),
+        ("Missing", {}, ["folder_streams.Missing"]),
+        ("Failing", {}, ["streams.backend", "folder_streams.Failing", "OSError", "no route"]),
+        ("Small", {}, ["streams.backend", "folder_streams.Small", "1000 bytes", "seq_length`=63", 1008]),
+        ("Enough", {}, None),
+    ],
+)
+def test_stream_backend_of_a_user_is_tried_before_the_start(
+    guides: Path, monkeypatch: pytest.MonkeyPatch, backend: str, options: dict[str, str], told: list[str] | None
+) -> None:
+    import folder_streams
+
+    def no_route(self: object) -> None:
+        raise OSError("no route")
+
+    classes = {
+        "Failing": {"__init__": no_route},
+        "Small": {"__init__": lambda self: None, "max_record_bytes": 1000},
+        "Enough": {"__init__": lambda self: None, "max_record_bytes": 1008},
+    }
+    for name, attributes in classes.items():
+        made = type(name, (folder_streams.FolderBackend,), attributes)
+        monkeypatch.setattr(folder_streams, name, made, raising=False)
+    required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b", "finetune.seq_length=63"]
+    chosen = [f"streams.backend=folder_streams.{backend}", f"+streams.options={options}".replace("'", "")]
+    start = SimpleNamespace(config=parse(compose("base", [*required, *chosen])), path=Path("x"))
+    if told is None:
+        assert checks.stream_backend(start) == []
+        return
+    with pytest.raises(ConfigError, match=says(*told)):
+        checks.stream_backend(start)
 
 
 def test_a_line_gives_a_stream_backend_its_short_name(guides: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class StreamsSection(Section):
         "redis: use the server at `host:port` instead of starting one. Its password is `PIPELINERL_REDIS_PASSWORD`",
         may_change=True,
     )
-    max_record_mb: PositiveInt = key(512, "a larger record is an error", may_change=True)
+    max_record_mb: int = key(512, "a larger record is an error", may_change=True, ge=1, le=2047)
 
 
 class LauncherSection(Section):

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.launcher.render.cores import server_cores
-from pipelinerl.launcher.render.deployment import Deployment
+from pipelinerl.launcher.render.deployment import Deployment, server_cores
 from pipelinerl.streams.spec import run_key
 
 JOB = "nodes"

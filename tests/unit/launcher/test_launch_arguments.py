@@ -3,6 +3,7 @@
 import pytest
 from hydra.errors import ConfigCompositionException
 
+from pipelinerl.config.load import compose
 from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra_arguments
 
 
@@ -15,10 +16,21 @@ from pipelinerl.launcher.command_line import QUIET_HYDRA, explain_refusal, hydra
         (["-cn", "a", "~x"], ["-cn", "a", "~x"]),
         (["+dry_run=true", "+llm.parameters.stop=[a]"], ["dry_run=true", "+llm.parameters.stop=[a]"]),
         (["++seed=1", "+finetune.nope=1"], ["++seed=1", "+finetune.nope=1"]),
+        (["finetune={seq_length: 9}", "seeed={a: 1}"], ["+finetune={seq_length: 9}", "seeed={a: 1}"]),
+        (["+llm.parameters={a: 1}", "++llm.parameters={a: 1}"], ["+llm.parameters={a: 1}", "++llm.parameters={a: 1}"]),
     ],
 )
-def test_hydra_arguments_puts_options_first_and_drops_needless_plus(typed: list[str], given: list[str]) -> None:
+def test_hydra_arguments_puts_options_first_and_sets_the_plus_that_hydra_needs(
+    typed: list[str], given: list[str]
+) -> None:
     assert hydra_arguments(typed) == [*given, *QUIET_HYDRA]
+
+
+def test_mapping_on_the_command_line_is_merged() -> None:
+    """Hydra alone refuses a key that the mapping does not have yet."""
+    (override,) = hydra_arguments(["dataset_loader_params={max_number: 7, own: 1}"])[: -len(QUIET_HYDRA)]
+    given = compose("quickstart", [override]).dataset_loader_params
+    assert given == {"max_number": 7, "num_test_problems": 512, "own": 1}
 
 
 @pytest.mark.parametrize(
