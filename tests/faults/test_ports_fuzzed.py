@@ -185,7 +185,7 @@ def agents_endpoint(_: Path) -> Iterator[Service]:
 
 
 @contextlib.contextmanager
-def weights_giver(_: Path) -> Iterator[Service]:
+def weights_source(_: Path) -> Iterator[Service]:
     registry, taken = BufferRegistry(), []
     registry.put("step_1", torch.zeros(100, dtype=torch.uint8))
     source_server = SourceServer(registry, secret=SECRET, host="127.0.0.1", on_order=lambda order: taken.append(order))  # type: ignore[arg-type,return-value]
@@ -231,7 +231,7 @@ def ranks_store(_: Path) -> Iterator[Service]:
     yield Service(port, STORE, lambda: int(store.get("address") != b"rank 0"), lives)
 
 
-SERVICES = [inference_server, verifier, agents_endpoint, weights_giver, redis_server, ranks_store]
+SERVICES = [inference_server, verifier, agents_endpoint, weights_source, redis_server, ranks_store]
 
 
 def inputs(seeds: list[bytes], count: int) -> Iterator[bytes]:

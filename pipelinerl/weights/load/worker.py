@@ -186,7 +186,7 @@ class WeightUpdateExtension:
     model_runner: Any
 
     def weight_address(self) -> tuple[str, int]:
-        """Returns the address at which this worker gives and takes weights."""
+        """Returns the address at which this worker sends and receives weights."""
         address = self.weight_transfer_engine.receiver.address
         return address.host, address.port
 

@@ -135,7 +135,7 @@ class Origin:
             plan: rank 0's decision for this version.
         """
         snapshot = self._snapshots.take_snapshot(version, params, Layout(tuple(specs)), plan)
-        self.source_server.favour(payload_key(self.sender, version, None))
+        self.source_server.prefer(payload_key(self.sender, version, None))
         if self._is_described:
             future = self._pool.submit(self._make_description, snapshot)
             snapshot.in_use.append(future)

@@ -1,4 +1,4 @@
-"""Judges, after an update, which servers are slow to give or to take. Pure.
+"""Judges, after an update, which servers are slow to send (`gives_slowly`) or to receive (`takes_slowly`). Pure.
 
 Servers report the links that were a limit (`protocol.Link`). A slow link has two ends, and one of them is at fault.
 Whoever did well on another link of the same update is not. If that clears neither, both are taken for slow until the
@@ -83,15 +83,15 @@ def judge_links(
         if puller in in_time and link.share > 0.5 and not is_slow(link.whole_s, fastest_s)
     }
     known = known or {}
-    slow_takers = {name for name, standing in known.items() if standing.takes_slowly} - takes_well
-    slow_givers = {name for name, standing in known.items() if standing.gives_slowly} - gives_well
+    slow_pullers = {name for name, standing in known.items() if standing.takes_slowly} - takes_well
+    slow_sources = {name for name, standing in known.items() if standing.gives_slowly} - gives_well
     # Nobody can replace the trainer, so the puller answers for a slow link to it, as to any source that gives well.
     # Its other links then say nothing about their sources.
-    slow_takers |= {t for source, t in bad if (not source or source in gives_well) and t not in takes_well}
+    slow_pullers |= {t for source, t in bad if (not source or source in gives_well) and t not in takes_well}
     gives_slowly = {
-        s for s, puller in bad if s and s not in gives_well and (s in slow_givers or puller not in slow_takers)
+        s for s, puller in bad if s and s not in gives_well and (s in slow_sources or puller not in slow_pullers)
     }
-    takes_slowly = {t for source, t in bad if t not in takes_well and (t in slow_takers or source not in slow_givers)}
+    takes_slowly = {t for source, t in bad if t not in takes_well and (t in slow_pullers or source not in slow_sources)}
     return LinkVerdict(
         gives_well=frozenset(gives_well - {""}),
         gives_slowly=frozenset(gives_slowly),

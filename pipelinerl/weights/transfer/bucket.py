@@ -29,10 +29,10 @@ class BucketTransport(Protocol):
 
 
 def make_transport(
-    transport: TransportName, connection: Connection, device: torch.device, *, gives: bool
+    transport: TransportName, connection: Connection, device: torch.device, *, sends: bool
 ) -> BucketTransport:
     """Returns one end of a bucket transport. Both ends must call this at the same point of their protocol."""
-    return TRANSPORTS[transport](connection, device, gives)
+    return TRANSPORTS[transport](connection, device, sends)
 
 
 class TcpTransport:
@@ -65,12 +65,12 @@ class NcclTransport:
     its 128 raw bytes, because vLLM's own rendezvous would pickle it.
     """
 
-    def __init__(self, connection: Connection, device: torch.device, *, gives: bool):
+    def __init__(self, connection: Connection, device: torch.device, *, sends: bool):
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         self._device = device
-        if gives:
+        if sends:
             unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
             connection.send(MESSAGE, unique_id)
         else:
@@ -78,7 +78,7 @@ class NcclTransport:
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a communicator's id")
             unique_id = connection.read(length)
-        self._communicator = PyNcclCommunicator.from_unique_id_bytes(unique_id, 0 if gives else 1, 2, device)
+        self._communicator = PyNcclCommunicator.from_unique_id_bytes(unique_id, 0 if sends else 1, 2, device)
         self._stream = torch.cuda.Stream(device)
 
     def send_bucket(self, connection: Connection, bucket: torch.Tensor) -> None:
@@ -132,9 +132,9 @@ class IpcTransport:
 
 
 TRANSPORTS: dict[TransportName, Callable[[Connection, torch.device, bool], BucketTransport]] = {
-    "tcp": lambda _connection, _device, _gives: TcpTransport(),
-    "nccl": lambda connection, device, gives: NcclTransport(connection, device, gives=gives),
-    "ipc": lambda _connection, device, _gives: IpcTransport(device),
+    "tcp": lambda _connection, _device, _sends: TcpTransport(),
+    "nccl": lambda connection, device, sends: NcclTransport(connection, device, sends=sends),
+    "ipc": lambda _connection, device, _sends: IpcTransport(device),
 }
 
 

@@ -168,7 +168,7 @@ class Puller:
         asked = known_at = time.monotonic()
         connection.send_message(_question(request, item, part))
         if request.transport not in self._carriers:
-            bucket_transport = make_transport(request.transport, connection, self._device, gives=False)
+            bucket_transport = make_transport(request.transport, connection, self._device, sends=False)
             self._carriers[request.transport] = bucket_transport
         bucket_transport = self._carriers[request.transport]
         while part.upto < part.end:

@@ -70,7 +70,7 @@ class SourceServer:
     """Listens on its own port and serves a buffer registry.
 
     Args:
-        buffer registry: the bytes to serve.
+        registry: the bytes to serve.
         secret: the run's secret, which pullers must know.
         host: the name under which others reach this process.
         port: 0 = any free port.
@@ -95,20 +95,20 @@ class SourceServer:
         self._listener = listen(host, port)
         self.address = Address(host, self._listener.getsockname()[1])
         self.num_bytes = 0
-        """Payload bytes given so far. A bucket counts before it leaves, so whoever has received it finds it counted."""
+        """Payload bytes sent so far. A bucket counts before it leaves, so whoever has received it finds it counted."""
         self._newest = ""
         """Key of the version that goes first. Empty = all are alike."""
         self._connections: set[Connection] = set()
         self._pullers: Counter[tuple[str, int]] = Counter()
         """Connections that pull a part, by key and end."""
-        self._given: Counter[tuple[str, int]] = Counter()
+        self._sent: Counter[tuple[str, int]] = Counter()
         """Bytes that they have got."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, name="weight-listener", daemon=True)
         self._thread.start()
 
-    def favour(self, key: str) -> None:
+    def prefer(self, key: str) -> None:
         """Has the version of this key go first. Pullers of others get little of the uplink while this one is pulled."""
         self._newest = key
 
@@ -154,7 +154,7 @@ class SourceServer:
             connection.close()
 
     def _answer_all(self, connection: Connection) -> None:
-        carriers: dict[TransportName, BucketTransport] = {}
+        transports: dict[TransportName, BucketTransport] = {}
         while not self._is_closed:
             connection.set_patience(math.inf)
             kind, length = connection.receive()
@@ -164,21 +164,18 @@ class SourceServer:
             connection.set_patience(PULLER_PATIENCE_S)
             match question:
                 case Get():
-                    if question.transport not in carriers:
-                        bucket_transport = make_transport(question.transport, connection, self._device, gives=True)
-                        carriers[question.transport] = bucket_transport
-                    self._give(connection, question, carriers[question.transport])
+                    if question.transport not in transports:
+                        bucket_transport = make_transport(question.transport, connection, self._device, sends=True)
+                        transports[question.transport] = bucket_transport
+                    with self._counted(question.key, question.end):
+                        self._send_bytes(connection, question, transports[question.transport])
                 case Gauge():
-                    self._give_nothing(connection, question)
+                    self._send_zeros(connection, question)
                 case PullUpdate() | Describe() | Sum() | Write():
                     self._obey(connection, question)
 
-    def _give(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
+    def _send_bytes(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
         """Sends the requested bytes as they become available."""
-        with self._counted(get.key, get.end):
-            self._give_all(connection, get, bucket_transport)
-
-    def _give_all(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
         start, asked, told = get.start, time.monotonic(), -math.inf
         while start < get.end:
             end = min(start + get.bucket_bytes, get.end)
@@ -196,10 +193,10 @@ class SourceServer:
                     is_shard = item.shard == get.shard
                     bucket = item.slice(start, end) if is_shard else gathered(item, get.runs, start, end)
                     began = time.monotonic()
-                    self._give_bucket(connection, bucket, bucket_transport)
+                    self._send_bucket(connection, bucket, bucket_transport)
                 with self._lock:
-                    self._given[get.key, get.end] += end - start
-                self._give_way(get, time.monotonic() - began)
+                    self._sent[get.key, get.end] += end - start
+                self._leave_uplink(get, time.monotonic() - began)
             except WithdrawnError:
                 connection.send(GONE)
                 return
@@ -208,7 +205,7 @@ class SourceServer:
                 return
             start = end
 
-    def _give_way(self, get: Get, seconds: float) -> None:
+    def _leave_uplink(self, get: Get, seconds: float) -> None:
         """Leaves the uplink to the newest version, after ``seconds`` for a bucket of an older one."""
         if self._is_newest(get.key):
             return
@@ -231,7 +228,7 @@ class SourceServer:
             with self._lock:
                 self._pullers[key, end] -= 1
                 if not self._pullers[key, end]:
-                    del self._pullers[key, end], self._given[key, end]
+                    del self._pullers[key, end], self._sent[key, end]
 
     def _progress(self, item: Item, get: Get, start: int, sent_s: float) -> Progress:
         is_shard, now = item.shard == get.shard, time.monotonic()
@@ -241,11 +238,11 @@ class SourceServer:
             sent_s=sent_s,
             best_rate=0.0 if part is None else max(part.mean_rate(now), part.upstream_rate),
             pullers=self._pullers[get.key, get.end],
-            given=self._given[get.key, get.end],
+            given=self._sent[get.key, get.end],
             is_limited=part is not None and part.is_limited,
         )
 
-    def _give_nothing(self, connection: Connection, gauge: Gauge) -> None:
+    def _send_zeros(self, connection: Connection, gauge: Gauge) -> None:
         """Sends zeros, at the rate of this process's uplink."""
         bucket, bucket_transport = torch.zeros(gauge.bucket_bytes, dtype=torch.uint8), TcpTransport()
         for _ in range(gauge.num_bytes // gauge.bucket_bytes):
@@ -253,7 +250,7 @@ class SourceServer:
             connection.send_header(DATA, bucket.numel())
             bucket_transport.send_bucket(connection, bucket)
 
-    def _give_bucket(self, connection: Connection, bucket: torch.Tensor, bucket_transport: BucketTransport) -> None:
+    def _send_bucket(self, connection: Connection, bucket: torch.Tensor, bucket_transport: BucketTransport) -> None:
         self._pace(bucket.numel())
         with self._lock:  # pullers have a thread each
             self.num_bytes += bucket.numel()
@@ -264,7 +261,7 @@ class SourceServer:
         """Has the process follow an order. The caller abandons an update by hanging up."""
         try:
             if self._on_order is None:
-                raise WeightUpdateError("this process only gives")
+                raise WeightUpdateError("this process only sends")
             work = self._on_order(order)
         except Exception as error:  # noqa: BLE001 — the error is the answer
             connection.send_message(Failed(error=f"{type(error).__name__}: {error}"))
