@@ -89,7 +89,7 @@ def test_new_run_does_not_go_on_with_the_streams_that_an_earlier_one_left_on_red
     forced = external.model_copy(update={"force_restart": True})
     with open(run / "lock", "w") as lock:
         claim = claim_of(run, lock)
-        with pytest.raises(ConfigError, match=r"has the streams of an earlier run in it.*force_restart=true"):
+        with pytest.raises(ConfigError, match=says("streams of an earlier run", "force_restart=true")):
             take_streams(claim, plan_of(external, "actor"))
         assert take_streams(claim_of(run, lock, resumed=True), plan_of(external, "actor"))
         assert take_streams(claim, plan_of(external, "actor_llm")), "those that have streams are told by the lease"

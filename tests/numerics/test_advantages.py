@@ -14,6 +14,7 @@ from pipelinerl.preprocess.advantages import batch_std_scale, group_advantages, 
 from pipelinerl.preprocess.collate import Members, rollout_weights
 from pipelinerl.preprocess.samples import Shaping, prepare_group, sequence_advantages, soft_overlong_penalty
 from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+from tests.says import says
 
 KINDS = ("loo", "group_mean", "group_std", "batch_std", "value")
 
@@ -180,7 +181,7 @@ def test_soft_overlong_penalty_enters_the_baseline_by_the_longest_completion():
 
 
 def test_prepare_group_infinite_advantage_is_refused_with_the_samples_identity():
-    with pytest.raises(RecordError, match=r"0-7/0: advantage .* is not finite in float32"):
+    with pytest.raises(RecordError, match=says("0-7/0", "advantage", "not finite")):
         prepare_group(0, group(rollout(0, 1e300), rollout(1, -1e300)), Shaping(seq_length=100))
 
 

@@ -16,6 +16,7 @@ from pipelinerl.finetune.attention import PACKED, packed_attention, register_att
 from pipelinerl.finetune.model import Tokens
 from pipelinerl.finetune.rl.head import LogitMap
 from pipelinerl.finetune.small_copy import small_copy
+from tests.says import says
 
 PLAIN = LogitMap()
 PACKABLE = {
@@ -76,7 +77,7 @@ def test_packed_documents_have_the_model_s_own_logprobs(model_type: str):
 def test_architectures_with_states_train_in_rows_and_say_so(model_type: str):
     values, logit_map = ROWS_ONLY[model_type]
     config = make_config(model_type, **values)
-    with pytest.raises(ConfigError, match=r"right with packed documents .*set finetune\.seq_packing=false"):
+    with pytest.raises(ConfigError, match=says("packed documents", "finetune.seq_packing=false")):
         examine_config(config)
     assert examine_config(config, packing=False).logit_map == logit_map
 
@@ -101,7 +102,7 @@ def test_sparse_attention_is_refused_beyond_the_keys_that_it_chooses(model_type:
 def test_blocks_of_keys_are_refused_in_packs():
     """Alone they are exact: the blocks of a pack begin elsewhere. It takes more tokens than blocks times their size."""
     config = make_config("minimax_m3_vl_text", layer_types=["full_attention"] * 3 + ["minimax_m3_sparse"] * 57)
-    with pytest.raises(ConfigError, match=r"right with packed documents .*set finetune\.seq_packing=false"):
+    with pytest.raises(ConfigError, match=says("packed documents", "finetune.seq_packing=false")):
         examine_config(config, longest=8192)
 
 
@@ -121,7 +122,7 @@ def test_copy_lowers_what_its_documents_cross_and_leaves_the_order():
 
 def test_layers_between_the_model_and_its_head_are_refused():
     """ModernBERT's decoder has a dense layer there; the trainer's log-probs are off by nats."""
-    with pytest.raises(ConfigError, match=r"ModernBertDecoderForCausalLM's own logits .*use a model with such a head"):
+    with pytest.raises(ConfigError, match=says("ModernBertDecoderForCausalLM", "own logits", "head")):
         examine_config(make_config("modernbert-decoder"))
 
 

@@ -174,7 +174,7 @@ def test_cores_that_are_named_are_taken_and_a_node_without_gpus_gets_eight() -> 
 def test_configuration_that_cannot_be_planned_is_refused_when_rendered() -> None:
     with pytest.raises(ConfigError, match=says("'bas'", "base")):
         TARGETS["jobset"](deployment(arguments=("--config-name=bas", "output_dir=/r"), gpus_per_node=8))
-    with pytest.raises(ConfigError, match=r"`actor.nothing` is not a configuration key"):
+    with pytest.raises(ConfigError, match=says("actor.nothing", "not a configuration key")):
         TARGETS["jobset"](deployment(arguments=("output_dir=/r", "actor.nothing=1"), gpus_per_node=8))
 
 
