@@ -65,6 +65,7 @@ format: install
 	$(PY) -m ruff format $(PACKAGES)
 	$(PY) -m pipelinerl.config.docs
 	$(PY) -m pipelinerl.observability.catalogue
+	$(PY) -m tests.numerics.test_weight_bounds
 
 # The site, in site/. A broken link or reference is an error.
 docs: install

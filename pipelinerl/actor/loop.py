@@ -194,9 +194,10 @@ class ActorLoop:
             self._reporter.wait_for("room under max_lag_steps", "finetune_0")
 
     def _poll_timeout_s(self) -> float:
+        """How long to wait for workers before checking the trainer's state again: a tenth of the quiet time."""
         if self._training.awaits_check:  # the trainer's message about it wakes nobody
             return MIN_POLL_S
-        return poll_timeout_s(time.monotonic() - self._last_event)
+        return min(MAX_POLL_S, max(MIN_POLL_S, (time.monotonic() - self._last_event) / 10))
 
     @property
     def _a_server(self) -> str:
@@ -208,11 +209,3 @@ class ActorLoop:
             ActorMetric.VERSION: self._version if self._version is not None else -1,
             ActorMetric.DOMAIN_ERRORS: self._domain_errors.count,
         }
-
-
-def poll_timeout_s(quiet_s: float) -> float:
-    """Returns how long to wait for workers before checking the trainer's state again.
-
-    It is a tenth of the time ``quiet_s`` since the last event, within ``MIN_POLL_S`` and ``MAX_POLL_S``.
-    """
-    return min(MAX_POLL_S, max(MIN_POLL_S, quiet_s / 10))

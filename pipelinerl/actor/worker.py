@@ -22,7 +22,7 @@ import msgspec
 from pipelinerl.actor.connection import WorkerConnection
 from pipelinerl.actor.growth import FOLLOW_S
 from pipelinerl.actor.images import unpack_pictures
-from pipelinerl.actor.loop_probe import LoopProbe
+from pipelinerl.actor.loop_watchdog import LoopWatchdog
 from pipelinerl.actor.messages import (
     Cancel,
     FromWorker,
@@ -131,12 +131,12 @@ async def _serve(
         groups = GroupTasks(executor, send, tasks)
         await send(Ready())
         names = [domain.section.name for domain in domains_of(side.config)]
-        probe = LoopProbe(
+        watchdog = LoopWatchdog(
             dict(zip(names, side.functions, strict=True)),
             lambda task: None if (index := executor.domain_of(task)) is None else names[index],
         )
-        probe.start()
-        following = tasks.create_task(_follow(client, executor, probe, send))
+        watchdog.start()
+        following = tasks.create_task(_follow(client, executor, watchdog, send))
         async for payload in connection.messages():
             match _to_worker.decode(payload):
                 case Servers() as servers:
@@ -151,11 +151,14 @@ async def _serve(
                     break
         groups.close()
         following.cancel()
-        probe.stop()
+        watchdog.stop()
 
 
 async def _follow(
-    client: "Client", executor: "Executor", probe: LoopProbe, send: Callable[[FromWorker], Coroutine[Any, Any, None]]
+    client: "Client",
+    executor: "Executor",
+    watchdog: LoopWatchdog,
+    send: Callable[[FromWorker], Coroutine[Any, Any, None]],
 ) -> None:
     """Follows the answers under way and reports what was sampled, once a second. Ends when it is cancelled."""
     told = None
@@ -166,7 +169,7 @@ async def _follow(
             tokens=client.followed.tokens,
             longest=client.followed.longest,
             ended=executor.ended,
-            blocked=dict(probe.blocked),
+            blocked=dict(watchdog.blocked),
         )
         if sampling != told:
             await send(sampling)

@@ -37,7 +37,7 @@ from pipelinerl.launcher.peers import (
     status_lines,
     with_vanished,
 )
-from pipelinerl.launcher.supervisor import Ending, Others, Supervisor
+from pipelinerl.launcher.supervisor import Ending, PeerLaunchers, Supervisor
 from pipelinerl.membership.lease import LauncherNote, Lease, Observed, observe
 from pipelinerl.membership.registration import Registration, new_incarnation
 from pipelinerl.membership.stores import LeaseStore, StoreAwayError, StoreRefusedError
@@ -53,7 +53,7 @@ RIVAL_S = 6.0
 """How long a leader looks whether the lease of another one is renewed. Launchers renew theirs every two seconds."""
 
 
-class Coordination(Others):
+class Coordination(PeerLaunchers):
     """This launcher among the others.
 
     Args:

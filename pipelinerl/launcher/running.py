@@ -86,11 +86,6 @@ def show_world(plan: RunPlan) -> None:
         Console().print(render_world(plan.config, plan.world))
 
 
-def say_start(plan: RunPlan, path: Path, resumed: bool) -> None:
-    say(f"{'resuming' if resumed else 'starting'} {path}")
-    show_world(plan)
-
-
 async def supervise(
     plan: RunPlan,
     path: Path,
@@ -119,19 +114,20 @@ async def supervise(
     follower = follow_topics(config, path, tracking)
     supervisor = Supervisor(
         plan.commands,
-        (engine_on or local_engine(plan))(host),
+        engine_on(host) if engine_on else LocalEngine(host, [c.name for c in plan.commands], config.launcher, say),
         run_dir=path,
         limits=config.launcher,
         awaited=awaited_jobs(plan),
         training_done=follower.training_done,
         say=say,
         report=(lambda: reports.complete(launched=started, started=roles_started)) if tracking else (lambda: None),
-        others=connection,
+        peers=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
         standalone=config.debug.mode is not None,
     )
     answer_signals(supervisor)
-    say_start(plan, path, resumed)
+    say(f"{'resuming' if resumed else 'starting'} {path}")
+    show_world(plan)
     try:
         with live_line(plan, path):
             ending = await accompanied(supervisor, work_beside(plan, host, supervisor, reaper, connection), follower)
@@ -198,11 +194,6 @@ def adopt_secrets(plan: RunPlan) -> dict[str, str]:
     os.environ.update(run_secrets)
     adopt(plan.config.world, os.environ)
     return run_secrets
-
-
-def local_engine(plan: RunPlan) -> EngineOn:
-    """Return what makes the engine of this node."""
-    return lambda host: LocalEngine(host, [command.name for command in plan.commands], plan.config.launcher, say)
 
 
 def answer_signals(supervisor: Supervisor) -> None:

@@ -63,7 +63,7 @@ class Role:
     """How often it ended because its disk was full."""
 
 
-class Others:
+class PeerLaunchers:
     """Messages to the launchers of other nodes. This base class sends none, as a world of one node has no others."""
 
     async def tell_actor_done(self, name: str) -> None:
@@ -86,7 +86,7 @@ class Supervisor:
         training_done: returns whether the trainer made its last step. It may block, so a thread calls it.
         say: tells the user a line.
         report: writes the report at an orderly end, while the streams can still be read.
-        others: the launchers of other nodes.
+        peers: the launchers of other nodes.
         trains_on_several_nodes: whether the trainer's ranks need other nodes, so that none can save when one is lost.
         standalone: roles run without the rest of the run, see `ProcessLost.is_standalone`.
     """
@@ -102,7 +102,7 @@ class Supervisor:
         training_done: Callable[[], bool],
         say: Callable[[str], None],
         report: Callable[[], None],
-        others: Others | None = None,
+        peers: PeerLaunchers | None = None,
         trains_on_several_nodes: bool = False,
         standalone: bool = False,
     ):
@@ -115,7 +115,7 @@ class Supervisor:
         self._standalone = standalone
         self._training_done = training_done
         self._say = say
-        self._others = others or Others()
+        self._peers = peers or PeerLaunchers()
         self._trains_on_several_nodes = trains_on_several_nodes
         self._first_failure: RoleFailure | None = None
         self._ending: asyncio.Future[Ending] | None = None
@@ -134,7 +134,7 @@ class Supervisor:
             ending = await self._ending
             orderly = ending.kind == "done"
             may_save = not (ending.is_cut_off and self._trains_on_several_nodes)
-            await self._others.tell_end(ending)
+            await self._peers.tell_end(ending)
             return ending
         finally:
             for task in tasks:
@@ -239,7 +239,7 @@ class Supervisor:
         if remark:
             self._say(f"{role.command.name}: {remark}")
         if role.command.name in self._awaited:
-            await self._others.tell_actor_done(role.command.name)
+            await self._peers.tell_actor_done(role.command.name)
             self.actor_done(role.command.name)
 
     def _failure(self, role: Role, reason: str) -> RoleFailure:

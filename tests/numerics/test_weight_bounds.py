@@ -190,7 +190,7 @@ def corrected(loss: str, proximal: bool, title: str, formula: str) -> str:
 
 
 def test_page_has_the_bounds() -> None:
-    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip() == table(), "run this file"
+    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip() == table(), "run `make format`"
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def blocked_s(times: LoopTimes) -> float:
     return times.pause_s - times.delay_s - stopped_s
 
 
-class LoopProbe:
+class LoopWatchdog:
     """Measures the pauses of the running event loop from ``start`` to ``stop``. Both are called in it.
 
     Args:
@@ -107,7 +107,7 @@ class LoopProbe:
         self._looked = time.monotonic()
         self._note_times()
         self._timer = self._loop.call_later(TICK_S, self._tick)
-        threading.Thread(target=self._look, name="loop-probe", daemon=True).start()
+        threading.Thread(target=self._look, name="loop-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         self._ended.set()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.actor.loop_probe import BLOCKED_S, UNKNOWN, LoopProbe, LoopTimes, blocked_s
+from pipelinerl.actor.loop_watchdog import BLOCKED_S, UNKNOWN, LoopTimes, LoopWatchdog, blocked_s
 from pipelinerl.actor.messages import Blocked, Sampling
 from pipelinerl.actor.metrics import ActorMetrics, Reporter
 from pipelinerl.inspect.alarms import History, alarms
@@ -42,24 +42,26 @@ async def innocent_rollout(*_: Any) -> None:
     await asyncio.sleep(PAUSE_S)
 
 
-async def watched(probe: LoopProbe, *works: Any) -> None:
-    """Run the works under the probe until its tick after them."""
-    probe.start()
+async def watched(watchdog: LoopWatchdog, *works: Any) -> None:
+    """Run the works under the watchdog until its tick after them."""
+    watchdog.start()
     await asyncio.gather(*works)
     await asyncio.sleep(0.3)
-    probe.stop()
+    watchdog.stop()
 
 
 async def test_probe_names_domain_line_and_cure_of_a_block(caplog: pytest.LogCaptureFixture) -> None:
-    probe = LoopProbe({"math": sleepy_rollout})
-    with caplog.at_level(logging.WARNING, "pipelinerl.actor.loop_probe"):
-        await watched(probe, sleepy_rollout())
-    assert probe.blocked["math"].seconds > BLOCKED_S
-    assert probe.blocked["math"].where == f"{__file__}:{sleepy_rollout.__code__.co_firstlineno + 1} in sleepy_rollout"
+    watchdog = LoopWatchdog({"math": sleepy_rollout})
+    with caplog.at_level(logging.WARNING, "pipelinerl.actor.loop_watchdog"):
+        await watched(watchdog, sleepy_rollout())
+    assert watchdog.blocked["math"].seconds > BLOCKED_S
+    assert (
+        watchdog.blocked["math"].where == f"{__file__}:{sleepy_rollout.__code__.co_firstlineno + 1} in sleepy_rollout"
+    )
     (record,) = caplog.records
     for part in (
         "event=loop_blocked domain=math times=1",
-        "test_loop_probe.py",
+        "test_loop_watchdog.py",
         "in sleepy_rollout",
         "asyncio.to_thread",
     ):
@@ -67,36 +69,36 @@ async def test_probe_names_domain_line_and_cure_of_a_block(caplog: pytest.LogCap
 
 
 async def test_probe_knows_a_rollout_function_that_is_an_object() -> None:
-    probe = LoopProbe({"code": Sleepy()})
-    await watched(probe, Sleepy()())
-    assert set(probe.blocked) == {"code"}
+    watchdog = LoopWatchdog({"code": Sleepy()})
+    await watched(watchdog, Sleepy()())
+    assert set(watchdog.blocked) == {"code"}
 
 
 async def test_probe_takes_functions_that_have_no_code_of_their_own() -> None:
     """A method, a partial function, and a class of C."""
-    probe = LoopProbe({"method": Sleepy().__call__, "partial": functools.partial(sleepy_rollout, 1), "c": dict})
-    probe.start()
-    probe.stop()
+    watchdog = LoopWatchdog({"method": Sleepy().__call__, "partial": functools.partial(sleepy_rollout, 1), "c": dict})
+    watchdog.start()
+    watchdog.stop()
 
 
 async def test_probe_asks_whose_rollout_the_task_is() -> None:
     """Two domains have one function. The block is in the stack's seventh frame, below a library's."""
-    probe = LoopProbe({"gsm": sleepy_rollout, "olympiad": sleepy_rollout}, lambda task: task.get_name())
+    watchdog = LoopWatchdog({"gsm": sleepy_rollout, "olympiad": sleepy_rollout}, lambda task: task.get_name())
 
     async def rollout() -> None:
         subprocess.run(["sleep", str(PAUSE_S)], check=True)  # noqa: ASYNC221
 
     async with asyncio.TaskGroup() as tasks:
-        await watched(probe, tasks.create_task(rollout(), name="olympiad"))
-    assert set(probe.blocked) == {"olympiad"}
-    assert probe.blocked["olympiad"].where.startswith(f"{__file__}:")
-    assert probe.blocked["olympiad"].where.endswith(".rollout")
+        await watched(watchdog, tasks.create_task(rollout(), name="olympiad"))
+    assert set(watchdog.blocked) == {"olympiad"}
+    assert watchdog.blocked["olympiad"].where.startswith(f"{__file__}:")
+    assert watchdog.blocked["olympiad"].where.endswith(".rollout")
 
 
 async def test_probe_names_no_domain_where_two_share_the_file() -> None:
-    probe = LoopProbe({"gsm": sleepy_rollout, "olympiad": sleepy_rollout})
-    await watched(probe, sleepy_rollout())
-    assert set(probe.blocked) == {UNKNOWN}
+    watchdog = LoopWatchdog({"gsm": sleepy_rollout, "olympiad": sleepy_rollout})
+    await watched(watchdog, sleepy_rollout())
+    assert set(watchdog.blocked) == {UNKNOWN}
 
 
 async def test_probe_sees_a_call_that_keeps_the_interpreters_lock() -> None:
@@ -106,9 +108,9 @@ async def test_probe_sees_a_call_that_keeps_the_interpreters_lock() -> None:
     async def rollout() -> None:
         sorted(values)
 
-    probe = LoopProbe({"math": sleepy_rollout}, lambda task: "math")
-    await watched(probe, rollout())
-    assert "rollout" in probe.blocked["math"].where
+    watchdog = LoopWatchdog({"math": sleepy_rollout}, lambda task: "math")
+    await watched(watchdog, rollout())
+    assert "rollout" in watchdog.blocked["math"].where
 
 
 def test_probe_of_a_process_that_was_stopped_says_nothing() -> None:
@@ -125,18 +127,18 @@ def test_probe_of_a_process_that_was_stopped_says_nothing() -> None:
 
 STOPPED = f"""
 import asyncio, time
-from pipelinerl.actor.loop_probe import LoopProbe
+from pipelinerl.actor.loop_watchdog import LoopWatchdog
 async def main():
-    probe = LoopProbe({{}})
-    probe.start()
+    watchdog = LoopWatchdog({{}})
+    watchdog.start()
     await asyncio.sleep(0.3)
     print("ready", flush=True)
     await asyncio.sleep({3 * BLOCKED_S})
     await asyncio.sleep({3 * BLOCKED_S})
-    print("after the stop:", list(probe.blocked), flush=True)
+    print("after the stop:", list(watchdog.blocked), flush=True)
     time.sleep({2 * BLOCKED_S})
     await asyncio.sleep(0.3)
-    print("after a block:", list(probe.blocked), flush=True)
+    print("after a block:", list(watchdog.blocked), flush=True)
 asyncio.run(main())
 """
 
@@ -162,35 +164,35 @@ def test_block_is_the_pause_less_the_time_in_which_nothing_ran(
 
 
 async def test_probe_says_nothing_of_a_rollout_that_waits() -> None:
-    probe = LoopProbe({"math": innocent_rollout})
-    await watched(probe, innocent_rollout(), asyncio.to_thread(time.sleep, PAUSE_S))
-    assert not {"math"} & set(probe.blocked)
+    watchdog = LoopWatchdog({"math": innocent_rollout})
+    await watched(watchdog, innocent_rollout(), asyncio.to_thread(time.sleep, PAUSE_S))
+    assert not {"math"} & set(watchdog.blocked)
 
 
 async def test_probe_takes_a_thread_without_a_cpu_for_no_block() -> None:
     """The thread was ready for all of the pause: each reading of its delay is ten seconds more."""
     delays = itertools.count(0, 10)
-    probe = LoopProbe({"math": sleepy_rollout}, run_delay_s=lambda thread: next(delays))
-    await watched(probe, sleepy_rollout())
-    assert not probe.blocked
+    watchdog = LoopWatchdog({"math": sleepy_rollout}, run_delay_s=lambda thread: next(delays))
+    await watched(watchdog, sleepy_rollout())
+    assert not watchdog.blocked
 
 
 async def test_probe_of_code_outside_the_domains_files_says_where(caplog: pytest.LogCaptureFixture) -> None:
-    probe = LoopProbe({"math": asyncio.sleep})
-    await watched(probe, sleepy_rollout())
-    assert set(probe.blocked) == {UNKNOWN}
+    watchdog = LoopWatchdog({"math": asyncio.sleep})
+    await watched(watchdog, sleepy_rollout())
+    assert set(watchdog.blocked) == {UNKNOWN}
     assert "in sleepy_rollout" in caplog.text
 
 
 async def test_probe_logs_a_domain_once_and_then_counts(caplog: pytest.LogCaptureFixture) -> None:
-    probe = LoopProbe({"math": sleepy_rollout})
-    probe.start()
+    watchdog = LoopWatchdog({"math": sleepy_rollout})
+    watchdog.start()
     for _ in range(2):
         await sleepy_rollout()
         await asyncio.sleep(0.3)
-    probe.stop()
+    watchdog.stop()
     assert caplog.text.count("event=loop_blocked") == 1
-    assert probe.blocked["math"].seconds > 2 * BLOCKED_S
+    assert watchdog.blocked["math"].seconds > 2 * BLOCKED_S
 
 
 def test_blocks_of_all_workers_become_a_metric_and_an_alarm(tmp_path: Path) -> None:
