@@ -25,6 +25,8 @@ class Text:
     reward: float
     """The return that the advantage is about."""
     advantage: float
+    weighs: bool
+    """False: overlong filtering gives it weight 0."""
     weight: float = 0.0
 
 
@@ -35,8 +37,6 @@ class Member:
     mode: str
     reward: float
     texts: list[Text]
-    weighs: bool
-    """False: overlong filtering gives it weight 0."""
     group_size: int = 0
     """Members of its group, all of them."""
     group_tokens: int = 0
@@ -44,7 +44,8 @@ class Member:
 
     @property
     def tokens(self) -> int:
-        return sum(len(text.positions) for text in self.texts)
+        """Those that weigh."""
+        return sum(len(text.positions) for text in self.texts if text.weighs)
 
 
 # ---- §1: returns and advantages
@@ -106,8 +107,9 @@ def members_of(group: RolloutGroup, cfg: Config) -> list[Member]:
     worth = returns_of(group, cfg)
     found: list[Member] = []
     for rollout, own in zip(group.rollouts, worth, strict=True):
-        texts = []
-        for sequence in rollout.sequences:
+        texts, cut = [], [sequence.finish_reason == "length" for sequence in rollout.sequences]
+        for sequence, is_cut in zip(rollout.sequences, cut, strict=True):
+            left_out = cfg.preprocess.overlong_filtering and (is_cut if rollout.rewards == "texts" else any(cut))
             step = 0 if rollout.rewards == "rollout" else sequence.turn
             here = own[step]
             assert here is not None
@@ -115,11 +117,9 @@ def members_of(group: RolloutGroup, cfg: Config) -> list[Member]:
             positions = [p for start, end, _ in sequence.spans.tolist() for p in range(start, end)]
             versions = [version for start, end, version in sequence.spans.tolist() for _ in range(start, end)]
             adv = advantage(here, compared, cfg.finetune.rl.advantage)
-            texts.append(Text(sequence, positions, versions, sequence.logprobs.tolist(), here, adv))
-        is_cut = any(sequence.finish_reason == "length" for sequence in rollout.sequences)
-        weighs = not (is_cut and cfg.preprocess.overlong_filtering)
-        found.append(Member(rollout.rewards, rollout.reward, texts, weighs))
-    tokens = sum(member.tokens for member in found if member.weighs)
+            texts.append(Text(sequence, positions, versions, sequence.logprobs.tolist(), here, adv, not left_out))
+        found.append(Member(rollout.rewards, rollout.reward, texts))
+    tokens = sum(member.tokens for member in found)
     return [replace(member, group_size=len(found), group_tokens=tokens) for member in found]
 
 
@@ -164,8 +164,8 @@ def within_lag(member: Member, step: int, cfg: Config) -> bool:
 
 
 def set_weights(batch: Sequence[Member], cfg: Config) -> None:
-    """A rollout of weight 0 is a member of the batch and of its group, but no denominator counts its tokens."""
-    rollouts, tokens = len(batch), sum(member.tokens for member in batch if member.weighs)
+    """A rollout or text of weight 0 is a member of the batch and of its group, but no denominator counts its tokens."""
+    rollouts, tokens = len(batch), sum(member.tokens for member in batch)
     groups = sum(1 / member.group_size for member in batch)
     for member in batch:
         denominator = {
@@ -176,7 +176,7 @@ def set_weights(batch: Sequence[Member], cfg: Config) -> None:
             "prompt_mean": groups * member.group_tokens,
         }[cfg.finetune.rl.aggregation]
         for text in member.texts:
-            text.weight = 1 / denominator if member.weighs else 0.0
+            text.weight = 1 / denominator if text.weighs else 0.0
     if cfg.finetune.rl.advantage == "batch_std":
         scale_by_deviation(batch)
 

@@ -2,8 +2,8 @@
 
 The weight of a trained token in the batch's loss (docs/algorithms.md §4) is the same for every token of a rollout in
 all aggregations, so there is one weight per rollout. The batch's loss is `Σ weight · loss_t`, which does not
-depend on packing. A rollout of weight zero (overlong filtering) remains a member of the batch and of its group, but no
-denominator counts its tokens.
+depend on packing. A rollout or text of weight zero (overlong filtering) remains a member of the batch and of its group,
+but no denominator counts its tokens.
 
 Shapes: T tokens of a micro-batch, S segments, R spans, N samples (rollouts) of the optimizer batch.
 """
@@ -29,10 +29,8 @@ AggregationKind = Literal["sum_over_batch", "sum_over_texts", "token_mean", "sam
 class Members:
     """The properties of N rollouts that determine their weights."""
 
-    tokens_N: np.ndarray
-    """int64: trained tokens of each rollout, all positive."""
-    weighted_N: np.ndarray
-    """bool: False where the rollout's weight is zero."""
+    counted_N: np.ndarray
+    """int64: trained tokens of each rollout whose weight is not zero."""
     group_sizes_N: np.ndarray
     """int64: rollouts of the whole group that can be trained, in any optimizer step."""
     group_tokens_N: np.ndarray
@@ -47,8 +45,8 @@ def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
     In `prompt_mean` the tokens of a group share a total weight of 1 / (groups in the batch). If the end of the batch
     cuts a group, each rollout keeps its share of its whole group's weight, and counts as 1 / size of a group.
     """
-    n, weighted_N = len(members.tokens_N), members.weighted_N
-    counted_N = np.where(weighted_N, members.tokens_N, 0).astype(np.float64)
+    counted_N = members.counted_N.astype(np.float64)
+    n = len(counted_N)
     if kind == "sum_over_batch":
         denominators_N = np.full(n, float(n))
     elif kind == "sum_over_texts":
@@ -59,7 +57,7 @@ def rollout_weights(kind: AggregationKind, members: Members) -> np.ndarray:
         denominators_N = n * counted_N
     else:
         denominators_N = (1.0 / members.group_sizes_N).sum() * members.group_tokens_N
-    return np.divide(1.0, denominators_N, out=np.zeros(n), where=weighted_N & (denominators_N > 0))
+    return np.divide(1.0, denominators_N, out=np.zeros(n), where=counted_N > 0)
 
 
 EMPTY_TOKENS = 2
@@ -125,8 +123,7 @@ def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> lis
 
 def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
     members = Members(
-        tokens_N=np.array([sample.num_trained for sample in samples], dtype=np.int64),
-        weighted_N=np.array([sample.weighted for sample in samples], dtype=bool),
+        counted_N=np.array([sample.num_counted for sample in samples], dtype=np.int64),
         texts_N=np.array([len(sample.sequences) for sample in samples], dtype=np.int64),
         group_sizes_N=np.array([sample.group_size for sample in samples], dtype=np.int64),
         group_tokens_N=np.array([sample.group_tokens for sample in samples], dtype=np.int64),
@@ -140,7 +137,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
             sequence=sequence,
             sequence_id=f"{sample.sample_id}/{index}",
             reward=sample.reward,
-            weight=weight,
+            weight=0.0 if index in sample.unweighted else weight,
             advantage=scale * advantage,
             ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
             images=sample.images,

@@ -130,7 +130,7 @@ def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[Metric
         PreprocessorMetric.REWARD: float(np.mean([sample.reward for sample in batch.samples])),
         PreprocessorMetric.ADVANTAGE_STD: float(advantages.std()),
         PreprocessorMetric.TOKENS_MASKED_BY_LAG: sum(sample.num_masked for sample in batch.samples),
-        PreprocessorMetric.ZERO_WEIGHT: sum(not sample.weighted for sample in batch.samples),
+        PreprocessorMetric.ZERO_WEIGHT: sum(not sample.num_counted for sample in batch.samples),
         PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
         PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
         PreprocessorMetric.MICRO_BATCHES: quality.micro_batches,

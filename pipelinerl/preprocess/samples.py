@@ -42,9 +42,13 @@ def _longest_run(spans_R3: np.ndarray) -> int:
     return int((ends[np.append(first[1:], True)] - starts[first]).max())
 
 
-def is_overlong(rollout: Rollout) -> bool:
-    """Whether the server ended a completion of this rollout because it hit the length limit."""
-    return any(sequence.finish_reason == "length" for sequence in rollout.sequences)
+def cut_texts(rollout: Rollout) -> frozenset[int]:
+    """The sequences that overlong filtering takes out of the loss, because the server ended a completion for its length.
+
+    Texts with rewards of their own count for themselves. Else one such completion takes out the whole rollout.
+    """
+    cut = [index for index, sequence in enumerate(rollout.sequences) if sequence.finish_reason == "length"]
+    return frozenset(cut if rollout.rewards == "texts" or not cut else range(len(rollout.sequences)))
 
 
 def all_advantages_zero(advantages: np.ndarray) -> bool:
@@ -84,8 +88,8 @@ class Sample:
     """The advantages without repetition: one per rollout, or one per sequence if each text has its own reward."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [K] per entry of ``sequences``. None without a KL term."""
-    weighted: bool = True
-    """False if the weight in the loss is zero (overlong filtering)."""
+    unweighted: frozenset[int] = frozenset()
+    """Indices in the rollout of the sequences whose weight in the loss is zero (overlong filtering)."""
     num_tokens: int = 0
     num_trained: int = 0
     num_masked: int = 0
@@ -99,6 +103,11 @@ class Sample:
     drop_reason: str | None = None
     group: RolloutGroup | None = None
     """The rollout's group, for the archive."""
+
+    @property
+    def num_counted(self) -> int:
+        """Trained tokens whose weight in the loss is not zero."""
+        return sum(len(sequence.logprobs) for index, sequence in self.sequences if index not in self.unweighted)
 
     @property
     def after(self) -> Source:
@@ -140,7 +149,7 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
         for i, (rollout, member) in enumerate(zip(group.rollouts, advantages, strict=True))
     ]
     trained = [sample for sample in samples if sample.drop_reason is None]
-    tokens = sum(sample.num_trained for sample in trained if sample.weighted)
+    tokens = sum(sample.num_counted for sample in trained)
     return [replace(sample, group_size=max(len(trained), 1), group_tokens=tokens) for sample in samples]
 
 
@@ -231,7 +240,7 @@ def _prepare_rollout(
         images=rollout.images,
         advantages=(own := tuple(float(advantages[i]) for i, _ in trained)),
         members=own[:1] if rollout.rewards == "rollout" else own,
-        weighted=not (shaping.overlong_filtering and is_overlong(rollout)),
+        unweighted=cut_texts(rollout) if shaping.overlong_filtering else frozenset(),
         num_tokens=sum(lengths),
         num_trained=sum(len(sequence.logprobs) for _, sequence in trained),
         oldest_version=min((int(sequence.spans[:, 2].min()) for _, sequence in trained), default=0),

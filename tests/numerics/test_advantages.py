@@ -195,8 +195,7 @@ def members(weighted: list[bool]) -> Members:
     counted = np.where(weighted, TOKENS, 0)
     sums = counted.reshape(2, 2).sum(1).repeat(2)
     return Members(
-        tokens_N=TOKENS,
-        weighted_N=np.array(weighted),
+        counted_N=counted,
         texts_N=TEXTS,
         group_sizes_N=np.full(4, 2),
         group_tokens_N=sums,
@@ -241,7 +240,7 @@ def test_rollout_weights_nothing_weighted_is_all_zero(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollout_weights_single_token_has_all_the_weight(kind):
     one = np.ones(1, dtype=np.int64)
-    alone = Members(tokens_N=one, weighted_N=np.ones(1, bool), texts_N=one, group_sizes_N=one, group_tokens_N=one)
+    alone = Members(counted_N=one, texts_N=one, group_sizes_N=one, group_tokens_N=one)
     assert rollout_weights(kind, alone).tolist() == [1.0]
 
 
@@ -252,8 +251,7 @@ def test_prompt_mean_rollout_left_alone_in_a_batch_weighs_an_eighth_of_its_group
     would get 1/(2·10): eight times the 1/(2·80) of the others.
     """
     lone = Members(
-        tokens_N=np.full(9, 10),
-        weighted_N=np.ones(9, bool),
+        counted_N=np.full(9, 10),
         texts_N=np.ones(9, int),
         group_sizes_N=np.full(9, 8),
         group_tokens_N=np.full(9, 80),
@@ -269,14 +267,13 @@ def test_prompt_mean_cut_anywhere_gives_every_token_the_weight_of_the_whole_grou
     for first in range(0, 12, 3):
         part = groups[first : first + 3]
         batch = Members(
-            tokens_N=np.array([tokens[g] for g in part]),
-            weighted_N=np.ones(3, bool),
+            counted_N=np.array([tokens[g] for g in part]),
             texts_N=np.ones(3, int),
             group_sizes_N=np.array([sizes[g] for g in part]),
             group_tokens_N=np.array([sizes[g] * tokens[g] for g in part]),
         )
         weights = rollout_weights("prompt_mean", batch)
-        assert (weights * batch.tokens_N).sum() == pytest.approx(1.0)
+        assert (weights * batch.counted_N).sum() == pytest.approx(1.0)
         np.testing.assert_allclose(weights * batch.group_tokens_N, weights[0] * batch.group_tokens_N[0], rtol=1e-12)
 
 

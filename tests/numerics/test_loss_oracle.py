@@ -207,8 +207,7 @@ def inputs_of(case: Case, aggregation: str, with_reference: bool, with_proximal:
     groups = np.array([rollout.group for rollout in case.rollouts])
     same = groups[:, None] == groups
     members = Members(
-        tokens_N=tokens,
-        weighted_N=np.ones(len(tokens), dtype=bool),
+        counted_N=tokens,
         texts_N=np.array([len(rollout.sequences) for rollout in case.rollouts]),
         group_sizes_N=same.sum(1),
         group_tokens_N=(same * tokens).sum(1),

@@ -28,7 +28,7 @@ def sequence(first: int, spans, total: int) -> TrainingSequence:
 
 
 def by_hand(**fields) -> Sample:
-    defaults = {"domain": "d", "reward": 1.0, "num_tokens": 0, "weighted": True}
+    defaults = {"domain": "d", "reward": 1.0, "num_tokens": 0}
     return Sample(**(defaults | fields))
 
 
@@ -131,7 +131,7 @@ def test_collate_zero_weight_rollout_is_packed_with_weight_zero():
         sequences=B.sequences,
         advantages=B.advantages,
         num_trained=1,
-        weighted=False,
+        unweighted=frozenset({0}),
     )
     batch = OptimizerBatch(step=6, samples=(A, zero), next_source=(0, 2))
     ((mb,),) = collate(batch, Collation(data_parallel_size=1, seq_length=10, aggregation="token_mean"))

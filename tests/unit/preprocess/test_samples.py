@@ -1,5 +1,6 @@
 """One group becomes samples: filters, shaping, identity, and what each sample knows of itself."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -7,7 +8,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.samples import (
     Shaping,
     all_advantages_zero,
-    is_overlong,
+    cut_texts,
     longest_completion,
     prepare_group,
     refused_group,
@@ -57,7 +58,7 @@ def test_prepare_group_sample_knows_place_identity_versions_and_counts():
     assert first.advantages == (1.0, 1.0)
     assert (second.source, second.advantages, second.reward) == ((11, 1), (-1.0,), 0.0)
     assert first.drop_reason is None
-    assert first.weighted
+    assert first.num_counted == first.num_trained
 
 
 def test_prepare_group_rollout_without_trained_tokens_is_dropped_but_stays_in_the_baseline():
@@ -96,7 +97,7 @@ def test_prepare_group_overlong_filter_goes_by_the_servers_finish_reason():
     shaping = Shaping(seq_length=20, overlong_filtering=True)
     cut, ended = sequence(finish_reason="length"), sequence(tokens=20, spans=((1, 20, 0),))
     samples = prepare_group(0, group((1.0, (cut,)), (0.0, (ended,))), shaping)
-    assert [(s.weighted, s.drop_reason) for s in samples] == [(False, None), (True, None)]
+    assert [(s.num_counted, s.drop_reason) for s in samples] == [(0, None), (19, None)]
 
 
 def test_prepare_group_first_token_trained_is_refused_with_identity():
@@ -127,11 +128,13 @@ def test_longest_completion_joins_spans_of_one_completion_over_weight_versions()
     assert longest_completion([sequence(spans=())]) == 0
 
 
-def test_one_completion_that_the_server_cut_makes_the_rollout_overlong():
+def test_one_completion_that_the_server_cut_takes_out_the_rollout_or_its_text():
     cut, ended = sequence(finish_reason="length"), sequence(turn=1)
-    assert is_overlong(group((0.0, (cut, ended))).rollouts[0])
-    assert is_overlong(group((0.0, (ended, cut))).rollouts[0])
-    assert not is_overlong(group((0.0, (ended, ended))).rollouts[0])
+    assert cut_texts(group((0.0, (cut, ended))).rollouts[0]) == {0, 1}
+    assert cut_texts(group((0.0, (ended, cut))).rollouts[0]) == {0, 1}
+    assert cut_texts(group((0.0, (ended, ended))).rollouts[0]) == frozenset()
+    texts = msgspec.structs.replace(group((0.0, (ended, cut))).rollouts[0], rewards="texts")
+    assert cut_texts(texts) == {1}
 
 
 @pytest.mark.parametrize(
