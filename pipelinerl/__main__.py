@@ -26,6 +26,7 @@ COMMANDS = {
     "resume": Command("pipelinerl.launcher.resume", "go on with the run in a folder, from any working directory"),
     "evaluate": Command("pipelinerl.launcher.evaluate", "pass@k of a model on an experiment's test problems"),
     "status": Command("pipelinerl.status", "one screen about a run"),
+    "why": Command("pipelinerl.inspect.why", "why a run does not learn: ranked causes with their evidence"),
     "rollouts": Command("pipelinerl.inspect.rollouts", "what the model was asked and said: conversations of a run"),
     "report": Command("pipelinerl.inspect.page", "one HTML file about one or several runs"),
     "replay": Command("pipelinerl.inspect.replay", "compute an optimizer step again: each token's part of its loss"),

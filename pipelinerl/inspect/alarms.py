@@ -1,26 +1,34 @@
 """Finds what looks wrong in a run: pure functions over metrics and the trainer's messages.
 
-An alarm says in one line what was seen, since which step, and what to do. It never changes the run. To add an alarm,
-write a function and list it in `CHECKS`. All thresholds are constants at the top of the module.
+An alarm says in one line what was seen, since which step, and what to do that is not done already. It never changes the
+run. To add an alarm, write a function and list it in `CHECKS`. Whether a curve moved is asked in units of the run's own
+noise (`inspect.curves`). Sizes that are too much in any run are constants at the top of the module.
 """
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipelinerl.config.sections import Config
+from pipelinerl.inspect.curves import WINDOW, Shift, ends_of, shift_of, wilson
 from pipelinerl.inspect.progress import last_at
 from pipelinerl.observability.catalogue import STEP, ActorMetric, MetricName, PreprocessorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Points
-from pipelinerl.records import CalibrationExceeded, ProbeMissed, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, TrainerMessage, WeightUpdateSuccess
 
-WINDOW = 8
-"""Number of points at the beginning and at the end of a curve that are compared, at most a third of them each."""
 FEWEST_POINTS = 12
 """A run of 60 fast steps has so many points of the actor, each the mean of hundreds of rollouts."""
 ENTROPY_LEFT, ENTROPY_SUCCESS = 0.1, 0.5
 """Collapse: less than this share of the first entropy is left while success is below the second value."""
-REWARD_GAIN, SUCCESS_GAIN, SOLVED = 0.1, 0.02, 0.95
-"""Hack: the reward grew by at least the first value, success by at most the second, and began below the third."""
+SOLVED = 0.95
+"""Success beyond which nothing is left to gain."""
+ROLLOUTS_IN_MEAN = 1024
+"""Rollouts behind each point of the actor's success."""
+LOW_ESS = 0.5
+SIGNAL = 0.1
+"""Share of groups with attempts that succeed and attempts that fail, below which success teaches nothing."""
+SMALL_INTERVAL = 0.05
+"""Half of the width of an evaluation's interval that is small enough to see progress."""
 LENGTH_GROWTH, LENGTH_CUT, LENGTH_RUNAWAY = 2.0, 0.1, 4.0
 """Explosion: growth of the length together with this share of cut rollouts, or growth that is enough alone."""
 CLIPPED = 0.3
@@ -36,6 +44,8 @@ UNREADABLE_TEXT = 0.2
 READ = (
     STEP,
     ActorMetric.CUT_BY_LENGTH,
+    ActorMetric.GROUPS_ALWAYS_SOLVED,
+    ActorMetric.GROUPS_NEVER_SOLVED,
     ActorMetric.NO_ANSWER,
     ActorMetric.OUTPUT_TOKENS,
     ActorMetric.REWARD,
@@ -43,6 +53,7 @@ READ = (
     PreprocessorMetric.ADVANTAGE_STD,
     TrainerMetric.CLIP_FRACTION,
     TrainerMetric.ENTROPY,
+    TrainerMetric.ESS,
     TrainerMetric.LIVE_VERSION,
     TrainerMetric.LOGRATIO_ABS_MAX_LAG0,
     TrainerMetric.LOGRATIO_ABS_MEAN,
@@ -67,6 +78,50 @@ class Alarm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The part of the configuration that the cures look at. A default stands for what is not known."""
+
+    steps_per_update: int = 1
+    """Optimizer steps between two weight updates."""
+    learning_rate: float | None = None
+    attempts: int | None = None
+    max_tokens: int | None = None
+    max_lag_steps: int | None = None
+    epsilon_high: float | None = None
+    aggregation: str = ""
+    is_overlong_penalised: bool = False
+    has_entropy_bonus: bool = False
+    has_proximal: bool = False
+    has_probe: bool = True
+
+
+UNKNOWN = Settings()
+
+
+def settings_of(cfg: Config) -> Settings:
+    rl = cfg.finetune.rl
+    return Settings(
+        steps_per_update=max(cfg.finetune.weight_update_interval, cfg.steps_per_phase),
+        learning_rate=cfg.finetune.learning_rate,
+        attempts=cfg.attempts,
+        max_tokens=cfg.llm.parameters.get("max_tokens"),
+        max_lag_steps=cfg.max_lag_steps,
+        epsilon_high=rl.epsilon_high,
+        aggregation=rl.aggregation,
+        is_overlong_penalised=bool(cfg.preprocess.overlong_buffer_tokens),
+        has_entropy_bonus=rl.entropy_bonus > 0,
+        has_proximal=rl.proximal_every is not None,
+        has_probe=cfg.weights.probe,
+    )
+
+
+def offered(*options: tuple[bool, str]) -> str:
+    """Return the options that are not in use already, as "a, b or c". Each is given as (is in use, text)."""
+    *others, last = [text for is_used, text in options if not is_used]
+    return " or ".join([", ".join(others), last] if others else [last])
+
+
+@dataclass(frozen=True, kw_only=True)
 class History:
     """Metrics and messages that the checks read."""
 
@@ -74,8 +129,8 @@ class History:
     actor: Points = ()
     preprocessor: Points = ()
     messages: Sequence[TrainerMessage] = ()
-    steps_per_update: int = 1
-    """Optimizer steps between two weight updates, as configured."""
+    evaluations: Sequence[EvaluationDone] = ()
+    settings: Settings = UNKNOWN
     blocked_at: Mapping[str, str] = field(default_factory=dict)
     """Domain → where it blocked the event loop of a rollout worker last."""
     unreadable_share: float | None = None
@@ -155,7 +210,8 @@ def stalled_version(history: History) -> Iterable[Alarm]:
     recent = _with(history.finetune, TrainerMetric.LIVE_VERSION)[-WINDOW:]
     if len(recent) < WINDOW or recent[0][TrainerMetric.LIVE_VERSION] != recent[-1][TrainerMetric.LIVE_VERSION]:
         return
-    if recent[-1][STEP] - recent[-1][TrainerMetric.LIVE_VERSION] <= VERSIONS_BEHIND + WINDOW + history.steps_per_update:
+    usual = VERSIONS_BEHIND + WINDOW + history.settings.steps_per_update
+    if recent[-1][STEP] - recent[-1][TrainerMetric.LIVE_VERSION] <= usual:
         return
     version = int(recent[-1][TrainerMetric.LIVE_VERSION])
     yield Alarm(
@@ -216,13 +272,15 @@ def reward_without_success(history: History) -> Iterable[Alarm]:
     points = _with(history.actor, ActorMetric.REWARD, ActorMetric.SUCCESS, fewest=FEWEST_POINTS)
     if not points:
         return
-    (reward, reward_now), (success, success_now) = _ends(points, ActorMetric.REWARD), _ends(points, ActorMetric.SUCCESS)
-    if reward_now - reward >= REWARD_GAIN and success_now - success <= SUCCESS_GAIN and success < SOLVED:
+    reward = shift_of([float(point[ActorMetric.REWARD]) for point in points])
+    success = success_shift(points)
+    assert success is not None
+    if reward.rose and not success.rose and success.before < SOLVED:
         yield Alarm(
             name="reward hack",
             step=points[0][STEP],
-            text=f"reward went from {reward:.2f} to {reward_now:.2f} and success from {success:.2f} to "
-            f"{success_now:.2f}: the policy earns reward without solving the task",
+            text=f"reward went from {reward.before:.2f} to {reward.now:.2f} and success from {success.before:.2f} to "
+            f"{success.now:.2f}: the policy earns reward without solving the task",
             cure="Read the best-rewarded failures (pipelinerl rollouts RUN --best 20) and close what they exploit",
         )
 
@@ -232,7 +290,7 @@ def entropy_collapse(history: History) -> Iterable[Alarm]:
     points = _with(history.finetune, TrainerMetric.ENTROPY, fewest=FEWEST_POINTS)
     if not points:
         return
-    before, now = _ends(points, TrainerMetric.ENTROPY)
+    before, now = ends_of([float(point[TrainerMetric.ENTROPY]) for point in points])
     successes = [point[ActorMetric.SUCCESS] for point in _with(history.actor, ActorMetric.SUCCESS)][-WINDOW:]
     success = statistics.fmean(successes) if successes else 0.0
     if now < ENTROPY_LEFT * before and success < ENTROPY_SUCCESS:
@@ -241,7 +299,12 @@ def entropy_collapse(history: History) -> Iterable[Alarm]:
             name="entropy collapse",
             step=first,
             text=f"entropy fell from {before:.2g} to {now:.2g} nats while success is {success:.2f}",
-            cure="Lower finetune.learning_rate, raise finetune.rl.epsilon_high, or set finetune.rl.entropy_bonus",
+            cure="You could "
+            + offered(
+                (history.settings.has_entropy_bonus, "set finetune.rl.entropy_bonus"),
+                (False, f"raise finetune.rl.epsilon_high{given(history.settings.epsilon_high)}"),
+                (False, f"lower finetune.learning_rate{given(history.settings.learning_rate)}"),
+            ),
         )
 
 
@@ -250,7 +313,7 @@ def length_explosion(history: History) -> Iterable[Alarm]:
     points = _with(history.actor, ActorMetric.OUTPUT_TOKENS, fewest=FEWEST_POINTS)
     if not points:
         return
-    before, now = _ends(points, ActorMetric.OUTPUT_TOKENS)
+    before, now = ends_of([float(point[ActorMetric.OUTPUT_TOKENS]) for point in points])
     cut = statistics.fmean(point.get(ActorMetric.CUT_BY_LENGTH) or 0.0 for point in points[-WINDOW:])
     growth = now / max(before, 1.0)
     if growth >= LENGTH_RUNAWAY or (growth >= LENGTH_GROWTH and cut >= LENGTH_CUT):
@@ -259,7 +322,12 @@ def length_explosion(history: History) -> Iterable[Alarm]:
             name="length explosion",
             step=first,
             text=f"rollouts grew from {before:.0f} to {now:.0f} sampled tokens, {cut:.0%} are cut",
-            cure="Set preprocess.overlong_buffer_tokens or finetune.rl.aggregation=token_mean, or lower max_tokens",
+            cure="You could "
+            + offered(
+                (history.settings.is_overlong_penalised, "set preprocess.overlong_buffer_tokens"),
+                (history.settings.aggregation == "token_mean", "set finetune.rl.aggregation=token_mean"),
+                (False, f"lower llm.parameters.max_tokens{given(history.settings.max_tokens)}"),
+            ),
         )
 
 
@@ -278,7 +346,8 @@ def zero_advantages(history: History) -> Iterable[Alarm]:
         text="every group's attempts earn the same reward: nothing is learned",
         cure="The problems are solved: stop, or take harder ones"
         if solved
-        else "The problems are too hard for the model: take easier ones, more attempts, or partial rewards",
+        else "The problems are too hard for the model: take easier ones, more "
+        f"attempts{given(history.settings.attempts)}, or partial rewards",
     )
 
 
@@ -294,7 +363,7 @@ def clipping(history: History) -> Iterable[Alarm]:
             name="clip fraction",
             step=first,
             text=f"the loss clips {now:.0%} of the tokens",
-            cure="Lower finetune.learning_rate or max_lag_steps, or set finetune.rl.proximal_every",
+            cure="You could " + younger(history.settings),
         )
 
 
@@ -309,7 +378,7 @@ def mismatch(history: History) -> Iterable[Alarm]:
     fresh = statistics.fmean(point.get(TrainerMetric.LOGRATIO_ABS_MAX_LAG0) or 0.0 for point in points[-WINDOW:])
     first = next(point[STEP] for point in points if point[TrainerMetric.LOGRATIO_ABS_MEAN] > LARGE_GAP)
     cause, cure = (
-        ("age of the tokens: fresh ones differ less", "Lower max_lag_steps, or set finetune.rl.proximal_every")
+        ("age of the tokens: fresh ones differ less", "You could " + younger(history.settings))
         if fresh < now
         else ("numerics: fresh tokens differ as well", "Compare dtype and fp32_lm_head of both ends")
     )
@@ -319,6 +388,101 @@ def mismatch(history: History) -> Iterable[Alarm]:
         text=f"trainer and servers differ by {now:.2g} nats per token, and the largest cause is the {cause}",
         cure=f"{cure}. `pipelinerl replay RUN --step {points[-1][STEP] - 1} --mismatch` splits it further",
     )
+
+
+def flat_evaluation(history: History) -> Iterable[Alarm]:
+    """Alarm if evaluations say that nothing was learned, or more was lost than their intervals allow."""
+    done = sorted((e for e in history.evaluations if e.success is not None), key=lambda e: e.version)
+    if len(done) < 2 or len(history.finetune) < FEWEST_POINTS:
+        return
+    first, last = done[0], done[-1]
+    assert first.success is not None
+    assert last.success is not None
+    before, now = wilson(first.success, first.num_rollouts), wilson(last.success, last.num_rollouts)
+    if now[0] > before[1] or last.success >= SOLVED:
+        return
+    success = success_shift(_with(history.actor, ActorMetric.SUCCESS, fewest=FEWEST_POINTS))
+    is_exact = (now[1] - now[0]) / 2 <= SMALL_INTERVAL
+    if not is_exact and success is not None and success.rose:
+        return  # too few test problems to contradict training
+    fell = now[1] < before[0]
+    yield Alarm(
+        name="falling evaluation" if fell else "flat evaluation",
+        step=first.version,
+        text=f"success on {last.num_rollouts} test rollouts went from {first.success:.3f} to {last.success:.3f} by "
+        f"version {last.version}, 95 % intervals {before[0]:.3f}–{before[1]:.3f} and {now[0]:.3f}–{now[1]:.3f}",
+        cure="`pipelinerl why RUN` ranks the causes"
+        if is_exact
+        else "`pipelinerl why RUN` ranks the causes; more test problems would show smaller progress",
+    )
+
+
+def low_ess(history: History) -> Iterable[Alarm]:
+    """Alarm if importance ratios leave less than half of the tokens effective."""
+    points = _with(history.finetune, TrainerMetric.ESS, fewest=WINDOW)
+    now = statistics.fmean(point[TrainerMetric.ESS] for point in points[-WINDOW:]) if points else 1.0
+    if now < LOW_ESS:
+        first = next(point[STEP] for point in points if point[TrainerMetric.ESS] < LOW_ESS)
+        yield Alarm(
+            name="low effective sample size",
+            step=first,
+            text=f"the importance ratios of the tokens leave {now:.0%} of a batch effective",
+            cure="You could " + younger(history.settings),
+        )
+
+
+def rising_entropy(history: History) -> Iterable[Alarm]:
+    """Alarm if the policy loses certainty and gains nothing for it."""
+    points = _with(history.finetune, TrainerMetric.ENTROPY, fewest=FEWEST_POINTS)
+    success = success_shift(_with(history.actor, ActorMetric.SUCCESS, fewest=FEWEST_POINTS))
+    if not points or success is None or success.rose or success.now >= SOLVED:
+        return
+    entropy = shift_of([float(point[TrainerMetric.ENTROPY]) for point in points])
+    if entropy.rose:
+        settings = history.settings
+        yield Alarm(
+            name="rising entropy",
+            step=points[0][STEP],
+            text=f"entropy rose from {entropy.before:.2g} to {entropy.now:.2g} nats, {entropy.error:.1g} is noise, "
+            f"while success went from {success.before:.2f} to {success.now:.2f}",
+            cure="You could "
+            + offered(
+                (not settings.has_entropy_bonus, "lower finetune.rl.entropy_bonus"),
+                (False, f"lower finetune.learning_rate{given(settings.learning_rate)}"),
+            ),
+        )
+
+
+def groups_without_signal(history: History) -> Iterable[Alarm]:
+    """Alarm if nearly every group is solved by all of its attempts, or by none."""
+    always, never = ActorMetric.GROUPS_ALWAYS_SOLVED, ActorMetric.GROUPS_NEVER_SOLVED
+    points = _with(history.actor, always, never, fewest=3)
+    recent = points[-WINDOW:]
+    for name, word, cure in (
+        (never, "never", f"Take easier problems, more attempts{given(history.settings.attempts)}, or partial rewards"),
+        (always, "always", "The problems are solved: stop, or take harder ones"),
+    ):
+        share = statistics.fmean(point[name] for point in recent) if recent else 0.0
+        if share > 1 - SIGNAL:
+            yield Alarm(
+                name=f"groups {word} solved",
+                step=next(point[STEP] for point in points if point[name] > 1 - SIGNAL),
+                text=f"in {share:.0%} of the newest groups {'all' if word == 'always' else 'no'} attempts succeed",
+                cure=cure,
+            )
+
+
+def younger(settings: Settings) -> str:
+    """What brings the policy that trains nearer to the one that sampled."""
+    return offered(
+        (settings.max_lag_steps == 0, f"lower max_lag_steps{given(settings.max_lag_steps)}"),
+        (settings.has_proximal, "set finetune.rl.proximal_every"),
+        (False, f"lower finetune.learning_rate{given(settings.learning_rate)}"),
+    )
+
+
+def given(value: float | None) -> str:
+    return "" if value is None else f" (it is {value:g})"
 
 
 CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
@@ -335,6 +499,10 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     zero_advantages,
     clipping,
     mismatch,
+    low_ess,
+    flat_evaluation,
+    rising_entropy,
+    groups_without_signal,
 )
 """The most serious first."""
 
@@ -345,8 +513,8 @@ def _with(points: Points, *names: MetricName, fewest: int = 0) -> Points:
     return found if len(found) >= fewest else []
 
 
-def _ends(points: Points, name: MetricName) -> tuple[float, float]:
-    """Return the means of the first and of the last `WINDOW` points, or of a third of them each."""
-    values = [float(point[name]) for point in points]
-    window = min(WINDOW, len(values) // 3)
-    return statistics.fmean(values[:window]), statistics.fmean(values[-window:])
+def success_shift(points: Points) -> Shift | None:
+    """How success on training problems moved. None without points."""
+    if not points:
+        return None
+    return shift_of([float(point[ActorMetric.SUCCESS]) for point in points], trials=ROLLOUTS_IN_MEAN)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from pipelinerl.config.paths import metrics_file
-from pipelinerl.inspect.alarms import READ, READ_OF_DOMAINS, Alarm, History, alarms
+from pipelinerl.inspect.alarms import READ, READ_OF_DOMAINS, UNKNOWN, Alarm, History, Settings, alarms
 from pipelinerl.inspect.progress import blocked_places
 from pipelinerl.observability.metrics import Point
 from pipelinerl.observability.status import read_statuses
@@ -47,16 +47,16 @@ class AlarmWatch:
     """Finds alarms that have not been reported yet.
 
     Args:
-        steps_per_update: optimizer steps between two weight updates.
+        settings: what the cures look at.
         every_s: least seconds between two looks at the metrics.
     """
 
-    def __init__(self, run_dir: Path, *, steps_per_update: int = 1, every_s: float = EVERY_S):
+    def __init__(self, run_dir: Path, *, settings: Settings = UNKNOWN, every_s: float = EVERY_S):
         kinds = ("finetune", "actor", "preprocessor")
         self._run_dir = run_dir
         self._tails = {kind: MetricsTail(metrics_file(run_dir, kind)) for kind in kinds}
         self._messages: list[TrainerMessage] = []
-        self._steps_per_update, self._every_s = steps_per_update, every_s
+        self._settings, self._every_s = settings, every_s
         self._next = 0.0
         self._told: set[tuple[str, int | None]] = set()
 
@@ -80,7 +80,7 @@ class AlarmWatch:
             actor=self._tails["actor"].points,
             preprocessor=self._tails["preprocessor"].points,
             messages=self._messages,
-            steps_per_update=self._steps_per_update,
+            settings=self._settings,
             blocked_at=blocked_places(read_statuses(self._run_dir)),
         )
         found = [alarm for alarm in alarms(history) if (alarm.name, alarm.step) not in self._told]

@@ -25,8 +25,8 @@ from typing import Any
 from pipelinerl.config.origin import make_importable
 from pipelinerl.config.paths import RUN_CONFIG
 from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.debug_run import read_debug_run
-from pipelinerl.inspect.page.data import wilson
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import main as launch
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pipelinerl.inspect.alarms import UNKNOWN, Settings
 from pipelinerl.inspect.report import number, read_metrics_tail
 from pipelinerl.inspect.watch import AlarmWatch
 from pipelinerl.launcher.tracking import RunTracking
@@ -42,7 +43,7 @@ class ProgressLines:
         say: called with every line that stays.
         note: called with the lines of the other steps.
         every_s: least seconds between two steps that are said. The first and the last step are always said.
-        steps_per_update: optimizer steps between two weight updates.
+        settings: what the cures of alarms look at.
         tracking: is told of steps and alarms.
         model: what evaluations are of, in a run without a trainer.
     """
@@ -55,14 +56,14 @@ class ProgressLines:
         say: Callable[[str], None],
         note: Callable[[str], None] = log.info,
         every_s: float = STEP_S,
-        steps_per_update: int = 1,
+        settings: Settings = UNKNOWN,
         tracking: RunTracking | None = None,
         model: str | None = None,
     ):
         self._run_dir, self._max_train_steps = run_dir, max_train_steps
         self._say, self._note, self._every_s = say, note, every_s
         self._tracking, self._model = tracking, model
-        self._alarms = AlarmWatch(run_dir, steps_per_update=steps_per_update)
+        self._alarms = AlarmWatch(run_dir, settings=settings)
         self._since, self._said_at = time.time(), -math.inf
         self._pause_ms: tuple[float, ...] = ()
         self._last: SamplesProcessed | None = None

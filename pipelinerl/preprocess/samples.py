@@ -43,7 +43,7 @@ def _longest_run(spans_R3: np.ndarray) -> int:
 
 
 def cut_texts(rollout: Rollout) -> frozenset[int]:
-    """The sequences that overlong filtering takes out of the loss, because the server ended a completion for its length.
+    """The sequences that overlong filtering takes out of the loss: the server ended a completion for its length.
 
     Texts with rewards of their own count for themselves. Else one such completion takes out the whole rollout.
     """

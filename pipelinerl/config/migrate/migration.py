@@ -344,7 +344,9 @@ def _carry(key: str, value: Any, result: Migration) -> None:
             result.values.setdefault(EXTRA_KEYS, []).append(key)
         return
     if row.kind != "moved":
-        target = result.needless if row.kind == "needless" or value in (None, False, "", "none", [], -1) else result.missing
+        target = (
+            result.needless if row.kind == "needless" or value in (None, False, "", "none", [], -1) else result.missing
+        )
         target.append(f"{key}: {row.why}")
         return
     _move(key, value, row, result)

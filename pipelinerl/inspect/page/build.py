@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inspect.alarms import History, alarms
+from pipelinerl.inspect.alarms import History, alarms, settings_of
 from pipelinerl.inspect.decode import TokenText, text_or_numbers
 from pipelinerl.inspect.ending import ending_alarms, read_ending
 from pipelinerl.inspect.page.browser import Candidates, unreadable_share, within
@@ -74,7 +74,8 @@ def history_of(source: RunSource, unreadable_tokens: float | None = None) -> His
         actor=source.actor,
         preprocessor=source.preprocessor,
         messages=source.records.trainer,
-        steps_per_update=max(source.cfg.finetune.weight_update_interval, source.cfg.steps_per_phase),
+        evaluations=source.records.evaluations,
+        settings=settings_of(source.cfg),
         blocked_at=blocked_places(read_statuses(source.run_dir)),
         unreadable_share=unreadable_tokens,
     )

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from pipelinerl.config.keys import REQUIRED, declared
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.ending import RunEnding
 from pipelinerl.inspect.report import RunRecords, read_records, read_summary, summarise
 from pipelinerl.observability.catalogue import (
@@ -31,8 +32,6 @@ from pipelinerl.observability.metrics import Points, read_metrics
 from pipelinerl.records import EvaluationDone, TrainingDone
 
 MAX_POINTS = 1200
-Z_95 = 1.959964
-"""Standard normal quantile of a two-sided 95 % interval."""
 TRAINER_PARTS = {
     TrainerMetric.STEP_S: "training",
     TrainerMetric.WAIT_S: "waiting for data",
@@ -247,19 +246,6 @@ def evaluation(done: EvaluationDone) -> dict[str, Any]:
         "rollouts": done.num_rollouts,
         "parts": parts if len(parts) > 1 else {},
     }
-
-
-def wilson(share: float, count: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of ``count`` trials (JASA 22, 1927, p. 209), which may be an effective number.
-
-    It stays within [0, 1] and has a width at 0 and 1, too.
-    """
-    if not count:
-        return 0.0, 1.0
-    square = Z_95**2 / count
-    middle = share + square / 2
-    half = Z_95 * math.sqrt(share * (1 - share) / count + square / (4 * count))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
 def survivorship(points: Points) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, alarms
+from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, Settings, alarms
 from pipelinerl.inspect.page.build import collect
 from pipelinerl.records import CalibrationExceeded, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.streams import set_streams_backend
@@ -114,7 +114,7 @@ def test_stalled_version_only_when_it_stands_still() -> None:
     assert (alarm.name, alarm.step) == ("stalled version", 12)
     assert re.search(says("version 12", "step 39"), alarm.text)
     rare = points(live_version=[float(i - i % 20) for i in range(N)])
-    assert found(finetune=rare, steps_per_update=20) == []
+    assert found(finetune=rare, settings=Settings(steps_per_update=20)) == []
     assert [alarm.name for alarm in found(finetune=rare)] == ["stalled version"]
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from pipelinerl.config.load import load_old_run
 from pipelinerl.config.sections import Config
+from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.page import browser, build, data
 from pipelinerl.inspect.samples import SeenRollout
@@ -84,7 +85,7 @@ def test_series_takes_the_last_point_of_a_step_and_leaves_out_what_is_unknown() 
     ("share", "count", "low", "high"), [(0.5, 100, 0.40383, 0.59617), (0.0, 10, 0.0, 0.27753), (1.0, 10, 0.72247, 1.0)]
 )
 def test_wilson_interval_by_hand(share: float, count: int, low: float, high: float) -> None:
-    assert data.wilson(share, count) == (pytest.approx(low, abs=2e-5), pytest.approx(high, abs=2e-5))
+    assert wilson(share, count) == (pytest.approx(low, abs=2e-5), pytest.approx(high, abs=2e-5))
 
 
 def test_evaluation_shows_data_sets_only_where_there_are_several() -> None:

@@ -78,4 +78,4 @@ def test_progress_lines_show_an_alarm_after_its_step(tmp_path: Path) -> None:
         follower.stop()
     assert lines[0].startswith("step 20/30")
     assert re.match(says("alarm: stale server", "step 7", "actor_llm_1"), lines[1])
-    assert re.match(says("alarm: clip fraction", "step 0", "90%", "Lower"), lines[2])
+    assert re.match(says("alarm: clip fraction", "step 0", "90%", "lower"), lines[2])

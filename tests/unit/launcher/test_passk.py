@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from pipelinerl.inspect.page.data import wilson
+from pipelinerl.inspect.curves import wilson
 from pipelinerl.launcher.evaluate import Estimate, Tally, effective_size, estimate, pass_at_k, powers_up_to
 
 

@@ -1,0 +1,200 @@
+"""`pipelinerl why RUN`: what keeps a run from learning, the likeliest cause first.
+
+    pipelinerl why results/x               every cause with its evidence, the command that shows it, and what to do
+    pipelinerl why results/x --json        the same as one JSON list
+
+Reads the folder of a running or ended run and changes nothing in it. It exits with 1 if it found a cause, else with 0.
+`inspect.causes` has the checks, this module what they read.
+"""
+
+import json
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.config.paths import EXPORTS
+from pipelinerl.errors import ConfigError, told_in_one_line
+from pipelinerl.inspect.causes import Attempt, Cause, Evidence, Level, causes
+from pipelinerl.inspect.decode import TokenText, load_token_text, problem_fields
+from pipelinerl.inspect.ending import ending_alarms, read_ending
+from pipelinerl.inspect.page.browser import Candidates
+from pipelinerl.inspect.page.build import history_of, measure_unreadable
+from pipelinerl.inspect.page.data import read_source
+from pipelinerl.inspect.reading import command_parser, look_into
+from pipelinerl.inspect.samples import SeenRollout, read_training
+from pipelinerl.observability.archive import chosen
+from pipelinerl.observability.catalogue import ActorMetric
+from pipelinerl.records import TrainingSequence
+
+PER_STEP = 16
+"""Attempts of an optimizer step that are looked at, with the attempts at one problem together."""
+LONG_TEXT = 16
+"""Characters of a problem's text from which its absence from the prompt means something."""
+PART = 0.2
+"""Share of such a text that is no accident."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code. `argv` = None takes the process's arguments."""
+    parser = command_parser("why", __doc__)
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--json", action="store_true", help="one JSON list")
+    arguments = parser.parse_args(argv)
+    evidence = read_evidence(arguments.run)
+    found = [*ended(arguments.run), *causes(evidence)]
+    if arguments.json:
+        print(json.dumps([as_data(cause, arguments.run) for cause in found], indent=2))
+    else:
+        print("\n".join(lines(found, arguments.run, len(evidence.attempts))))
+    return int(bool(found))
+
+
+def ended(run_dir: Path) -> list[Cause]:
+    """The cause of a run that failed."""
+    failure = ending_alarms(read_ending(run_dir))
+    return [Cause(**vars(alarm), level=Level.DELIVERY, command="pipelinerl status {run}") for alarm in failure]
+
+
+def lines(found: Sequence[Cause], run_dir: Path, attempts: int) -> list[str]:
+    if not found:
+        return [f"nothing looks wrong in {run_dir}: its metrics and {attempts} of its attempts were looked at"]
+    text = []
+    for number, cause in enumerate(found, 1):
+        since = "" if cause.step is None else f" since step {cause.step}"
+        text += [f"{number}. {cause.name}{since}: {cause.text}", f"   look: {command_of(cause, run_dir)}"]
+        text += [f"   do:   {cause.cure}"]
+    return text
+
+
+def command_of(cause: Cause, run_dir: Path) -> str:
+    return cause.command.format(run=shlex.quote(str(run_dir)), step=cause.step or 0)
+
+
+def as_data(cause: Cause, run_dir: Path) -> dict[str, Any]:
+    return vars(cause) | {"level": cause.level.name.lower(), "command": command_of(cause, run_dir)}
+
+
+def read_evidence(run_dir: Path) -> Evidence:
+    """Read what is on record about a run. Its tokenizer is optional: without it no text is compared."""
+    with look_into(run_dir):
+        source = read_source(run_dir)
+        by_step: dict[int, list[SeenRollout]] = defaultdict(list)
+        candidates = Candidates()
+        for seen in read_training(run_dir, replicas=source.cfg.world.replicas):
+            candidates.add([seen])
+            if seen.rollout.sequences:
+                by_step[seen.versions[0] if seen.versions else 0].append(seen)
+    try:
+        text: TokenText | None = load_token_text(run_dir)
+    except ConfigError:
+        text = None
+    unreadable = None if text is None else measure_unreadable(candidates, text)
+    ends = end_tokens(run_dir, source.cfg.model_path)
+    newest = source.actor[-1] if source.actor else {}
+    return Evidence(
+        history=history_of(source, unreadable),
+        attempts=[attempt_of(seen, text, ends) for _, own in sorted(by_step.items()) for seen in _few(own)],
+        dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
+        groups=int(newest.get(ActorMetric.GROUPS) or 0),
+    )
+
+
+def _few(rollouts: Sequence[SeenRollout]) -> Iterator[SeenRollout]:
+    keep = chosen((seen.sample_id for seen in rollouts), PER_STEP)
+    yield from (seen for seen in rollouts if seen.sample_id in keep)
+
+
+def end_tokens(run_dir: Path, model_path: str) -> frozenset[int]:
+    """The tokens that end an answer, as the model's own files say. Empty if none of them is here."""
+    exports = sorted((run_dir / EXPORTS).glob("step_*"))[-1:]
+    for folder in (*exports, Path(model_path), run_dir / "model"):
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((folder / name).read_text()).get("eos_token_id")
+            except (OSError, ValueError):
+                continue
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()
+
+
+def attempt_of(seen: SeenRollout, text: TokenText | None, ends: frozenset[int]) -> Attempt:
+    rollout = seen.rollout
+    last, metrics = rollout.sequences[-1], rollout.metrics
+    sampled = np.concatenate([sequence.logprobs for sequence in rollout.sequences])
+    is_stopped = last.finish_reason == "stop" and len(last.spans) > 0
+    return Attempt(
+        group=seen.group_id,
+        version=seen.versions[0] if seen.versions else seen.dispatched_version,
+        reward=rollout.reward,
+        success=metrics.get("success"),
+        is_error=not metrics.get("no_error", 1.0) and not metrics.get("no_answer", 1.0),
+        tokens=seen.num_sampled,
+        is_cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
+        certainty=float(sampled.mean()) if len(sampled) else 0.0,
+        asked=None if text is None else share_asked(seen.problem, prompt_of(rollout.sequences[0], text)),
+        is_end_trained=bool(last.spans[-1, 1] == len(last.token_ids)) if is_stopped else None,
+        goes_on=any(goes_on(sequence, ends) for sequence in rollout.sequences),
+        advantage=seen.advantage,
+        moved=moved(seen) if seen.lag else None,
+    )
+
+
+def prompt_of(sequence: TrainingSequence, text: TokenText) -> str:
+    """Everything before the first sampled token."""
+    end = int(sequence.spans[0, 0]) if len(sequence.spans) else len(sequence.token_ids)
+    return text.text(sequence.token_ids[:end].tolist())
+
+
+def share_asked(problem: str, prompt: str) -> float | None:
+    """The largest share of one of the problem's texts that the prompt holds, from its beginning or to its end.
+
+    None: no text is long enough, or the prompt holds next to nothing of any, as when a template words it anew.
+    """
+    known = " ".join(prompt.split())
+    texts = [" ".join(value.split()) for value in problem_fields(problem).values() if isinstance(value, str)]
+    shares = [_share(one, known) for one in texts if len(one) >= LONG_TEXT]
+    best = max(shares, default=0.0)
+    return best if best >= PART else None
+
+
+def _share(text: str, known: str) -> float:
+    """Bisection: every beginning of a part that is there is there, too."""
+    longest = 0
+    for part in (lambda n: text[:n], lambda n: text[len(text) - n :]):
+        low, high = 0, len(text)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if part(middle) in known else (low, middle - 1)
+        longest = max(longest, low)
+    return longest / len(text)
+
+
+def goes_on(sequence: TrainingSequence, ends: Iterable[int]) -> bool:
+    """Whether a token of ``ends`` was sampled inside a completion, which is a run of adjacent spans."""
+    inner = np.isin(sequence.token_ids, list(ends))
+    starts, stops = sequence.spans[:, 0], sequence.spans[:, 1]
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        is_last = stop not in starts
+        if inner[start : stop - is_last].any():
+            return True
+    return False
+
+
+def moved(seen: SeenRollout) -> float | None:
+    """Mean change of the tokens' log-probability from the sampler to the trainer."""
+    changes = [
+        score.logprobs - sequence.logprobs
+        for score, sequence in zip(seen.scores, seen.rollout.sequences, strict=False)
+        if score is not None and len(score.logprobs) == len(sequence.logprobs)
+    ]
+    return float(np.concatenate(changes).mean()) if changes else None
+
+
+if __name__ == "__main__":
+    sys.exit(told_in_one_line(main))

@@ -1,0 +1,79 @@
+"""What `pipelinerl why` reads of a run folder, and prints."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.inspect.why import goes_on, main, share_asked
+from pipelinerl.records import TrainingSequence
+from pipelinerl.streams import set_streams_backend
+from tests.run_folder import Story, make_run
+
+N = 40
+QUESTION = "Which is the largest of 18, 5 and 30?"
+
+
+def problem(**fields: object) -> str:
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "share"),
+    [
+        (f"<|user|>{QUESTION}<|end|>", 1.0),
+        (f"<|user|>{QUESTION[:19]} and so on", 19 / 37),
+        (f"<|user|>… {QUESTION[-24:]}", 24 / 37),
+        ("<|user|>Which\n is the   largest of 18, 5 and 30?", 1.0),
+        ("<|user|>Something else", None),
+    ],
+)
+def test_share_of_the_question_that_a_prompt_holds(prompt: str, share: float | None) -> None:
+    solution = "The largest of 18, 5 and 30 is the last one, 30."
+    asked = share_asked(problem(question=QUESTION, solution=solution, id=3), prompt)
+    assert asked == (None if share is None else pytest.approx(share, abs=0.03))
+
+
+def test_a_text_too_short_to_miss_says_nothing() -> None:
+    assert share_asked(problem(question="2 + 2", answer="four"), "Add two and two.") is None
+    assert share_asked("not JSON, and cut", "not JSON, and cut somewhere") == 1.0
+
+
+def test_an_end_inside_a_completion_is_no_end() -> None:
+    """Tokens 3 to 8 are one completion of two versions, 9 to 11 another; 7 ends an answer."""
+
+    def sequence(*token_ids: int) -> TrainingSequence:
+        spans = np.array([[3, 5, 0], [5, 8, 1], [9, 11, 1]], np.int32)
+        return TrainingSequence(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=-np.ones(7, np.float32),
+            spans=spans,
+            finish_reason="stop",
+        )
+
+    assert not goes_on(sequence(7, 1, 1, 1, 1, 1, 1, 7, 7, 1, 7), {7})
+    assert goes_on(sequence(1, 1, 1, 1, 7, 1, 1, 1, 1, 1, 7), {7})
+
+
+def test_a_good_run_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    set_streams_backend("files")
+    assert main([str(make_run(tmp_path / "run", Story(steps=N)))]) == 0
+    assert capsys.readouterr().out.startswith("nothing looks wrong")
+
+
+def test_causes_have_their_evidence_a_command_and_a_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The reward is −1 whatever becomes of a problem, and the servers hold other weights than they say."""
+    set_streams_backend("files")
+    story = Story(steps=N, finetune={"logratio_abs_max_lag0": [3.0] * N})
+    run = make_run(tmp_path / "a run", story)
+    assert main([str(run)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "1. stale server since step 1: tokens that the present weights sampled differ by up to 3"
+    )
+    assert lines[1] == f"   look: pipelinerl status '{run}'"
+    assert lines[2].startswith("   do:   Keep weights.probe on")
+    assert main([str(run), "--json"]) == 1
+    (cause,) = json.loads(capsys.readouterr().out)
+    assert (cause["name"], cause["level"]) == ("stale server", "delivery")
