@@ -136,24 +136,3 @@ def hub_rows(path: str, config: str | None, split: str, streaming: bool, **optio
     except ImportError as error:
         raise DomainError(f"dataset {path!r} needs the extra `data`: pip install pipelinerl[data]") from error
     return iter(load_dataset(path, config, split=split, streaming=streaming, **options))
-
-
-def column(row: dict[str, Any], name: str | None, usual: tuple[str, ...], dataset: str, what: str) -> Any:
-    """Returns a row's value of one field.
-
-    Args:
-        row: column → value.
-        name: the column that the configuration names. None: the first of ``usual`` that exists.
-        usual: common names of the column.
-        dataset: name of the data set, for the message.
-        what: name of the field in ``dataset_loader_params.columns``, for the message.
-    Raises:
-        DomainError: the row has no such column.
-    """
-    for candidate in (name,) if name else usual:
-        if candidate in row:
-            return row[candidate]
-    wanted = repr(name) if name else f"any of {list(usual)}"
-    raise DomainError(
-        f"dataset {dataset!r} has the columns {sorted(row)}, not {wanted}: set dataset_loader_params.columns.{what}"
-    )

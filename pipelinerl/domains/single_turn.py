@@ -13,6 +13,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.columns import Messages
 from pipelinerl.domains.rewards import VerdictRewards
 from pipelinerl.domains.verifier_client import judged
 from pipelinerl.errors import DomainError
@@ -24,9 +25,11 @@ JudgeOutput = Callable[[str], Verdict | Awaitable[Verdict]]
 """The model's whole output → verdict."""
 
 
-def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Builds the messages that ask ``task``. The configuration may replace the domain's ``system_prompt``, or, by an
-    empty text, leave it out.
+def conversation(cfg: DictConfig, task: str | Messages, system_prompt: str | None = None) -> Messages:
+    """Builds the messages that ask ``task``, a text or messages of its own, of which the template takes the last.
+
+    The configuration may replace the domain's ``system_prompt``, or, by an empty text, leave it out. Messages with a
+    system prompt keep theirs.
 
     Raises:
         DomainError: ``actor.task_template`` has no place for the task.
@@ -36,8 +39,10 @@ def conversation(cfg: DictConfig, task: str, system_prompt: str | None = None) -
     template = actor.get("task_template") or "{task}"
     if "{task}" not in template:
         raise DomainError(f"`actor.task_template` is {template!r}: it must hold {{task}}, the problem's question")
-    question = {"role": "user", "content": template.replace("{task}", task)}
-    return [{"role": "system", "content": system}, question] if system else [question]
+    *before, last = [{"role": "user", "content": task}] if isinstance(task, str) else task
+    asked = [*before, last | {"content": template.replace("{task}", last["content"])}]
+    has_own = asked[0]["role"] in ("system", "developer")
+    return [{"role": "system", "content": system}, *asked] if system and not has_own else asked
 
 
 async def ask_and_judge(
@@ -46,7 +51,7 @@ async def ask_and_judge(
     problem: dict[str, Any],
     session: aiohttp.ClientSession,
     *,
-    task: str,
+    task: str | Messages,
     judge: JudgeOutput,
     system_prompt: str | None = None,
 ) -> RolloutResult:
@@ -57,7 +62,7 @@ async def ask_and_judge(
         llm: the policy.
         problem: its ``dataset`` groups the metrics.
         session: HTTP session of the rollout.
-        task: the question.
+        task: the question, a text or messages.
         judge: judges the output. May be async.
         system_prompt: the domain's own, which the configuration may replace.
     Raises:

@@ -23,6 +23,7 @@ from pipelinerl.domains.countdown.judge import ExpressionError, evaluate
 from pipelinerl.domains.datasets import Problem, generate_problems, is_held_out
 from pipelinerl.domains.math.dataset import problem_of
 from pipelinerl.domains.rewards import VerdictRewards
+from pipelinerl.domains.single_turn import conversation
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import LLMCall, Prompt, ToolCall, TrainableLLM
 from pipelinerl.records.verdicts import Verdict, correct, no_answer, unparsable, wrong
@@ -173,10 +174,7 @@ async def generate_rollout(
     settings = cfg.get("environment") or {}
     tools = [TOOLS[name] for name in settings.get("tools", list(TOOLS))]
     runner = runner_of(cfg, session)
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": problem["task"]},
-    ]
+    messages = conversation(cfg, problem["task"], SYSTEM_PROMPT)
     calls: list[LLMCall] = []
     results: list[str] = []
     for _ in range(settings.get("max_turns", DEFAULT_MAX_TURNS)):

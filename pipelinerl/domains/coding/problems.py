@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipelinerl.domains.coding.judge import TestSuite
-from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.domains.columns import column, question_of
+from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
 
 INTELLECT = "PrimeIntellect/INTELLECT-3-RL:code@train"
@@ -16,6 +17,8 @@ NAMED: dict[str, tuple[str, str | None]] = {
     "intellect3_lcbv5": (INTELLECT, "lcbv5"),
 }
 """Name → (data set, the `source` in its column `info` that counts)."""
+TESTS = ("tests", "input_output", "test_cases", "reward_model.ground_truth", "info")
+"""Usual columns of the tests."""
 
 
 def load_problems(
@@ -29,8 +32,8 @@ def load_problems(
 
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``NAMED``.
-        columns: field → column. By default the first that exists: ``task``, ``question``, ``problem`` or ``prompt``,
-            and ``tests``, ``input_output``, ``test_cases`` or ``info``. The tests are
+        columns: field → column. By default the first of ``pipelinerl.domains.columns`` or ``TESTS`` that exists. The
+            tests are
             ``{"inputs": […], "outputs": […], "fn_name": …}``, or that as JSON, or under ``tests`` of such a mapping.
         max_problems: maximum per data set. None: all.
         max_tests: use only the first tests of a problem. None: all.
@@ -58,9 +61,8 @@ def named_rows(name: str, streaming: bool) -> Iterator[dict[str, Any]]:
 def problem_of(
     row: dict[str, Any], columns: dict[str, str], dataset: str, index: int, max_tests: int | None
 ) -> dict[str, Any]:
-    usual = ("task", "question", "problem", "prompt")
-    task = column(row, columns.get("task"), usual, dataset, "task")
-    tests = column(row, columns.get("tests"), ("tests", "input_output", "test_cases", "info"), dataset, "tests")
+    task = question_of(row, columns.get("task"), dataset, index)
+    tests = column(row, columns.get("tests"), TESTS, dataset, "tests")
     try:
         tests = mapping_of(tests)
         tests = mapping_of(tests["tests"]) if "tests" in tests else tests
@@ -68,7 +70,7 @@ def problem_of(
         TestSuite.from_problem(tests)
     except (ValueError, KeyError, TypeError) as error:
         raise DomainError(f"dataset {dataset!r}: the tests of row {index} cannot be used: {error}") from error
-    return {"dataset": dataset, "task": str(task), "tests": tests, "id": index}
+    return {"dataset": dataset, "task": task, "tests": tests, "id": index}
 
 
 def mapping_of(tests: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.datasets import Problem, column, generate_problems
+from pipelinerl.domains.columns import column, question_of
+from pipelinerl.domains.datasets import Problem, generate_problems
 from pipelinerl.domains.instructions.judge import CHECKS, judge
 from pipelinerl.domains.single_turn import ask_and_judge
 from pipelinerl.errors import DomainError
@@ -67,8 +68,8 @@ def load_problems(
         max_constraints: maximum per generated problem.
         num_train_problems: size of ``train``.
         num_test_problems: size of ``test``.
-        columns: field → column of data sets that are read. Default: ``task`` or ``prompt``, and ``constraints``
-            (a list, or JSON).
+        columns: field → column of data sets that are read. Default: the first of
+            ``pipelinerl.domains.columns``, and ``constraints`` (a list, or JSON).
         seed: of ``train``. ``test`` is the same for every seed.
     """
 
@@ -89,7 +90,7 @@ def load_problems(
 
 
 def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> Problem:
-    task = column(row, columns.get("task"), ("task", "prompt"), dataset, "task")
+    task = question_of(row, columns.get("task"), dataset, index)
     constraints = column(row, columns.get("constraints"), ("constraints",), dataset, "constraints")
     if isinstance(constraints, str):
         with contextlib.suppress(ValueError):
@@ -102,7 +103,7 @@ def read_problem(row: dict[str, Any], columns: dict[str, str], dataset: str, ind
         )
     # In Parquet every object has the keys of all objects, and the missing values are None.
     given = [{name: value for name, value in one.items() if value is not None} for one in listed]
-    return {"dataset": dataset, "task": str(task), "constraints": given}
+    return {"dataset": dataset, "task": task, "constraints": given}
 
 
 required_problem_keys = ("task", "constraints")

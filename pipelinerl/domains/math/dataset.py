@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.domains.datasets import column, rows_of
+from pipelinerl.domains.columns import answer_of, question_of
+from pipelinerl.domains.datasets import rows_of
 from pipelinerl.errors import DomainError
 
 Row = dict[str, Any]
@@ -142,8 +143,8 @@ def load_problems(
     Args:
         dataset_names: see ``pipelinerl.domains.datasets``, or a name of ``pipelinerl.domains.math.dataset``: `train` is
             DeepScaleR's data set, `test` is MATH-500, `aime_2024` is what PipelineRL calls so.
-        columns: field → column, e.g. ``{"task": "problem", "answer": "solution"}``. By default the first that exists:
-            ``task``, ``question`` or ``problem``, and ``answer`` or ``solution``.
+        columns: field → column, e.g. ``{"task": "problem", "answer": "extra_info.answer"}``. By default the first of
+            ``pipelinerl.domains.columns`` that exists.
         max_problems: maximum per data set. None: all.
         streaming: read Hugging Face data sets as a stream instead of downloading them.
 
@@ -161,11 +162,9 @@ def load_problems(
 
 def problem_of(row: dict[str, Any], columns: dict[str, str], dataset: str, index: int) -> dict[str, Any]:
     """Converts a row to a problem."""
-    task = column(row, columns.get("task"), ("task", "question", "problem"), dataset, "task")
-    answer = column(row, columns.get("answer"), ("answer", "solution"), dataset, "answer")
-    if answer is None or str(answer).strip() == "":
-        raise DomainError(f"dataset {dataset!r}: row {index} has no answer")
-    return {"dataset": dataset, "task": str(task), "answer": final_answer(str(answer)), "id": index}
+    task = question_of(row, columns.get("task"), dataset, index)
+    answer = answer_of(row, columns.get("answer"), dataset, index)
+    return {"dataset": dataset, "task": task, "answer": final_answer(answer), "id": index}
 
 
 def final_answer(answer: str) -> str:

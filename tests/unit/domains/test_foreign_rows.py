@@ -1,0 +1,112 @@
+"""Rows of other trainers: the examples of the guide are read, and what is no question is refused by name."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from pipelinerl.domains.coding.problems import load_problems as load_coding
+from pipelinerl.domains.columns import answer_of, question_of
+from pipelinerl.domains.math import load_problems
+from pipelinerl.domains.single_turn import conversation
+from pipelinerl.errors import DomainError
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs/guides/your-data.md").read_text()
+EXAMPLE = re.compile(r"```json (\S+)\n(.*?)```\n\n```yaml\n(.*?)```", re.DOTALL)
+DOMAINS_OWN = {"role": "system", "content": "of the domain"}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+EXPECTED = {
+    "verl.parquet": [([DOMAINS_OWN, user("What is 6 × 7? Let's think step by step.")], "42")],
+    "trl.jsonl": [
+        ([{"role": "system", "content": "Answer in a box."}, user("What is 6 × 7?")], "42"),
+        ([DOMAINS_OWN, user("What is 2 + 2?")], "4"),
+    ],
+    "verifiers.jsonl": [([DOMAINS_OWN, user("What is 6 × 7?")], "42")],
+    "openai.jsonl": [([{"role": "system", "content": "You calculate."}, user("What is 6 × 7?")], "42")],
+}
+
+
+def test_examples_of_the_page_are_asked_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for name, lines, keys in EXAMPLE.findall(PAGE):
+        rows = [json.loads(line) for line in lines.splitlines()]
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+        else:
+            Path(name).write_text(lines)
+        config = yaml.safe_load(keys)
+        problems = load_problems(config["train_dataset_names"], **config.get("dataset_loader_params", {}))
+        asked = [conversation(OmegaConf.create({}), problem["task"], "of the domain") for problem in problems]
+        found[name] = [(messages, problem["answer"]) for messages, problem in zip(asked, problems, strict=True)]
+    assert found == EXPECTED
+
+
+def test_template_words_the_last_message_and_a_configured_prompt_stands_before_messages_without_one() -> None:
+    messages = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
+    cfg = OmegaConf.create({"actor": {"system_prompt": "s", "task_template": "<{task}>"}})
+    assert conversation(cfg, messages) == [{"role": "system", "content": "s"}, *messages[:2], user("<c>")]
+
+
+def test_tests_of_verls_coding_rows(tmp_path: Path) -> None:
+    row = {
+        "prompt": [user("Add two numbers.")],
+        "reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})},
+    }
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    (problem,) = load_coding([str(tmp_path / "x.jsonl")])
+    assert (problem["task"], problem["tests"]["outputs"]) == ([user("Add two numbers.")], ["3\n"])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"text": "?"}, "column `prompt` of row 3 is dict {'text': '?'}, not a text or a list of messages"),
+        (["?"], "not a text or a list of messages"),
+        (3, "is int 3, not a text"),
+        ([{"role": "human", "content": "?"}], "a message of role 'human'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only role, text and name are read"),
+        ([{"role": "user", "content": "?", "tool_calls": []}], "only role, text and name are read"),
+        ([{"role": "assistant", "content": "!"}], "no message before the answer"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_name(value: Any, said: str) -> None:
+    with pytest.raises(DomainError) as refusal:
+        question_of({"prompt": value}, None, "d", 3)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "said"),
+    [
+        ({"answer": {"value": 3}}, None, "column `answer` of row 3 is dict {'value': 3}, not an answer"),
+        ({"answer": True}, None, "is bool True, not an answer"),
+        ({"answer": None}, None, "is NoneType None, not an answer"),
+        ({"answer": "  "}, None, "column `answer` is empty"),
+        ({"messages": [{"role": "user", "content": "?"}]}, None, "the last message of column `messages` is of 'user'"),
+        ({"prompt": "?"}, None, "set dataset_loader_params.columns.answer"),
+        ({"info": "{"}, "info.gold", "not 'info.gold'"),
+        ({"list": [1]}, "list.1", "not 'list.1'"),
+    ],
+)
+def test_what_is_no_answer_is_refused_by_name(row: dict[str, Any], name: str | None, said: str) -> None:
+    with pytest.raises(DomainError) as refusal:
+        answer_of(row, name, "d", 3)
+    assert said in str(refusal.value)
+
+
+def test_dotted_names_go_into_objects_lists_and_json_and_a_whole_name_comes_first() -> None:
+    row = {"a": '{"b": [1, {"c": 2.5}]}', "a.b": 7}
+    assert answer_of(row, "a.b.1.c", "d", 0) == "2.5"
+    assert answer_of(row, "a.b", "d", 0) == "7"
