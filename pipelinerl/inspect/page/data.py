@@ -29,9 +29,12 @@ from pipelinerl.observability.catalogue import (
     TrainerMetric,
 )
 from pipelinerl.observability.metrics import Points, read_metrics
-from pipelinerl.records import EvaluationDone, TrainingDone
+from pipelinerl.records import EvaluationDone, TrainingDone, WeightUpdateSuccess
 
 MAX_POINTS = 1200
+MAX_OWN_CHARTS = 12
+SPREAD = ("min", "max", "std")
+"""Behind a metric's name, its smallest and largest value and its standard deviation."""
 TRAINER_PARTS = {
     TrainerMetric.STEP_S: "training",
     TrainerMetric.WAIT_S: "waiting for data",
@@ -53,6 +56,11 @@ class Chart:
 CHARTS = (
     Chart("Reward", "", ((ActorMetric.REWARD, "sampled"), (TrainerMetric.REWARD, "trained")), parts=True),
     Chart("Success", "share", ((ActorMetric.SUCCESS, "training problems"),), parts=True),
+    Chart(
+        "Groups without signal",
+        "share",
+        ((ActorMetric.GROUPS_NEVER_SOLVED, "never solved"), (ActorMetric.GROUPS_ALWAYS_SOLVED, "always solved")),
+    ),
     Chart("Lag", "steps", ((TrainerMetric.LAG_MEAN, "mean"), (TrainerMetric.LAG_MAX, "max"))),
     Chart("Effective sample size", "share", ((TrainerMetric.ESS, "tokens"), (TrainerMetric.ESS_SEQUENCE, "sequences"))),
     Chart("Entropy", "nats", ((TrainerMetric.ENTROPY, "entropy"),)),
@@ -117,7 +125,7 @@ def run_data(source: RunSource, ending: RunEnding | None = None) -> dict[str, An
         "path": str(source.run_dir),
         "state": state_of(source, ending),
         "figures": figures(source),
-        "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]],
+        "charts": [data for chart in CHARTS if (data := chart_data(chart, source))["lines"]] + own_charts(source.actor),
         "evaluations": [
             evaluation(done)
             for done in sorted(source.records.evaluations, key=lambda e: e.version)
@@ -192,6 +200,19 @@ def chart_data(chart: Chart, source: RunSource) -> dict[str, Any]:
         if xs and any(ys):
             lines.append({"label": label, "x": xs, "y": ys})
     return {"title": chart.title, "unit": chart.unit, "lines": lines}
+
+
+def own_charts(points: Points) -> list[dict[str, Any]]:
+    """A chart for each metric that the domain reports beside reward, success, errors and missing answers."""
+    known = {*ActorMetric, STEP, TIME}
+    names = sorted({name for point in points[-1:] for name in point if "/" not in name and name not in known})
+    reported = {*names, *known}
+    own = [name for name in names if name.rpartition("_")[0] not in reported or name.rpartition("_")[2] not in SPREAD]
+    charts = []
+    for name in own[:MAX_OWN_CHARTS]:
+        xs, ys = series(points, name)
+        charts.append({"title": str(name), "unit": "of the domain", "lines": [{"label": str(name), "x": xs, "y": ys}]})
+    return charts
 
 
 def part_names(points: Points, metric: MetricName) -> list[MetricName]:
@@ -290,8 +311,17 @@ def time_by_role(source: RunSource) -> list[dict[str, Any]]:
         busy = (last.get(ActorMetric.GENERATING_S) or 0.0) - (first.get(ActorMetric.GENERATING_S) or 0.0)
         pauses = sum(p.get(TrainerMetric.PAUSE_MS) or 0.0 for p in source.finetune) / 1000
         parts = {"generating": max(0.0, busy - pauses), "paused for weight updates": pauses}
-        roles.append({"role": "servers", "parts": _with_rest(parts, wall, "evaluation, or nothing under way")})
+        left = max(0.0, wall - sum(parts.values()))
+        parts["evaluation"] = min(left, evaluating_seconds(source.records, first[TIME], last[TIME]))
+        roles.append({"role": "servers", "parts": _with_rest(parts, wall, "nothing under way")})
     return roles
+
+
+def evaluating_seconds(records: RunRecords, start: float, end: float) -> float:
+    """Seconds within a time in which evaluations ran: each from the update of its version to its result."""
+    live = {m.version: m.timestamp for m in records.trainer if isinstance(m, WeightUpdateSuccess) and m.timestamp}
+    times = [(max(live[e.version], start), min(e.timestamp, end)) for e in records.evaluations if e.version in live]
+    return sum(max(0.0, done - began) for began, done in times)
 
 
 def _with_rest(parts: Mapping[str, float], wall: float, rest: str) -> list[tuple[str, float]]:

@@ -14,8 +14,9 @@ from pipelinerl.config.sections import Config
 from pipelinerl.inspect.curves import wilson
 from pipelinerl.inspect.decode import TokenText
 from pipelinerl.inspect.page import browser, build, data
+from pipelinerl.inspect.report import RunRecords
 from pipelinerl.inspect.samples import SeenRollout
-from pipelinerl.records import EvaluationDone, Rollout, ScoredSequence, TrainingSequence
+from pipelinerl.records import EvaluationDone, Rollout, ScoredSequence, TrainingSequence, WeightUpdateSuccess
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import ATTEMPTS, GROUPS, Story, make_run, make_tokenizer
 
@@ -118,6 +119,25 @@ def test_time_by_role_is_what_the_metrics_add_up_to(run_dir: Path) -> None:
         "other: checkpoints, evaluation": pytest.approx(14.0 - 7.0 - 2.8 - 1.4),
     }
     assert sum(seconds for _, seconds in servers["parts"]) == pytest.approx(14.0)
+
+
+def test_evaluations_have_a_time_of_their_own() -> None:
+    """From the update of its version to its result, within the run's metrics: 20 − 12, and 100 − 90."""
+    updates = [WeightUpdateSuccess(version=v, servers=(), timestamp=t) for v, t in ((0, 8.0), (5, 90.0), (6, 95.0))]
+    done = [
+        EvaluationDone(version=v, success=0.5, reward=0.5, num_rollouts=8, metrics={}, timestamp=t)
+        for v, t in ((0, 20.0), (5, 130.0), (7, 99.0))
+    ]
+    records = RunRecords(trainer=list(updates), evaluations=done)
+    assert data.evaluating_seconds(records, 12.0, 100.0) == pytest.approx(18.0)
+
+
+def test_domains_own_metrics_have_charts_and_their_spreads_have_none() -> None:
+    point = {"step": 3, "time": 1.0, "reward": 1.0, "reward_std": 0.1, "success": 1.0, "latency_s": 2.0}
+    own = {"moves": 4.0, "moves_min": 1, "moves_max": 9, "moves_std": 2.0, "depth_max": 7, "math/moves": 3.0}
+    charts = data.own_charts([point | own])
+    assert [chart["title"] for chart in charts] == ["depth_max", "moves"]
+    assert charts[1]["lines"] == [{"label": "moves", "x": [3], "y": [4.0]}]
 
 
 def test_changed_keys_are_those_that_differ_from_the_defaults(run_dir: Path) -> None:
