@@ -1,0 +1,111 @@
+"""`pipelinerl doctor --config-name=NAME`: what a domain pays hostile players, before a GPU is paid.
+
+    pipelinerl doctor --config-name=math --problems 48
+    pipelinerl doctor --config-dir=conf --config-name=my_domain --json doctor.json dataset_loader_params.level=2
+
+No server, no GPU and no model: a scripted model plays the training problems with the domain's own judges. Prints what
+every player earned and what is wrong with that. Exits with 1 if something is, with 2 if the domain cannot be played.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipelinerl.config.load import compose, missing_keys, parse_container, to_container
+from pipelinerl.config.origin import absolute
+from pipelinerl.config.sections import Config
+from pipelinerl.domains.contract import Domain, domains_of
+from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.inspect.reading import command_parser
+from pipelinerl.launcher.command_line import explain_refusal
+from pipelinerl.launcher.doctor.findings import Finding, Seen, diagnose, earnings
+from pipelinerl.launcher.doctor.play import Stage, examine, verifier
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (None: `sys.argv`) and return the exit code."""
+    args = parser().parse_intermixed_args(argv)
+    try:
+        container, config = configuration(args)
+        with verifier(config) as jobs:
+            examined = [examine_domain(domain, {**container, "jobs": jobs}, args) for domain in domains_of(config)]
+    except PipelineRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    for name, seen, findings in examined:
+        print("\n".join(lines_of(name, seen, findings)))
+    if args.json:
+        args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n")
+    return int(any(findings for _, _, findings in examined))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = command_parser("doctor", __doc__)
+    found.add_argument("--config-name", required=True, metavar="NAME", help="the experiment")
+    found.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own configurations")
+    found.add_argument("--problems", type=int, default=24, metavar="N", help="problems that every player plays")
+    found.add_argument("--seconds", type=float, default=40.0, metavar="S", help="a slow domain plays fewer problems")
+    found.add_argument("--parallel", type=int, default=8, metavar="N", help="rollouts at a time")
+    found.add_argument("--seed", type=int, default=0, help="of the players' random answers")
+    found.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="as in `pipelinerl launch`")
+    return found
+
+
+def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
+    """The composed configuration, plain and typed. Nothing that only a run needs must be given."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        cfg = compose(args.config_name, args.overrides, args.config_dir, own=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise PipelineRLError(explain_refusal(error)) from error
+    for key in missing_keys(cfg):
+        OmegaConf.update(cfg, key, "not-given")
+    container = absolute(to_container(cfg), Path.cwd())
+    return container, parse_container(container)
+
+
+def examine_domain(
+    domain: Domain, container: Mapping[str, Any], args: argparse.Namespace
+) -> tuple[str, Seen, list[Finding]]:
+    rollout = domain.rollout()
+    train, test = domain.train_problems(), domain.test_problems()
+    stage = Stage(OmegaConf.create(dict(container)), rollout, parallel=args.parallel, seed=args.seed)
+    seen = asyncio.run(examine(stage, train, test, args.problems, args.seconds))
+    return domain.section.name, seen, diagnose(seen)
+
+
+def lines_of(name: str, seen: Seen, findings: Sequence[Finding]) -> list[str]:
+    rows = [f"{name}: {'player':<24} {'success':>8} {'reward':>8} {'tokens':>8}"]
+    rows += [
+        f"{'':<{len(name)}}  {player:<24} {success:>8.0%} {reward:>8.3g} {tokens:>8.0f}"
+        for player, success, reward, tokens in earnings(seen.rollouts)
+    ]
+    if seen.answers is None:
+        rows.append("no value of a problem is its answer: what a right answer earns was not tried")
+    for finding in findings:
+        rows += [f"✗ {finding.what}", f"  {finding.evidence}", f"  → {finding.cure}"]
+    return rows if findings else [*rows, "nothing was found that a policy would exploit"]
+
+
+def as_json(name: str, seen: Seen, findings: Sequence[Finding]) -> dict[str, Any]:
+    keys = ("player", "success", "reward", "tokens")
+    return {
+        "domain": name,
+        "players": [dict(zip(keys, row, strict=True)) for row in earnings(seen.rollouts)],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Plays a domain with a scripted model and its real judges, and returns what was seen. All I/O of the doctor."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvicorn
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl.config.sections import Config
+from pipelinerl.domains.verifier.app import create_app
+from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.launcher.doctor.findings import Observation, Seen, answers_differ
+from pipelinerl.launcher.doctor.policies import (
+    EMPTY,
+    Answering,
+    Player,
+    candidates,
+    hidden_fields,
+    players,
+    text_of,
+)
+from pipelinerl.launcher.domain_check import needs_outside
+from pipelinerl.rollouts import RolloutResult, check_result
+from pipelinerl.testing import FakeLLM, byte_tokenizer
+from pipelinerl.world.map import Job
+
+Say = Callable[[int, str, Random], str]
+BYTES_PER_TOKEN = 8
+"""Bytes that a token of the policy may have. A token of the scripted model is one byte."""
+FEWEST = 8
+PLAYS_PER_PROBLEM = 30
+"""Every player plays a problem twice, and a few problems are played in every format."""
+TRIED = 6
+"""Problems on which every way to answer is tried."""
+LONGEST = 4000
+"""Characters of the longest answer."""
+MOST_TRAIN, MOST_TEST = 2000, 400
+"""Problems whose prompts are compared."""
+STARTUP_S = 60.0
+ROLLOUT_TIMEOUT_S = 30.0
+
+
+@contextlib.contextmanager
+def verifier(cfg: Config) -> Iterator[list[dict[str, Any]]]:
+    """Runs a verifier on a free loopback port, if the run has one. Yields its entries of `cfg.jobs`."""
+    if not cfg.world.verifier_replicas:
+        yield []
+        return
+    section = cfg.verifier
+    app = create_app(
+        workers=section.workers, timeout_s=section.timeout_s, memory_mb=section.memory_mb,
+        max_body_kb=section.max_body_kb,
+    )  # fmt: skip
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    thread = threading.Thread(target=server.run, args=([listener],), name="verifier", daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + STARTUP_S
+        while not server.started:
+            if time.monotonic() > deadline or not thread.is_alive():
+                raise DomainError(f"the verifier did not start within {STARTUP_S:g} s")
+            time.sleep(0.02)
+        port = listener.getsockname()[1]
+        job = msgspec.to_builtins(
+            Job(name="verifier_0", kind="verifier", port=port, url=f"http://127.0.0.1:{port}", hostname="127.0.0.1")
+        )
+        yield [job, {**job, "kind": "environment"}]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+class Stage:
+    """A domain, ready to be played.
+
+    Args:
+        cfg: the configuration as the domain gets it.
+        rollout: the domain's function.
+        parallel: rollouts at a time.
+        seed: of the players' random answers.
+    """
+
+    def __init__(self, cfg: DictConfig, rollout: Callable[..., Awaitable[Any]], *, parallel: int, seed: int):
+        self._cfg, self._rollout, self.seed = cfg, rollout, seed
+        self._parallel = parallel
+        self._tokenizer = byte_tokenizer()
+        self._parameters = scripted_parameters(OmegaConf.to_container(cfg.llm.parameters))
+        self._rewards = OmegaConf.select(cfg, "actor.rewards") or "rollout"
+
+    async def play(self, plays: Sequence[tuple[Player, int, dict[str, Any]]]) -> list[Observation]:
+        """Plays (player, index of the problem, problem), and returns one observation for each, in their order."""
+        places = asyncio.Semaphore(self._parallel)
+        timeout = aiohttp.ClientTimeout(total=ROLLOUT_TIMEOUT_S)
+
+        async def one(player: Player, index: int, problem: dict[str, Any]) -> Observation:
+            async with places:
+                return await self._one(player, index, problem, session)
+
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return await asyncio.gather(*(one(*play) for play in plays))
+
+    async def _one(
+        self, player: Player, index: int, problem: dict[str, Any], session: aiohttp.ClientSession
+    ) -> Observation:
+        random = Random(f"{self.seed}/{player.name}/{index}")
+        prompts: list[str] = []
+
+        def reply(prompt: str) -> str:
+            prompts.append(prompt)
+            return player.say(index, prompt, random)
+
+        llm = FakeLLM.saying(reply, tokenizer=self._tokenizer, parameters=self._parameters)
+        started = time.monotonic()
+        try:
+            result = await asyncio.wait_for(self._rollout(self._cfg, llm, dict(problem), session), ROLLOUT_TIMEOUT_S)
+            checked = check_result(result, self._rewards)
+        except Exception as error:  # noqa: BLE001 — the user's function
+            return Observation(
+                player=player.name,
+                problem=index,
+                prompt=prompts[0] if prompts else "",
+                calls=len(prompts),
+                seconds=time.monotonic() - started,
+                error=described(error),
+                from_outside=needs_outside(error),
+            )
+        return observed(player, index, prompts, checked, time.monotonic() - started)
+
+
+def scripted_parameters(parameters: Any) -> dict[str, Any]:
+    """The run's sampling parameters, with a limit that holds the same text for the scripted model."""
+    limit = parameters.get("max_tokens")
+    return {**parameters, **({"max_tokens": limit * BYTES_PER_TOKEN} if limit else {})}
+
+
+def observed(player: Player, index: int, prompts: Sequence[str], result: RolloutResult, seconds: float) -> Observation:
+    return Observation(
+        player=player.name,
+        problem=index,
+        prompt=prompts[0] if prompts else "",
+        reward=float(result.metrics.reward),
+        success=bool(result.metrics.success),
+        calls=len(prompts),
+        tokens=sum(text.output_tokens for text in result.training_texts),
+        seconds=seconds,
+    )
+
+
+def described(error: BaseException) -> str:
+    """The error with the innermost line of the domain's own code, where there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/pipelinerl/" not in frame.filename and "/lib/python" not in frame.filename]
+    last = (own or frames or [None])[-1]
+    where = f" ({last.filename}:{last.lineno})" if last else ""
+    return f"{type(error).__name__}: {error}"[:200] + where
+
+
+def drawn(problems: Sequence[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
+    """At most ``count`` problems, drawn at random: neighbours in a generated list are alike."""
+    return Random(seed).sample(list(problems), min(count, len(problems)))
+
+
+def affordable(count: int, rollout_s: float, budget_s: float) -> int:
+    """Problems that every player can play in the time, at most ``count`` and at least ``FEWEST``.
+
+    Args:
+        count: problems that are wanted.
+        rollout_s: seconds that one problem took one player.
+        budget_s: seconds for all players.
+    """
+    return min(count, max(FEWEST, int(budget_s / (PLAYS_PER_PROBLEM * max(rollout_s, 1e-6)))))
+
+
+async def examine(
+    stage: Stage, train: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], count: int, budget_s: float
+) -> Seen:
+    """Lets every player play some training problems, and looks at the prompts of both sets.
+
+    Args:
+        stage: the domain.
+        train, test: its problems.
+        count: training problems to play.
+        budget_s: seconds for it. A slow domain plays fewer problems.
+    """
+    problems = drawn(train, count, stage.seed)
+    silent = Player(EMPTY, lambda index, prompt, random: "")
+    started = time.monotonic()
+    first = await stage.play(parts([silent], problems))
+    count = affordable(count, (time.monotonic() - started) / len(problems), budget_s)
+    problems, first = problems[:count], first[:count]
+    prompts = [observation.prompt for observation in first]
+    answering = await found_answering(stage, problems, prompts)
+    cast = players(problems, answering, LONGEST)
+    rollouts = await stage.play(parts(cast, problems))
+    if answering is not None and answers_differ(rollouts) is None:
+        answering, cast = None, players(problems, None, LONGEST)
+        rollouts = [rollout for rollout in rollouts if rollout.player in {player.name for player in cast}]
+    again = await stage.play(parts(cast, problems)[::-1])  # in another order, because a judge may remember
+    plays = {(rollout.player, rollout.problem): rollout for rollout in again}
+    broken = Player("outage", lambda index, prompt, random: fail())
+    return Seen(
+        rollouts=rollouts,
+        repeats=[(rollout, plays[rollout.player, rollout.problem]) for rollout in rollouts],
+        outages=await stage.play(parts([broken], problems[:TRIED])),
+        train_prompts=await first_prompts(stage, drawn(train, MOST_TRAIN, stage.seed)),
+        test_prompts=await first_prompts(stage, drawn(test, MOST_TEST, stage.seed)),
+        answers={i: text_of(problem[answering.field]) for i, problem in enumerate(problems)} if answering else None,
+        hidden=hidden_fields(problems, prompts),
+    )
+
+
+def parts(cast: Sequence[Player], problems: Sequence[dict[str, Any]]) -> list[tuple[Player, int, dict[str, Any]]]:
+    return [(player, index, problem) for player in cast for index, problem in enumerate(problems)]
+
+
+def fail() -> str:
+    raise TransportError("the doctor's server is down")
+
+
+async def first_prompts(stage: Stage, problems: Sequence[dict[str, Any]]) -> list[str]:
+    """The prompts of the first requests. A rollout ends there, because its server is down."""
+    broken = Player("prompts", lambda index, prompt, random: fail())
+    return [observation.prompt for observation in await stage.play(parts([broken], problems)) if observation.prompt]
+
+
+async def found_answering(stage: Stage, problems: Sequence[dict[str, Any]], prompts: Sequence[str]) -> Answering | None:
+    """The value and format for which it matters most whose answer is given: the problem's own, or the next one's.
+
+    Where it never matters, the one that succeeds most often. None if none succeeds.
+    """
+    options = candidates(problems, prompts)
+    some = range(min(TRIED, len(problems)))
+    plays = [
+        (Player(f"{number} {shift}", saying(option, problems, shift)), index, problems[index])
+        for number, option in enumerate(options)
+        for shift in (0, 1)
+        for index in some
+    ]
+    solved = Counter(rollout.player for rollout in await stage.play(plays) if rollout.success)
+    ranked = [
+        (abs(solved[f"{number} 0"] - solved[f"{number} 1"]), solved[f"{number} 0"], -number)
+        for number in range(len(options))
+    ]
+    matters, own, number = max(ranked, default=(0, 0, 0))
+    return options[-number] if matters or own else None
+
+
+def saying(option: Answering, problems: Sequence[dict[str, Any]], shift: int) -> Say:
+    return lambda index, prompt, random: option.of(problems[(index + shift) % len(problems)])
