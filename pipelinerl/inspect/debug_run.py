@@ -60,6 +60,7 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
     """Totals of the training rollouts, and how fast they were made while any was under way."""
     totals, problems, dropped = RolloutTotals(), set(), Counter[str]()
     rewards: list[float] = []
+    equal = groups = 0
     successes: list[float] = []
     for record in (one for replica in range(replicas) for one in _records(run_dir, ACTOR, ActorRecord, replica)):
         if isinstance(record, GroupDropped):
@@ -67,7 +68,10 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
         elif isinstance(record, RolloutGroup):
             totals.add(record)
             problems.add((record.domain, record.problem_index))
-            rewards += [rollout.reward for rollout in record.rollouts]
+            earned = [rollout.reward for rollout in record.rollouts]
+            rewards += earned
+            groups += 1
+            equal += max(earned, default=0.0) == min(earned, default=0.0)
             successes += [r.metrics["success"] for r in record.rollouts if "success" in r.metrics]
     points = read_metrics(run_dir, "actor")
     failures = ActorMetric.FAILURES.found(points[-1]) if points else {}
@@ -78,6 +82,8 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
         "rollouts_per_s": rate(made, seconds),
         "reward": {"mean": _mean(rewards), "min": min(rewards, default=None), "max": max(rewards, default=None)},
         "success": _mean(successes),
+        "groups": {"played": groups, "with_equal_rewards": equal},
+        "tokens_per_useful_group": round(sum(totals.lengths) / (groups - equal)) if groups > equal else None,
         "answer_tokens": {"median": percentile(totals.lengths, 50), "p99": percentile(totals.lengths, 99)},
         "dropped": dict(dropped),
         "failures": {reason: int(count) for reason, count in failures.items() if count},
@@ -134,7 +140,7 @@ def debug_run_lines(figures: dict[str, Any], run_dir: Path) -> list[str]:
     """Return the figures as lines of text, with what to look at."""
     match figures["mode"]:
         case "actor":
-            return [*_rollout_lines(figures), *_evaluation_lines(figures), *_where_rollouts_are(run_dir)]
+            return [*rollout_lines(figures), *_evaluation_lines(figures), *_where_rollouts_are(run_dir)]
         case "evaluation":
             return [*_evaluation_lines(figures), f"look at          pipelinerl rollouts {run_dir} --test"]
         case "preprocessor":
@@ -156,14 +162,17 @@ def debug_run_lines(figures: dict[str, Any], run_dir: Path) -> list[str]:
     return []
 
 
-def _rollout_lines(figures: dict[str, Any]) -> list[str]:
-    reward, lengths = figures["reward"], figures["answer_tokens"]
+def rollout_lines(figures: dict[str, Any]) -> list[str]:
+    """Lines about the training rollouts of `debug.mode=actor`."""
+    reward, lengths, groups = figures["reward"], figures["answer_tokens"], figures["groups"]
     return [
         f"rollouts         {figures['rollouts']} of {figures['problems']} problems, "
         f"{number(figures['rollouts_per_s'], 1)} per second",
         f"success          {number(figures['success'], 3)}",
         f"reward           mean {number(reward['mean'], 3)}, from {number(reward['min'], 3)} to "
         f"{number(reward['max'], 3)}",
+        f"groups           {groups['played']}, {groups['with_equal_rewards']} of them with equal rewards, which teach "
+        f"nothing: {number(figures['tokens_per_useful_group'], 0)} tokens for each of the others",
         answer_line(lengths),
         f"failed           {_counts(figures['failures'])}",
         f"dropped          {_counts(figures['dropped'])}",

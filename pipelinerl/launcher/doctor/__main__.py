@@ -1,17 +1,22 @@
 """`pipelinerl doctor --config-name=NAME`: what a domain pays hostile players, before a GPU is paid.
 
     pipelinerl doctor --config-name=math --problems 48
+    pipelinerl doctor --config-name=quickstart --with-model
     pipelinerl doctor --config-dir=conf --config-name=my_domain --json doctor.json dataset_loader_params.level=2
 
 No server, no GPU and no model: a scripted model plays the training problems with the domain's own judges. Prints what
-every player earned and what is wrong with that. Exits with 1 if something is, with 2 if the domain cannot be played.
+every player earned and what is wrong with that. `--with-model` then plays one optimizer batch with the experiment's
+own model and servers, and says how many groups would teach nothing. Exits with 1 if something is wrong, with 2 if the
+domain cannot be played.
 """
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,10 @@ from pipelinerl.config.origin import absolute
 from pipelinerl.config.sections import Config
 from pipelinerl.domains.contract import Domain, domains_of
 from pipelinerl.errors import EXIT_REFUSED, PipelineRLError
+from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
-from pipelinerl.launcher.command_line import explain_refusal
+from pipelinerl.launcher.command_line import explain_refusal, with_right_plus
+from pipelinerl.launcher.command_line import main as launch
 from pipelinerl.launcher.doctor.findings import Finding, Seen, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
 
@@ -41,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     for name, seen, findings in examined:
         print("\n".join(lines_of(name, seen, findings)))
+    code = play_with_model(args) if args.with_model else 0
     if args.json:
         args.json.write_text(json.dumps([as_json(*one) for one in examined], indent=1) + "\n")
-    return int(any(findings for _, _, findings in examined))
+    return code or int(any(findings for _, _, findings in examined))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,10 +61,24 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--problems", type=int, default=24, metavar="N", help="problems that every player plays")
     found.add_argument("--seconds", type=float, default=40.0, metavar="S", help="a slow domain plays fewer problems")
     found.add_argument("--parallel", type=int, default=8, metavar="N", help="rollouts at a time")
+    found.add_argument("--with-model", action="store_true", help="play with the experiment's model, too")
     found.add_argument("--seed", type=int, default=0, help="of the players' random answers")
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
     found.add_argument("overrides", nargs="*", metavar="key=value", help="as in `pipelinerl launch`")
     return found
+
+
+def play_with_model(args: argparse.Namespace) -> int:
+    """Plays one optimizer batch in a temporary run folder, as a run of rollouts alone, and says what it would teach."""
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-doctor-") as folder:
+        searched = [f"--config-dir={args.config_dir}"] if args.config_dir else []
+        own = [f"output_dir={folder}/run", "debug.mode=actor", "finetune.max_train_steps=1", "wandb.mode=disabled"]
+        with contextlib.redirect_stdout(sys.stderr):
+            code = launch([*searched, f"--config-name={args.config_name}", *args.overrides, *own])
+        figures = read_debug_run(Path(folder) / "run")
+        if figures is not None:
+            print("\n".join(rollout_lines(figures)))
+    return code
 
 
 def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
@@ -66,7 +88,7 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
     from yaml import YAMLError
 
     try:
-        cfg = compose(args.config_name, args.overrides, args.config_dir, own=True)
+        cfg = compose(args.config_name, list(map(with_right_plus, args.overrides)), args.config_dir, own=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise PipelineRLError(explain_refusal(error)) from error
     for key in missing_keys(cfg):

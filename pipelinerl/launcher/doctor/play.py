@@ -44,7 +44,7 @@ TRIED = 6
 """Problems on which every way to answer is tried."""
 LONGEST = 4000
 """Characters of the longest answer."""
-MOST_TRAIN, MOST_TEST = 2000, 400
+MOST_TRAIN, MOST_TEST = 1000, 400
 """Problems whose prompts are compared."""
 STARTUP_S = 60.0
 ROLLOUT_TIMEOUT_S = 30.0

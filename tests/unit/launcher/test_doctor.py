@@ -1,7 +1,9 @@
 """Domains with one mistake each: the doctor names it, and says nothing of the same domain without one."""
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.errors import EXIT_REFUSED
+from pipelinerl.launcher.doctor.__main__ import main
 from pipelinerl.launcher.doctor.findings import copying_rule, diagnose
 from pipelinerl.launcher.doctor.play import Stage, affordable, examine
 from pipelinerl.launcher.doctor.policies import candidates, hidden_fields
@@ -145,6 +149,23 @@ async def test_training_problems_among_the_test_problems_are_named() -> None:
     train = problems(0)
     copies = [{**problem, "test": True} for problem in train[:20]] + problems(1, 40)
     assert await found(domain(ask=shouted), train, copies) == ["test problems are trained"]
+
+
+def test_the_command_prints_what_players_earn_and_finds_nothing_in_a_shipped_domain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "doctor.json"
+    assert main(["--config-name=quickstart", "--problems=16", f"--json={out}"]) == 0
+    (domain_found,) = json.loads(out.read_text())
+    earned = {row["player"]: row["success"] for row in domain_found["players"]}
+    assert earned["reference"] == 1.0
+    assert earned["empty"] == 0.0
+    assert "nothing was found" in capsys.readouterr().out
+
+
+def test_a_domain_that_cannot_be_loaded_is_refused_with_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config-name=quickstart", "dataset_loader=no.such.loader"]) == EXIT_REFUSED
+    assert "`dataset_loader`" in capsys.readouterr().err
 
 
 def test_a_copying_rule_is_tested_on_problems_that_did_not_make_it() -> None:
