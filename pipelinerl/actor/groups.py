@@ -2,7 +2,7 @@
 
 A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. If attempts are
 missing, they are tried again, or the group is dropped and the reason recorded. A complete group is published once no
-domain that is further behind has running groups (see ``mixing``) and its servers were verified with the weights that
+domain that is further behind has running groups (see ``pacing.furthest_behind``) and its servers were verified with the weights that
 they sampled from (see ``publish_gate``).
 """
 
@@ -248,7 +248,7 @@ class TrainingGroups:
         self._table.submit(TrainingGroup(start=start, place=place, dispatch_index=dispatch_index))
 
     def _counted(self) -> list[float]:
-        """Returns each domain's contribution in samples (see ``mixing.counted``)."""
+        """Returns each domain's contribution in samples (see ``pacing.counted``)."""
         progress, dropped = self._progress, self._drops.by_domain()
         return [
             counted(
