@@ -2,8 +2,8 @@
 
 A group starts when the pacing rule allows it, for the domain that is furthest behind its weight. If attempts are
 missing, they are tried again, or the group is dropped and the reason recorded. A complete group is published once no
-domain that is further behind has running groups (see ``pacing.furthest_behind``) and its servers were verified with the weights that
-they sampled from (see ``publish_gate``).
+domain that is further behind has running groups (see ``pacing.furthest_behind``) and its servers were verified with
+the weights that they sampled from (see ``publish_gate``).
 """
 
 import json

@@ -108,7 +108,7 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
 
     samples_packed: int
     samples_dropped: int
-    """Rollouts that reached the preprocessor since the start of the run and will not be trained (filters, lag, invalid)."""
+    """Since the start of the run: rollouts that reached the preprocessor and will not be trained (filters, lag, …)."""
     dropped_by_reason: dict[str, int]
     step: int
     """Next optimizer step to be packed. Of n preprocessors, number r packs the steps with ``step % n == r``."""

@@ -30,7 +30,7 @@ from pipelinerl.launcher.doctor.policies import (
     text_of,
 )
 from pipelinerl.launcher.domain_check import needs_outside
-from pipelinerl.rollouts import RolloutResult, check_result
+from pipelinerl.rollouts import RewardMode, RolloutResult, check_result
 from pipelinerl.testing import FakeLLM, byte_tokenizer
 from pipelinerl.world.map import Job
 
@@ -97,7 +97,7 @@ class Stage:
         self._parallel = parallel
         self._tokenizer = byte_tokenizer()
         self._parameters = scripted_parameters(OmegaConf.to_container(cfg.llm.parameters))
-        self._rewards = OmegaConf.select(cfg, "actor.rewards") or "rollout"
+        self._rewards: RewardMode = OmegaConf.select(cfg, "actor.rewards") or "rollout"
 
     async def play(self, plays: Sequence[tuple[Player, int, dict[str, Any]]]) -> list[Observation]:
         """Plays (player, index of the problem, problem), and returns one observation for each, in their order."""
@@ -162,8 +162,7 @@ def described(error: BaseException) -> str:
     """The error with the innermost line of the domain's own code, where there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/pipelinerl/" not in frame.filename and "/lib/python" not in frame.filename]
-    last = (own or frames or [None])[-1]
-    where = f" ({last.filename}:{last.lineno})" if last else ""
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
     return f"{type(error).__name__}: {error}"[:200] + where
 
 
