@@ -75,6 +75,7 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
             successes += [r.metrics["success"] for r in record.rollouts if "success" in r.metrics]
     points = read_metrics(run_dir, "actor")
     failures = ActorMetric.FAILURES.found(points[-1]) if points else {}
+    sampled = sum(tokens * count for tokens, count in totals.lengths.items())
     made, seconds = latest(points, ActorMetric.ROLLOUTS), latest(points, ActorMetric.GENERATING_S)
     return {
         "rollouts": totals.rollouts,
@@ -83,7 +84,7 @@ def actor_figures(run_dir: Path, replicas: int) -> dict[str, Any]:
         "reward": {"mean": _mean(rewards), "min": min(rewards, default=None), "max": max(rewards, default=None)},
         "success": _mean(successes),
         "groups": {"played": groups, "with_equal_rewards": equal},
-        "tokens_per_useful_group": round(sum(totals.lengths) / (groups - equal)) if groups > equal else None,
+        "tokens_per_useful_group": round(sampled / (groups - equal)) if groups > equal else None,
         "answer_tokens": {"median": percentile(totals.lengths, 50), "p99": percentile(totals.lengths, 99)},
         "dropped": dict(dropped),
         "failures": {reason: int(count) for reason, count in failures.items() if count},

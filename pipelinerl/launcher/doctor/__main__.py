@@ -32,7 +32,7 @@ from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import explain_refusal, with_right_plus
 from pipelinerl.launcher.command_line import main as launch
-from pipelinerl.launcher.doctor.findings import Finding, Seen, diagnose, earnings
+from pipelinerl.launcher.doctor.findings import Weakness, Seen, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
 
 
@@ -73,6 +73,7 @@ def play_with_model(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pipelinerl-doctor-") as folder:
         searched = [f"--config-dir={args.config_dir}"] if args.config_dir else []
         own = [f"output_dir={folder}/run", "debug.mode=actor", "finetune.max_train_steps=1", "wandb.mode=disabled"]
+        own += ["eval.at_start=false", "eval.at_end=false"]
         with contextlib.redirect_stdout(sys.stderr):
             code = launch([*searched, f"--config-name={args.config_name}", *args.overrides, *own])
         figures = read_debug_run(Path(folder) / "run")
@@ -99,7 +100,7 @@ def configuration(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
 
 def examine_domain(
     domain: Domain, container: Mapping[str, Any], args: argparse.Namespace
-) -> tuple[str, Seen, list[Finding]]:
+) -> tuple[str, Seen, list[Weakness]]:
     rollout = domain.rollout()
     train, test = domain.train_problems(), domain.test_problems()
     stage = Stage(OmegaConf.create(dict(container)), rollout, parallel=args.parallel, seed=args.seed)
@@ -107,7 +108,7 @@ def examine_domain(
     return domain.section.name, seen, diagnose(seen)
 
 
-def lines_of(name: str, seen: Seen, findings: Sequence[Finding]) -> list[str]:
+def lines_of(name: str, seen: Seen, findings: Sequence[Weakness]) -> list[str]:
     rows = [f"{name}: {'player':<24} {'success':>8} {'reward':>8} {'tokens':>8}"]
     rows += [
         f"{'':<{len(name)}}  {player:<24} {success:>8.0%} {reward:>8.3g} {tokens:>8.0f}"
@@ -120,7 +121,7 @@ def lines_of(name: str, seen: Seen, findings: Sequence[Finding]) -> list[str]:
     return rows if findings else [*rows, "nothing was found that a policy would exploit"]
 
 
-def as_json(name: str, seen: Seen, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(name: str, seen: Seen, findings: Sequence[Weakness]) -> dict[str, Any]:
     keys = ("player", "success", "reward", "tokens")
     return {
         "domain": name,

@@ -39,7 +39,7 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Weakness:
     what: str
     evidence: str
     cure: str
@@ -62,7 +62,7 @@ class Seen:
     """Values of the problems that most prompts do not show (`policies.hidden_fields`)."""
 
 
-def diagnose(seen: Seen) -> list[Finding]:
+def diagnose(seen: Seen) -> list[Weakness]:
     """Every finding, most harmful first."""
     checks = (
         outages,
@@ -111,12 +111,12 @@ def pays_more(some: Sequence[Observation], others: Sequence[Observation]) -> boo
     return wilson(sum(difference > 0 for difference in unequal) / len(unequal), len(unequal))[0] > HALF
 
 
-def outages(seen: Seen) -> list[Finding]:
+def outages(seen: Seen) -> list[Weakness]:
     paid = [rollout for rollout in seen.outages if not rollout.error]
     if not paid:
         return []
     return [
-        Finding(
+        Weakness(
             what="a server that fails becomes a reward",
             evidence=f"{len(paid)} of {len(seen.outages)} rollouts whose server was down returned a result, with "
             f"rewards from {min(r.reward for r in paid):g} to {max(r.reward for r in paid):g}",
@@ -125,13 +125,13 @@ def outages(seen: Seen) -> list[Finding]:
     ]
 
 
-def errors(seen: Seen) -> list[Finding]:
+def errors(seen: Seen) -> list[Weakness]:
     found: dict[str, list[Observation]] = {}
     for rollout in seen.rollouts:
         if rollout.error and not rollout.from_outside:
             found.setdefault(rollout.error, []).append(rollout)
     return [
-        Finding(
+        Weakness(
             what="an answer makes the domain raise",
             evidence=f"{error}, for {', '.join(sorted({rollout.player for rollout in rollouts}))}",
             cure="give such an answer the reward of one that cannot be read: a failed rollout teaches nothing",
@@ -157,13 +157,13 @@ def answers_differ(rollouts: Iterable[Observation]) -> str | None:
     return "neither" if min(own_low, other_low) > HALF else None
 
 
-def wrong_sign(seen: Seen) -> list[Finding]:
+def wrong_sign(seen: Seen) -> list[Weakness]:
     players = by_player(seen.rollouts)
     right, wrong = players.get(REFERENCE), players.get(CHANCE)
     if not right or not wrong or (pays_more(right, wrong) and answers_differ(seen.rollouts) == REFERENCE):
         return []
     return [
-        Finding(
+        Weakness(
             what="a right answer is paid no more than a wrong one",
             evidence=f"mean reward {mean_reward(right):g} for the problems' own answers (success {percent(right)}), "
             f"{mean_reward(wrong):g} for those of other problems (success {percent(wrong)})",
@@ -172,12 +172,12 @@ def wrong_sign(seen: Seen) -> list[Finding]:
     ]
 
 
-def never_right(seen: Seen) -> list[Finding]:
+def never_right(seen: Seen) -> list[Weakness]:
     tried = [rollout for rollout in seen.rollouts if not rollout.error]
     if not seen.hidden or seen.answers is not None or not tried or any(rollout.success for rollout in tried):
         return []
     return [
-        Finding(
+        Weakness(
             what="no answer is right",
             evidence=f"the problems hold {', '.join(seen.hidden)}, which the prompts do not show, but none of them "
             "succeeds as an answer, in any format that the prompts name",
@@ -186,7 +186,7 @@ def never_right(seen: Seen) -> list[Finding]:
     ]
 
 
-def given_away(seen: Seen) -> list[Finding]:
+def given_away(seen: Seen) -> list[Weakness]:
     """Players that know nothing, and succeed."""
     players = by_player(seen.rollouts)
     chance = success_interval(players[CHANCE])[1] if players.get(CHANCE) else HALF
@@ -197,7 +197,7 @@ def given_away(seen: Seen) -> list[Finding]:
         low = success_interval(rollouts)[0]
         if low > chance:
             found.append(
-                Finding(
+                Weakness(
                     what=f"the judge accepts: {name}",
                     evidence=f"success {percent(rollouts)}, by chance at most {chance:.0%}; e.g. problem "
                     f"{next(rollout.problem for rollout in rollouts if rollout.success)}",
@@ -207,14 +207,14 @@ def given_away(seen: Seen) -> list[Finding]:
     return found
 
 
-def better_than_wrong(seen: Seen) -> list[Finding]:
+def better_than_wrong(seen: Seen) -> list[Weakness]:
     """Players that say nothing, and earn more than a wrong answer in the right format does."""
     players = by_player(seen.rollouts)
     wrong = [rollout for rollout in players.get(CHANCE, ()) if not rollout.success]
     if not wrong:
         return []
     return [
-        Finding(
+        Weakness(
             what=f"no answer is paid more than a wrong one: {name}",
             evidence=f"mean reward {mean_reward(players[name]):g} against {mean_reward(wrong):g}",
             cure="a policy that is often wrong learns not to answer: pay it at most what a wrong answer earns",
@@ -224,13 +224,13 @@ def better_than_wrong(seen: Seen) -> list[Finding]:
     ]
 
 
-def filler_is_paid(seen: Seen) -> list[Finding]:
+def filler_is_paid(seen: Seen) -> list[Weakness]:
     players = by_player(seen.rollouts)
     plain, padded = players.get(REFERENCE), players.get(PADDED)
     if not plain or not padded or not pays_more(padded, plain):
         return []
     return [
-        Finding(
+        Weakness(
             what="the same answer is paid more when it is longer",
             evidence=f"mean reward {mean_reward(padded):g} with filler behind it, {mean_reward(plain):g} without",
             cure="pay for the answer alone: a policy fills its answers up to the limit",
@@ -238,13 +238,13 @@ def filler_is_paid(seen: Seen) -> list[Finding]:
     ]
 
 
-def unstable(seen: Seen) -> list[Finding]:
+def unstable(seen: Seen) -> list[Weakness]:
     different = [(a, b) for a, b in seen.repeats if not (a.error or b.error) and abs(a.reward - b.reward) > 1e-6]
     if not different:
         return []
     first, second = max(different, key=lambda pair: abs(pair[0].reward - pair[1].reward))
     return [
-        Finding(
+        Weakness(
             what="the judge disagrees with itself",
             evidence=f"{len(different)} of {len(seen.repeats)} answers were rewarded differently the second time, e.g. "
             f"{first.reward:g} and {second.reward:g} for problem {first.problem} ({first.player})",
@@ -253,14 +253,14 @@ def unstable(seen: Seen) -> list[Finding]:
     ]
 
 
-def same_prompts(seen: Seen) -> list[Finding]:
+def same_prompts(seen: Seen) -> list[Weakness]:
     tried = [rollout for rollout in seen.rollouts if not rollout.error and rollout.prompt]
     if seen.answers is None or len(set(seen.answers.values())) < 2 or any(r.calls > 1 for r in tried):
         return []
     if len({rollout.prompt for rollout in tried}) > 1:
         return []
     return [
-        Finding(
+        Weakness(
             what="every problem has the same prompt",
             evidence=f"{len(seen.answers)} problems with {len(set(seen.answers.values()))} different answers ask the "
             "same question, and nothing follows it",
@@ -269,7 +269,7 @@ def same_prompts(seen: Seen) -> list[Finding]:
     ]
 
 
-def leaks(seen: Seen) -> list[Finding]:
+def leaks(seen: Seen) -> list[Weakness]:
     if seen.answers is None:
         return []
     prompts = {rollout.problem: rollout.prompt for rollout in seen.rollouts if rollout.prompt}
@@ -280,7 +280,7 @@ def leaks(seen: Seen) -> list[Finding]:
     if not tried or wilson(copied / tried, tried)[0] <= HALF:
         return []
     return [
-        Finding(
+        Weakness(
             what="the prompt holds the answer",
             evidence=f"what stands behind {context!r} is the answer of {copied} of {tried} problems",
             cure="leave it out of the prompt: a policy learns to copy it",
@@ -319,7 +319,7 @@ def follows(prompt: str, answer: str, context: str) -> bool:
     return at >= 0 and at + len(context) in places(prompt, answer)
 
 
-def in_both_sets(seen: Seen) -> list[Finding]:
+def in_both_sets(seen: Seen) -> list[Weakness]:
     train, test = [list(map(normalised, prompts)) for prompts in (seen.train_prompts, seen.test_prompts)]
     if not test or len(set(train)) < len(train) / 2 or len(set(test)) < len(test) / 2:
         return []  # the prompts do not tell the problems apart
@@ -329,7 +329,7 @@ def in_both_sets(seen: Seen) -> list[Finding]:
     if wilson(shared / len(test), len(test))[0] <= wilson(within, len(train))[1] or shared < 2:
         return []
     return [
-        Finding(
+        Weakness(
             what="test problems are trained",
             evidence=f"{shared} of {len(test)} test prompts are training prompts too, but for case, spaces and signs",
             cure="hold them out: success on them measures memory",
@@ -341,7 +341,7 @@ def normalised(prompt: str) -> str:
     return " ".join(re.findall(r"\w+|[^\w\s.,;:!?]", prompt.casefold()))
 
 
-def slow(seen: Seen) -> list[Finding]:
+def slow(seen: Seen) -> list[Weakness]:
     seconds = [rollout.seconds for rollout in seen.rollouts]
     if len(seconds) < 2:
         return []
@@ -349,7 +349,7 @@ def slow(seen: Seen) -> list[Finding]:
     if worst.seconds <= max(SLOW_S, SLOWER_THAN_MEDIAN * median):
         return []
     return [
-        Finding(
+        Weakness(
             what="an answer takes the judge long",
             evidence=f"{worst.seconds:.1f} s for {worst.player} on problem {worst.problem}, median {median:.3f} s",
             cure="give the judge a deadline, or let the verifier judge in a process of its own",
