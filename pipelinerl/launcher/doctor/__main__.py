@@ -32,7 +32,7 @@ from pipelinerl.inspect.debug_run import read_debug_run, rollout_lines
 from pipelinerl.inspect.reading import command_parser
 from pipelinerl.launcher.command_line import explain_refusal, with_right_plus
 from pipelinerl.launcher.command_line import main as launch
-from pipelinerl.launcher.doctor.findings import Weakness, Seen, diagnose, earnings
+from pipelinerl.launcher.doctor.findings import Seen, Weakness, diagnose, earnings
 from pipelinerl.launcher.doctor.play import Stage, examine, verifier
 
 
