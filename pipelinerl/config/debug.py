@@ -1,4 +1,4 @@
-"""The debug modes: which roles each starts, which settings it fixes, and which configurations make no sense. Pure."""
+"""Runs of only some roles, the debug modes and `stage: sft`: which each starts, which settings it fixes. Pure."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,11 +46,27 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
 """Settings by mode that only a whole run can have otherwise."""
 
 
+SUPERVISED: dict[str, Any] = UNBOUNDED | {
+    "schedule": "pipeline",
+    "steps_per_phase": 1,
+    "world.preprocessor_fraction": 0,
+    "world.share_devices": True,
+}
+"""`stage: sft`: no servers, so that the trainer gets every device."""
+
+
+def working_kind(config: Config) -> str:
+    """The kind of role whose end is the end of the run. Empty: it ends when it is asked to."""
+    if config.debug.mode is None:
+        return "finetune" if config.stage == "sft" else "actor"
+    return WORKING.get(config.debug.mode, "")
+
+
 def started_kinds(config: Config) -> tuple[str, ...] | None:
     """The kinds of roles that this run starts. None = all of its world."""
     mode, existing = config.debug.mode, config.debug.existing_llms
     if mode is None:
-        return None
+        return ("redis", "preprocessor", "finetune") if config.stage == "sft" else None
     return ("redis", *(kind for kind in STARTED[mode] if not (existing and kind == "actor_llm")))
 
 
@@ -58,7 +74,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     """Dotted keys with the values that the mode fixes. Roles that use others' servers need no GPU."""
     mode = config.debug.mode
     if mode is None:
-        return {}
+        return SUPERVISED if config.stage == "sft" else {}
     return {**FIXED[mode], **(without_devices(config) if config.debug.existing_llms else {})}
 
 
@@ -155,7 +171,27 @@ def subset_is_not_empty(config: Config) -> str | None:
     return None
 
 
+def sft_has_conversations(config: Config) -> str | None:
+    sft, wanted = config.sft, config.stage == "sft" or config.sft.per_step > 0
+    if wanted and not sft.datasets:
+        key = "stage` is sft" if config.stage == "sft" else f"sft.per_step` is {sft.per_step}"
+        return f"`{key}, but `sft.datasets` is empty: name the conversations"
+    if sft.datasets and not wanted:
+        return "`sft.datasets` has no effect: `sft.per_step` is 0 and `stage` is rl; raise the first, or set stage=sft"
+    if config.stage == "sft" and sft.per_step:
+        return (
+            f"`sft.per_step` is {sft.per_step} but `stage` is sft: a step then has the batch "
+            "(finetune.gradient_accumulation_passes); set it to 0"
+        )
+    if config.stage == "sft" and config.debug.mode is not None:
+        return f"`debug.mode` is {config.debug.mode} but `stage` is sft, which starts two roles itself: set it to null"
+    if wanted and config.finetune.rl.advantage == "value":
+        return "`finetune.rl.advantage` is value, which learns from every token's reward; conversations have none"
+    return None
+
+
 DEBUG_RULES = (
+    sft_has_conversations,
     streams_come_with_their_mode,
     recorded_streams_become_files,
     existing_servers_come_with_rollouts,

@@ -5,8 +5,9 @@ from functools import cache
 from typing import Any
 
 from pipelinerl.config.keys import declared
-from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from pipelinerl.config.objectives import ADVANTAGES, CORRECTIONS, POLICY_LOSSES, token_arguments
 from pipelinerl.config.sections import Config, RLSection
+from pipelinerl.config.servers import needs_reference
 
 
 @cache
@@ -112,6 +113,63 @@ def kl_clamp_is_used(config: Config) -> str | None:
     return None
 
 
+def loss_has_its_figures(config: Config) -> str | None:
+    """Refuses a loss that names figures of tokens which nothing in the run computes."""
+    rl = config.finetune.rl
+    named = token_arguments(rl.policy_loss)
+    loss = f"`finetune.rl.policy_loss` {rl.policy_loss}"
+    if "values" in named and rl.advantage != "value":
+        return f"{loss} names `values`, but `finetune.rl.advantage` is {rl.advantage}: only `value` has a value head"
+    if "teacher_logprobs" in named and not config.teachers:
+        return f"{loss} names `teacher_logprobs`, but `teachers` is empty: name a model there"
+    if "ref_logprobs" in named and config.world.preprocessor_fraction == 0:
+        return f"{loss} names `ref_logprobs`, but `world.preprocessor_fraction` is 0: a reference server needs a device"
+    return None
+
+
+def teachers_teach(config: Config) -> str | None:
+    """Refuses teachers that nothing reads or that have no server, and domains without exactly one teacher."""
+    rl, teachers = config.finetune.rl, config.teachers
+    if not teachers:
+        changed = _changed(config, "teacher_coef", "reward_coef")
+        return f"{changed} has no effect: `teachers` is empty; name a model there" if changed else None
+    if rl.teacher_coef == 0 and "teacher_logprobs" not in token_arguments(rl.policy_loss):
+        return (
+            "`teachers` has no effect: `finetune.rl.teacher_coef` is 0 and the loss does not name `teacher_logprobs`; "
+            "raise the first, or remove the teachers"
+        )
+    if rl.teacher_coef == 0 and rl.reward_coef != 1:
+        return f"`finetune.rl.reward_coef`={rl.reward_coef} has no effect: `finetune.rl.teacher_coef` is 0; remove it"
+    if config.world.preprocessor_fraction == 0:
+        return "`teachers` need servers, but `world.preprocessor_fraction` is 0: set it to 1 or more"
+    if config.preprocess.filter_zero_advantage_groups and rl.teacher_coef > 0:
+        return (
+            "`preprocess.filter_zero_advantage_groups` drops groups whose rewards are equal, but their tokens learn "
+            "from the teacher (`finetune.rl.teacher_coef`): set it false"
+        )
+    if not config.domains:
+        known = [teacher for teacher in teachers if teacher.domains is not None]
+        if known or len(teachers) > 1:
+            return "`teachers` has several models or names domains, but the run has one domain: name one model for all"
+        return None
+    for domain in config.domains:
+        own = [t.model_path for t in teachers if t.domains is None or domain.name in t.domains]
+        if len(own) != 1:
+            return f"domain {domain.name} has {len(own)} teachers ({', '.join(own) or 'none'}): give every domain one"
+    names = {domain.name for domain in config.domains}
+    unknown = sorted({name for teacher in teachers for name in teacher.domains or ()} - names)
+    return f"`teachers` names domain {unknown[0]!r}, which is none of {', '.join(sorted(names))}" if unknown else None
+
+
+def reference_model_is_used(config: Config) -> str | None:
+    if config.reference_model_path is None or needs_reference(config):
+        return None
+    return (
+        f"`reference_model_path` is {config.reference_model_path!r}, but the loss reads no reference: set "
+        "finetune.rl.kl_coef, or remove it"
+    )
+
+
 def kl_has_reference(config: Config) -> str | None:
     rl = config.finetune.rl
     if (rl.kl_coef == 0 and rl.final_kl_coef == 0) or config.world.preprocessor_fraction > 0:
@@ -125,7 +183,7 @@ def kl_has_reference(config: Config) -> str | None:
 
 def value_advantage_has_value_loss(config: Config) -> str | None:
     rl = config.finetune.rl
-    if rl.advantage == "value" and rl.value_loss_coef == 0:
+    if rl.advantage == "value" and rl.value_loss_coef == 0 and "values" not in token_arguments(rl.policy_loss):
         return (
             "`finetune.rl.advantage` is value but `finetune.rl.value_loss_coef` is 0: the value head would "
             "never learn; set it to 0.5"
@@ -140,7 +198,7 @@ def value_advantage_has_value_loss(config: Config) -> str | None:
 
 
 def group_has_baseline(config: Config) -> str | None:
-    if config.attempts > 1 or config.finetune.rl.advantage == "value":
+    if config.attempts > 1 or config.finetune.rl.advantage == "value" or config.finetune.rl.teacher_coef > 0:
         return None
     return (
         f"`attempts` is 1 but `finetune.rl.advantage` is {config.finetune.rl.advantage}: a group of "
@@ -185,6 +243,9 @@ OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
     block_of_steps_can_be_there,
     kl_clamp_is_used,
     kl_has_reference,
+    loss_has_its_figures,
+    teachers_teach,
+    reference_model_is_used,
     value_advantage_has_value_loss,
     group_has_baseline,
 )

@@ -4,9 +4,13 @@ A built-in one is a dotted name like anybody's own (`finetune.rl.policy_loss=my_
 front. Light: nothing here imports torch, so that the rules can ask what a loss uses.
 """
 
+import ast
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pipelinerl.errors import ConfigError
@@ -54,6 +58,33 @@ ADVANTAGES: Mapping[str, str] = {
 }
 
 
+TOKEN_ARGUMENTS = ("ref_logprobs", "teacher_logprobs", "entropy", "values", "segments", "rewards")
+"""Names of a policy loss's parameters that are figures of the trained tokens. Only those that it names are computed."""
+
+
+@cache
+def token_arguments(policy_loss: str) -> frozenset[str]:
+    """The ``TOKEN_ARGUMENTS`` that a loss of the user's names. Its source is parsed, since running it imports torch.
+
+    Empty for a built-in loss, and where no `def` of that name is found: the trial before the start says why.
+    """
+    parts = policy_loss.split(".")
+    if policy_loss in POLICY_LOSSES or len(parts) < 2:
+        return frozenset()
+    module, name = ".".join(parts[:-1]), parts[-1]
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return frozenset()
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return frozenset()
+    defined = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)]
+    found = {
+        argument.arg for node in defined if node.name == name for argument in [*node.args.args, *node.args.kwonlyargs]
+    }
+    return frozenset(found.intersection(TOKEN_ARGUMENTS))
+
+
 def names(registry: Mapping[str, Any]) -> str:
     """For descriptions of keys: `a`, `b` or a dotted name."""
     return ", ".join(f"`{name}`" for name in registry) + ", or the dotted name of a function of yours"
@@ -62,7 +93,8 @@ def names(registry: Mapping[str, Any]) -> str:
 def keyword_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Those that the configuration gives."""
     parameters = inspect.signature(function).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    keywords = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    return [parameter for parameter in keywords if parameter.name not in TOKEN_ARGUMENTS]
 
 
 def keyword_arguments(

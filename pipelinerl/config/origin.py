@@ -34,8 +34,16 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
     if found.get("domains"):
         found["domains"] = [_with_absolute_data(domain, base) for domain in found["domains"]]
     model = found.get("model_path")
-    if isinstance(model, str) and (found.get("tiny_model") or _looks_local(model) or (base / model).exists()):
-        found["model_path"] = _absolute(model, base)
+    if isinstance(model, str):
+        found["model_path"] = _absolute(model, base) if found.get("tiny_model") else _absolute_model(model, base)
+    if (found.get("sft") or {}).get("datasets"):
+        found["sft"] = {**found["sft"], "datasets": [_absolute_data(name, base) for name in found["sft"]["datasets"]]}
+    if isinstance(found.get("reference_model_path"), str):
+        found["reference_model_path"] = _absolute_model(found["reference_model_path"], base)
+    if found.get("teachers"):
+        found["teachers"] = [
+            {**teacher, "model_path": _absolute_model(teacher["model_path"], base)} for teacher in found["teachers"]
+        ]
     deepspeed = found.get("deepspeed_config")
     if isinstance(deepspeed, str) and (base / deepspeed).is_file():
         found["deepspeed_config"] = _absolute(deepspeed, base)
@@ -63,6 +71,10 @@ def _absolute_data(name: str, base: Path) -> str:
     assert match is not None, "it matches everything"
     path, rest = match[0], name[match.end() :]
     return _absolute(path, base) + rest if path.endswith(DATA_SUFFIXES) and not rest.startswith("://") else name
+
+
+def _absolute_model(path: str, base: Path) -> str:
+    return _absolute(path, base) if _looks_local(path) or (base / path).exists() else path
 
 
 def _looks_local(text: str) -> bool:

@@ -14,7 +14,7 @@ from pipelinerl.config.engine import TRAITS, engine_of
 from pipelinerl.config.keys import declared
 from pipelinerl.config.objective_rules import OBJECTIVE_HINTS, OBJECTIVE_RULES
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len, server_options
+from pipelinerl.config.servers import max_model_len, scoring_models, server_options
 from pipelinerl.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
@@ -324,11 +324,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def reference_without_kl(config: Config) -> str | None:
-    rl = config.finetune.rl
-    if config.world.preprocessor_fraction > 0 and rl.kl_coef == 0 and rl.final_kl_coef == 0:
+    if config.world.preprocessor_fraction > 0 and not scoring_models(config):
         return (
             "world.preprocessor_fraction gives devices to a reference server that nothing uses: kl_coef and "
-            "final_kl_coef are 0"
+            "final_kl_coef are 0, and there are no teachers"
         )
     return None
 

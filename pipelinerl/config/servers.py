@@ -1,12 +1,59 @@
 """vLLM's options as the run's configuration gives them: one spelling, and those that the run sets itself."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from pipelinerl.config.objectives import token_arguments
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 
 EXPERT_PARALLEL = "enable-expert-parallel"
 """vLLM's option that gives each GPU of a server whole experts instead of a slice of every expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringModel:
+    """A frozen model whose log-probs of the trained tokens the loss needs."""
+
+    path: str
+    column: Literal["ref_logprobs", "teacher_logprobs"]
+    """The samples' and micro-batches' field that gets them."""
+    domains: tuple[str, ...] | None = None
+    """Domains whose samples it scores. None: all."""
+
+    @property
+    def name(self) -> str:
+        return "the reference" if self.column == "ref_logprobs" else f"teacher {self.path}"
+
+    def scores(self, domain: str) -> bool:
+        return self.domains is None or domain in self.domains
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether the loss reads the reference's log-probs at any step."""
+    rl = config.finetune.rl
+    return rl.kl_coef > 0 or rl.final_kl_coef > 0 or "ref_logprobs" in token_arguments(rl.policy_loss)
+
+
+def scoring_models(config: Config) -> tuple[ScoringModel, ...]:
+    """The reference model, if it is needed, and the teachers. They take turns in the servers of `preprocessor_llm`."""
+    reference = ScoringModel(path=config.reference_model_path or config.model_path, column="ref_logprobs")
+    teachers = [
+        ScoringModel(
+            path=teacher.model_path,
+            column="teacher_logprobs",
+            domains=None if teacher.domains is None else tuple(teacher.domains),
+        )
+        for teacher in config.teachers
+    ]
+    return (*([reference] if needs_reference(config) else []), *teachers)
+
+
+def served_model(config: Config, kind: str, number: int) -> str:
+    """Path of the model of server ``number`` of its kind. Without a scoring model it is the policy's."""
+    models = scoring_models(config) if kind.startswith("preprocessor_llm") else ()
+    return models[number % len(models)].path if models else config.model_path
+
 
 FIRST_ROLLOUTS = 32
 MOST_ROLLOUTS = 1024

@@ -116,8 +116,9 @@ def train_step(
 
 def _speed(engine: Engine, totals: dict[str, float], elapsed: float) -> dict[MetricName, float]:
     tokens, config = totals["total_tokens"], engine.policy.lm.config
+    trained = totals["tokens"] + totals["imitated"]
     per_device = speed_metrics(config, engine.device, tokens, elapsed, engine.world_size)
-    return {TrainerMetric.STEP_S: elapsed, TrainerMetric.TOKENS_PER_S: totals["tokens"] / elapsed} | per_device
+    return {TrainerMetric.STEP_S: elapsed, TrainerMetric.TOKENS_PER_S: trained / elapsed} | per_device
 
 
 def _suspects(records: Sequence[MicroBatch], losses: Sequence[torch.Tensor]) -> str:

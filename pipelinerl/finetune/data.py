@@ -55,6 +55,10 @@ class Batch:
     segment_rewards_S: Tensor
     num_tokens: int
     """T"""
+    ends_S: Tensor | None = None
+    """int64: flat grid index of each segment's last trained token. None: no value head, or ranks share segments."""
+    cut_S: Tensor | None = None
+    """bool: whether the server cut the segment's last answer for its length. None: as ``ends_S``."""
     documents: tuple[int, ...] | None = None
     """Lengths of the packed documents of all ranks that share this micro-batch. None: each row is one document."""
     routed_experts_NR: Tensor | None = None
@@ -167,6 +171,13 @@ def _lags(record: MicroBatch, index: TokenIndex) -> LagInputs:
     )
 
 
+def _last_trained(index: TokenIndex, flat: np.ndarray, num_segments: int) -> np.ndarray:
+    """int64 [S]: flat grid index of each segment's last trained token, 0 where it has none."""
+    ends_S = np.zeros(num_segments, dtype=np.int64)
+    ends_S[index.segments_K] = flat[index.positions_K]  # positions ascend, so the last one stays
+    return ends_S
+
+
 def to_batch(
     record: MicroBatch,
     index: TokenIndex,
@@ -193,7 +204,9 @@ def to_batch(
     input_ids[flat] = record.token_ids
 
     at = index.positions_K
-    ref, routed = record.ref_logprobs, record.routed_experts
+    ref, teacher, routed = record.ref_logprobs, record.teacher_logprobs, record.routed_experts
+    imitated = record.supervised
+    returned = record.rewards[index.segments_K] if record.cut is None else record.advantages[at]
     return Batch(
         input_ids=_tensor(input_ids.reshape(grid)),
         position_ids=_tensor(positions),
@@ -205,11 +218,16 @@ def to_batch(
             weights_K=_tensor(record.segment_weights[index.segments_K], float_dtype),
             segments_K=_tensor(index.segments_K),
             num_segments=len(lengths),
+            rewards_K=_tensor(returned, float_dtype),
+            supervised_K=None if imitated is None else _tensor(imitated[index.segments_K], torch.bool),
             ref_logprobs_K=None if ref is None else _tensor(ref[at], float_dtype),
+            teacher_logprobs_K=None if teacher is None else _tensor(teacher[at], float_dtype),
         ),
         lags=_lags(record, index),
         segment_rewards_S=_tensor(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
+        ends_S=None if record.cut is None else _tensor(_last_trained(index, flat, len(lengths))),
+        cut_S=None if record.cut is None else _tensor(record.cut, torch.bool),
         documents=None if rows else tuple(lengths.tolist()),
         routed_experts_NR=None if routed is None else _tensor(_on_grid(routed, flat, grid), torch.int16),
         images=images,

@@ -50,6 +50,9 @@ class StepSums(NamedTuple):
     reward: Tensor
     total_tokens: Tensor
     padded_tokens: Tensor
+    imitated: Tensor
+    imitated_weight: Tensor
+    imitated_loss: Tensor
 
 
 class StepMaxima(NamedTuple):
@@ -73,9 +76,20 @@ class StepDiagnostics:
 
     @torch.no_grad()
     def add(self, output: PolicyOutput, batch: Batch, settings: LossSettings) -> Tensor:
-        """Add one micro-batch. Returns bool [K]: the tokens on which the loss's clip or a correction acts."""
-        inputs, lags = replace(batch.inputs, advantages_K=output.advantages_K), batch.lags
+        """Add one micro-batch. Returns bool [K]: the tokens on which the loss's clip or a correction acts.
+
+        Tokens that are imitated count for their own loss alone.
+        """
+        inputs, lags = output.inputs, batch.lags
         logprobs_K, entropy_K = output.logprobs_K, output.entropy_K
+        imitated_K = inputs.supervised_K
+        imitated = imitated_weight = imitated_loss = output.loss.new_zeros((), dtype=torch.float64)
+        if imitated_K is not None:
+            weights_K = torch.where(imitated_K, inputs.advantages_K, 0.0).double()
+            imitated, imitated_weight = imitated_K.sum().double(), weights_K.sum()
+            imitated_loss = -(weights_K * logprobs_K.detach().double()).sum()
+            inputs, lags = replace(inputs[~imitated_K], supervised_K=None), lags[~imitated_K]
+            logprobs_K, entropy_K = logprobs_K[~imitated_K], entropy_K[~imitated_K]
         log_ratio_K = logprobs_K.double() - inputs.sampler_logprobs_K.double()
         ratio_K = log_ratio_K.exp()
         counts_S = segment_sum(torch.ones_like(log_ratio_K), inputs)
@@ -89,7 +103,7 @@ class StepDiagnostics:
         zero = log_ratio_K.new_zeros(())
         older_S = segment_sum((lags.lag_K > 0).double(), inputs)
         fresh_K = (older_S == 0)[inputs.segments_K]
-        loss, tokens = policy_term(logprobs_K, inputs, settings)
+        loss, tokens = policy_term(logprobs_K, inputs, settings, entropy_K)
         clipped = zero if loss.clipped_K is None else loss.clipped_K.sum().double()
         clipped_fresh = zero if loss.clipped_K is None else (loss.clipped_K & fresh_K).sum().double()
         self._sums += torch.stack(
@@ -114,6 +128,9 @@ class StepDiagnostics:
                 reward=torch.where(trained_S, batch.segment_rewards_S.double(), 0.0).sum(),
                 total_tokens=torch.full_like(zero, batch.num_tokens if first else 0),
                 padded_tokens=torch.full_like(zero, batch.input_ids.numel()),
+                imitated=imitated,
+                imitated_weight=imitated_weight,
+                imitated_loss=imitated_loss,
             )
         )
         if logprobs_K.shape[0]:
@@ -125,7 +142,10 @@ class StepDiagnostics:
                 max_negative_lag=(-lag_K).max(),
             )
             self._maxima = torch.maximum(self._maxima, torch.stack(largest))
-        return tokens.corrected_K if loss.clipped_K is None else tokens.corrected_K | loss.clipped_K
+        altered_K = tokens.corrected_K if loss.clipped_K is None else tokens.corrected_K | loss.clipped_K
+        if imitated_K is None:
+            return altered_K
+        return torch.zeros_like(imitated_K).masked_scatter(~imitated_K, altered_K)
 
     def _count_lags(self, lags: LagInputs) -> None:
         parts = torch.stack([lags.lag_K, lags.in_flight_K, lags.lag_K - lags.in_flight_K])
@@ -152,35 +172,46 @@ def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
     tokens, sequences = max(totals["tokens"], 1.0), max(totals["sequences"], 1.0)
     trained = totals["tokens"] > 0
     mean_square = totals["ratio_squared"] / tokens
-    return {
-        TrainerMetric.LOSS: totals["loss"],
-        TrainerMetric.VALUE_LOSS: totals["value_loss"],
-        TrainerMetric.TOKENS: totals["tokens"],
-        TrainerMetric.SEQUENCES: totals["sequences"],
-        TrainerMetric.INPUT_TOKENS: totals["total_tokens"],
-        TrainerMetric.PADDING_FRACTION: 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
-        TrainerMetric.REWARD: totals["reward"] / sequences,
-        TrainerMetric.ENTROPY: totals["entropy"] / tokens,
-        TrainerMetric.KL_REF: totals["kl"] / tokens,
-        TrainerMetric.ESS: _ess(totals["ratio"], totals["ratio_squared"], totals["tokens"]),
-        TrainerMetric.ESS_SEQUENCE: _ess(
-            totals["sequence_ratio"], totals["sequence_ratio_squared"], totals["sequences"]
-        ),
-        TrainerMetric.KL_K1: -totals["log_ratio"] / tokens,
-        TrainerMetric.KL_K3: totals["k3"] / tokens,
-        TrainerMetric.CHI_SQUARED: mean_square - 1.0 if trained else 0.0,
-        TrainerMetric.LOGRATIO_ABS_MEAN: totals["abs_log_ratio"] / tokens,
-        TrainerMetric.LOGRATIO_ABS_MAX: totals["max_abs_log_ratio"] if trained else 0.0,
-        TrainerMetric.LOGRATIO_ABS_MAX_LAG0: totals["max_abs_log_ratio_fresh"] if trained else 0.0,
-        TrainerMetric.CLIP_FRACTION: totals["clipped"] / tokens,
-        TrainerMetric.CLIP_FRACTION_LAG0: totals["clipped_fresh"] / max(totals["fresh"], 1.0),
-        TrainerMetric.CORRECTED_FRACTION: totals["corrected"] / tokens,
-        TrainerMetric.LAG_MIN: -totals["max_negative_lag"] if trained else 0.0,
-        TrainerMetric.LAG_MEAN: totals["lag"] / tokens,
-        TrainerMetric.LAG_MAX: totals["max_lag"] if trained else 0.0,
-        TrainerMetric.LAG_IN_FLIGHT_MEAN: totals["in_flight_lag"] / tokens,
-        TrainerMetric.LAG_QUEUED_MEAN: (totals["lag"] - totals["in_flight_lag"]) / tokens,
-    } | {name: totals[name] / tokens for name in LAG_COUNTS}
+    return (
+        {
+            TrainerMetric.LOSS: totals["loss"],
+            TrainerMetric.VALUE_LOSS: totals["value_loss"],
+            TrainerMetric.TOKENS: totals["tokens"] + totals["imitated"],
+            TrainerMetric.SEQUENCES: totals["sequences"],
+            TrainerMetric.INPUT_TOKENS: totals["total_tokens"],
+            TrainerMetric.PADDING_FRACTION: 1.0 - totals["total_tokens"] / max(totals["padded_tokens"], 1.0),
+            TrainerMetric.REWARD: totals["reward"] / sequences,
+            TrainerMetric.ENTROPY: totals["entropy"] / tokens,
+            TrainerMetric.KL_REF: totals["kl"] / tokens,
+            TrainerMetric.ESS: _ess(totals["ratio"], totals["ratio_squared"], totals["tokens"]),
+            TrainerMetric.ESS_SEQUENCE: _ess(
+                totals["sequence_ratio"], totals["sequence_ratio_squared"], totals["sequences"]
+            ),
+            TrainerMetric.KL_K1: -totals["log_ratio"] / tokens,
+            TrainerMetric.KL_K3: totals["k3"] / tokens,
+            TrainerMetric.CHI_SQUARED: mean_square - 1.0 if trained else 0.0,
+            TrainerMetric.LOGRATIO_ABS_MEAN: totals["abs_log_ratio"] / tokens,
+            TrainerMetric.LOGRATIO_ABS_MAX: totals["max_abs_log_ratio"] if trained else 0.0,
+            TrainerMetric.LOGRATIO_ABS_MAX_LAG0: totals["max_abs_log_ratio_fresh"] if trained else 0.0,
+            TrainerMetric.CLIP_FRACTION: totals["clipped"] / tokens,
+            TrainerMetric.CLIP_FRACTION_LAG0: totals["clipped_fresh"] / max(totals["fresh"], 1.0),
+            TrainerMetric.CORRECTED_FRACTION: totals["corrected"] / tokens,
+            TrainerMetric.LAG_MIN: -totals["max_negative_lag"] if trained else 0.0,
+            TrainerMetric.LAG_MEAN: totals["lag"] / tokens,
+            TrainerMetric.LAG_MAX: totals["max_lag"] if trained else 0.0,
+            TrainerMetric.LAG_IN_FLIGHT_MEAN: totals["in_flight_lag"] / tokens,
+            TrainerMetric.LAG_QUEUED_MEAN: (totals["lag"] - totals["in_flight_lag"]) / tokens,
+        }
+        | {name: totals[name] / tokens for name in LAG_COUNTS}
+        | _imitation_metrics(totals)
+    )
+
+
+def _imitation_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
+    if not totals["imitated"]:
+        return {}
+    mean = totals["imitated_loss"] / totals["imitated_weight"]
+    return {TrainerMetric.SFT_TOKENS: totals["imitated"], TrainerMetric.SFT_LOSS: mean}
 
 
 def clip_warning(metrics: dict[MetricName, float]) -> str | None:

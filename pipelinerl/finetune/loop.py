@@ -274,5 +274,5 @@ def server_reports(watch: MembershipWatch) -> dict[str, WeightInfo]:
 def run(ctx: RoleContext) -> None:
     """Run the trainer role on this rank until it is asked to stop."""
     transformers.utils.logging.disable_progress_bar()
-    standalone = ctx.cfg.debug.mode is not None
+    standalone = ctx.cfg.debug.mode is not None or ctx.cfg.stage == "sft"
     Trainer(ctx, connect_nobody if standalone else connect_weights).run(stay=not standalone)

@@ -61,8 +61,8 @@ class PolicyOutput(NamedTuple):
     entropy_K: Tensor
     value_loss: Tensor
     """Scalar: the value term alone, without gradient. 0 without a value head."""
-    advantages_K: Tensor
-    """The advantages that the loss used: those of the record, or reward − V with a value head."""
+    inputs: TokenInputs
+    """The constants that the loss used. With a value head the advantages are reward − V."""
 
 
 class Policy(nn.Module):
@@ -139,9 +139,14 @@ class Policy(nn.Module):
         hidden_KH = hidden_BLH.flatten(0, 1)[batch.predictors_K]
         if settings is None:
             return self._score(hidden_KH, batch.targets_K, self.temperature)
-        inputs, value_term = batch.inputs, None
+        inputs, value_term, values_K = batch.inputs, None, None
         if self.value_head is not None:
-            inputs, value_term = self._with_values(hidden_KH, inputs)
+            values_K = self._values(hidden_KH)
+            inputs, value_term = self._with_values(values_K, inputs)
+            if settings.names("values"):
+                inputs = replace(inputs, bootstrap_S=self._bootstrap(hidden_BLH, batch))
+            else:
+                values_K = None
         loss, logprobs_K, entropy_K = head_loss(
             self.lm.get_output_embeddings(),
             hidden_KH,
@@ -150,10 +155,11 @@ class Policy(nn.Module):
             temperature=self.temperature,
             chunk=self.chunk,
             fp32=self.fp32_head,
+            values_K=values_K,
         )
         if value_term is None:
-            return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs.advantages_K)
-        return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs.advantages_K)
+            return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs)
+        return PolicyOutput(loss + value_term, logprobs_K, entropy_K, value_term.detach(), inputs)
 
     def _announce_layout(self, batch: Batch | Tokens) -> None:
         """Give attention the lengths of the documents, which are known on the host, and routers the experts."""
@@ -169,15 +175,25 @@ class Policy(nn.Module):
             head, hidden_NH, targets_N, temperature=temperature, chunk=self.chunk, fp32=self.fp32_head
         )[0]
 
-    def _with_values(self, hidden_KH: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
-        """The inputs with advantages r − sg(V(s_t)), and the value loss Σ weight · coef · ½(V − r)²."""
+    def _values(self, hidden_NH: Tensor) -> Tensor:
+        """[N] V of the states, differentiable."""
         assert self.value_head is not None
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return self.value_head(hidden_NH.to(self.value_head.weight.dtype))[:, 0]
+
+    def _with_values(self, values_K: Tensor, inputs: TokenInputs) -> tuple[TokenInputs, Tensor]:
+        """The inputs with advantages r − sg(V(s_t)), and the value loss Σ weight · coef · ½(V − r)²."""
         assert self.value_loss_coef is not None
-        with torch.autocast(hidden_KH.device.type, enabled=False):
-            values_K = self.value_head(hidden_KH.to(self.value_head.weight.dtype))[:, 0]
-        rewards_K = inputs.advantages_K
+        rewards_K, constant_K = inputs.advantages_K, values_K.detach()
         loss = self.value_loss_coef * 0.5 * (inputs.weights_K * (values_K - rewards_K).square()).sum()
-        return replace(inputs, advantages_K=rewards_K - values_K.detach()), loss
+        return replace(inputs, advantages_K=rewards_K - constant_K, values_K=constant_K), loss
+
+    def _bootstrap(self, hidden_BLH: Tensor, batch: Batch) -> Tensor | None:
+        """[S] V of the state in which each cut answer ended, 0 for the others, without gradient."""
+        if batch.ends_S is None or batch.cut_S is None:
+            return None
+        values_S = self._values(hidden_BLH.flatten(0, 1)[batch.ends_S]).detach()
+        return torch.where(batch.cut_S, values_S, 0.0)
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:

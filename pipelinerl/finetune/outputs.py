@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 LOGGED = (
     *(
         TrainerMetric.LOSS,
+        TrainerMetric.SFT_LOSS,
         TrainerMetric.REWARD,
         TrainerMetric.GRAD_NORM,
         TrainerMetric.LR,
@@ -90,15 +91,18 @@ class Outputs:
         metrics |= {
             TrainerMetric.PAUSE_MS: stats.pause_ms,
             TrainerMetric.TRANSFER_MS: stats.transfer_ms,
-            TrainerMetric.LIVE_VERSION: float(stats.version),
         }
+        if stats.version >= 0:  # some server has had weights
+            metrics[TrainerMetric.LIVE_VERSION] = float(stats.version)
         samples, step = counters.samples_processed, counters.step
         self._topic.write(
             SamplesProcessed(samples_processed=samples, step=step, metrics=as_texts(metrics), timestamp=time.time())
         )
         self._metrics.log(metrics | {TrainerMetric.SAMPLES: samples}, step=step)
         self._warn_once(clip_warning(metrics))
-        log.info("event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED))
+        log.info(
+            "event=step step=%d %s", step, " ".join(f"{name}={metrics[name]:.4g}" for name in LOGGED if name in metrics)
+        )
 
     def sync(self) -> None:
         """Wait until the metrics of every reported step are on disk. Safe to call from any thread."""

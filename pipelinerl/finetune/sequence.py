@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipelinerl.finetune.data import Batch
-from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup, TokenInputs
+from pipelinerl.finetune.rl.tokens import LagInputs, SequenceGroup
 from pipelinerl.records.batches import NOT_ROUTED
 
 LONG_DOCUMENT = 512
@@ -132,23 +132,17 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
     rows_L = _indices(rows_of_ranks(documents, group.size)[group.index])
     places_K = (places_of_rows(documents, group) - group.index * len(rows_L))[batch.predictors_K]
     mine = (places_K >= 0) & (places_K < len(rows_L))
-    inputs, ref, routed = batch.inputs, batch.inputs.ref_logprobs_K, batch.routed_experts_NR
+    routed = batch.routed_experts_NR
     return replace(
         batch,
         input_ids=F.pad(batch.input_ids, (0, padding))[:, rows_L],
         position_ids=F.pad(batch.position_ids, (0, padding))[:, rows_L],
         predictors_K=places_K[mine],
         targets_K=batch.targets_K[mine],
-        inputs=TokenInputs(
-            sampler_logprobs_K=inputs.sampler_logprobs_K[mine],
-            advantages_K=inputs.advantages_K[mine],
-            weights_K=inputs.weights_K[mine],
-            segments_K=inputs.segments_K[mine],
-            num_segments=inputs.num_segments,
-            ref_logprobs_K=None if ref is None else ref[mine],
-            group=group,
-        ),
+        inputs=replace(batch.inputs[mine], group=group),
         lags=LagInputs(lag_K=batch.lags.lag_K[mine], in_flight_K=batch.lags.in_flight_K[mine]),
+        ends_S=None,
+        cut_S=None,
         documents=documents,
         routed_experts_NR=None if routed is None else F.pad(routed, (0, 0, 0, padding), value=NOT_ROUTED)[rows_L],
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_node, devices_per_server, server_options
+from pipelinerl.config.servers import devices_per_node, devices_per_server, served_model, server_options
 from pipelinerl.errors import ConfigError
 from pipelinerl.plan.memory import kv_cache_bytes
 from pipelinerl.plan.model_shape import find_model_shape
@@ -103,7 +103,7 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
 
 def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "model": cfg.model_path,
+        "model": served_model(cfg, job.kind, _server_number(job)),
         "served-model-name": SERVED_NAMES[job.kind],
         "host": listen_address(job.hostname) or world.bind_host,
         "port": job.port,
@@ -133,6 +133,12 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
     return settings | (_span_settings(job.span) if job.span else {})
 
 
+def _server_number(job: Job) -> int:
+    """Number of the server that the job is, or is a part of."""
+    workers_only = job.span is not None and job.span.has_workers_only
+    return job.replica_idx // (job.span.nodes - 1) if workers_only and job.span else job.replica_idx
+
+
 def _span_settings(span: Span) -> dict[str, Any]:
     return {
         "nnodes": span.nodes,
@@ -154,7 +160,11 @@ def _shared_cache(cfg: Config, world: WorldMap, job: Job, gpu_bytes: int) -> dic
 
     vLLM would otherwise measure the free memory while the trainer is still loading, and take the trainer's memory.
     """
-    shape = find_model_shape(cfg.model_path) if world.share_devices and gpu_bytes else None
+    shape = (
+        find_model_shape(served_model(cfg, job.kind, _server_number(job)))
+        if world.share_devices and gpu_bytes
+        else None
+    )
     cache = kv_cache_bytes(cfg, shape, job.kind, job.num_ranks, gpu_bytes) if shape else 0
     return {"kv-cache-memory-bytes": cache} if cache else {}
 

@@ -301,6 +301,7 @@ def model(start: Start) -> list[str]:
         preflight.check_model(start.config.model_path)
         preflight.check_context(start.config)
         preflight.check_architecture(start.config)
+    preflight.check_scoring_models(start.config)
     return []
 
 
@@ -319,7 +320,7 @@ def objective(start: Start) -> list[str]:
 
 
 def domain(start: Start) -> list[str]:
-    if start.config.debug.mode not in (None, *WITH_ROLLOUTS):
+    if start.config.debug.mode not in (None, *WITH_ROLLOUTS) or start.config.stage == "sft":
         return []
     return preflight.check_domain({**start.container, "jobs": start.world.job_dicts()})
 

@@ -5,6 +5,7 @@ will. Prints one JSON object {"refusal": text or null} as its last line. It is a
 user's code and loads torch.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl.config.load import parse_container
-from pipelinerl.config.objectives import ADVANTAGES
+from pipelinerl.config.objectives import ADVANTAGES, TOKEN_ARGUMENTS, token_arguments
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.interface import is_token_level
@@ -43,26 +44,44 @@ def try_loss(cfg: Config) -> None:
 
     Then call it without tokens, because a rank may have none.
     """
+    _refuse_hidden_figures(cfg.finetune.rl.policy_loss)
     ratios = torch.tensor([0.5, 0.9, 1.0, 1.1, 2.0], requires_grad=True)
     for count in (5, 0):
         logprobs_K = (ratios.log() - 1.0)[:count]
+        scored_K = torch.linspace(-2.0, -0.5, 5)[:count]
+        values_K = torch.linspace(-0.5, 0.5, 5)[:count].requires_grad_()
         inputs = TokenInputs(
             sampler_logprobs_K=torch.full((count,), -1.0),
             advantages_K=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])[:count],
             weights_K=torch.ones(count),
             segments_K=torch.tensor([0, 0, 0, 1, 1])[:count],
             num_segments=2,
+            rewards_K=torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])[:count],
+            values_K=values_K,
+            bootstrap_S=torch.tensor([0.0, 0.25]),
+            ref_logprobs_K=scored_K,
+            teacher_logprobs_K=scored_K,
         )
-        loss, _ = policy_term(logprobs_K, inputs, settings_at(cfg, 0))
-        for name, values_K in (("losses_K", loss.losses_K), ("clipped_K", loss.clipped_K)):
-            if values_K is not None and values_K.shape != (count,):
-                raise ConfigError(f"{name} has shape {tuple(values_K.shape)} for {count} tokens: return one per token")
+        loss, _ = policy_term(logprobs_K, inputs, settings_at(cfg, 0), torch.linspace(0.1, 1.0, 5)[:count])
+        for name, found_K in (("losses_K", loss.losses_K), ("clipped_K", loss.clipped_K)):
+            if found_K is not None and found_K.shape != (count,):
+                raise ConfigError(f"{name} has shape {tuple(found_K.shape)} for {count} tokens: return one per token")
         if not torch.isfinite(loss.losses_K).all():
             raise ConfigError(f"the losses of ratios {ratios.tolist()} are {loss.losses_K.tolist()}")
         if count and not loss.losses_K.requires_grad:
             raise ConfigError("the losses have no gradient: compute them from logprobs_K, which is not a constant")
         if count and is_token_level(find_loss(cfg.finetune.rl.policy_loss)):
             compare_with_one_at_a_time(settings_at(cfg, 0))
+
+
+def _refuse_hidden_figures(policy_loss: str) -> None:
+    """Refuse a loss whose signature has figures that its source does not show where the key says."""
+    hidden = set(inspect.signature(find_loss(policy_loss)).parameters) & set(TOKEN_ARGUMENTS)
+    if hidden := hidden - token_arguments(policy_loss):
+        raise ConfigError(
+            f"it takes {', '.join(sorted(hidden))}, but its module has no `def` of this name with them: define the "
+            "function, with these parameters, at the top level of the module that the key names"
+        )
 
 
 def compare_with_one_at_a_time(settings: LossSettings) -> None:
@@ -84,6 +103,10 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         segments_K=torch.tensor([0] * 5 + [1] * 4 + [2] * 3),
         num_segments=3,
         proximal_logprobs_K=logprobs_K - ratios_K.flip(0).log() if settings.has_proximal else None,
+        rewards_K=torch.linspace(-1.0, 1.0, 12),
+        values_K=torch.linspace(0.5, -0.5, 12),
+        ref_logprobs_K=logprobs_K.flip(0),
+        teacher_logprobs_K=logprobs_K.flip(0),
     )
     together = _loss_columns(logprobs_K, inputs, settings)
     try:
@@ -104,7 +127,7 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
 def _loss_columns(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> dict[str, Tensor]:
     """float [K] each: losses, gradients of their weighted sum, and clipped tokens, if the loss names them."""
     logprobs_K = logprobs_K.detach().requires_grad_()
-    loss, _ = policy_term(logprobs_K, inputs, settings)
+    loss, _ = policy_term(logprobs_K, inputs, settings, -0.5 * logprobs_K.detach())
     (gradients_K,) = torch.autograd.grad((inputs.weights_K * loss.losses_K).sum(), logprobs_K)
     columns = {"loss": loss.losses_K.detach(), "gradient": gradients_K}
     return columns if loss.clipped_K is None else columns | {"clip (1 = acts)": loss.clipped_K.float()}

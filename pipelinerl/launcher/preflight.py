@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.objective_rules import objective_is_default
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import max_model_len, server_options
+from pipelinerl.config.servers import max_model_len, scoring_models, server_options
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.launcher.commands import inherited_environment
 from pipelinerl.launcher.processes import describe_exit, run_helper
@@ -165,20 +166,31 @@ def _kind_of_build(package: str) -> str | None:
         return None
 
 
-def check_model(model_path: str) -> None:
+def check_scoring_models(config: Config) -> None:
+    """Refuse a reference or a teacher that is no model, or whose tokenizer is not the policy's.
+
+    Tokenizers are compared where the folders are on this machine. The preprocessor compares them all.
+    """
+    others = [model.path for model in scoring_models(config) if model.path != config.model_path]
+    for path in others:
+        check_model(path, "reference_model_path" if path == config.reference_model_path else "teachers.model_path")
+    if Path(config.model_path).is_dir():
+        here = [path for path in others if Path(path).is_dir()]
+        check_same_vocabulary(config.model_path, here, trust_remote_code=config.trust_remote_code)
+
+
+def check_model(model_path: str, key: str = "model_path") -> None:
     """Refuse a path that is no model folder, no name in the local cache, and no name that the hub knows."""
     path = Path(model_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"`model_path` is {model_path!r}: that folder holds no config.json of a model")
+            raise ConfigError(f"`{key}` is {model_path!r}: that folder holds no config.json of a model")
         return
     if path.exists() or not MODEL_NAME.fullmatch(model_path) or model_path.startswith("."):
-        raise ConfigError(
-            f"`model_path` is {model_path!r}: it does not exist; give a model folder or a Hugging Face name"
-        )
+        raise ConfigError(f"`{key}` is {model_path!r}: it does not exist; give a model folder or a Hugging Face name")
     problem = _hub_problem(model_path)
     if problem:
-        raise ConfigError(f"`model_path` is {model_path!r}: no such folder here, not in the local cache, and {problem}")
+        raise ConfigError(f"`{key}` is {model_path!r}: no such folder here, not in the local cache, and {problem}")
 
 
 def check_context(config: Config) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipelinerl.config.debug import WORKING
+from pipelinerl.config.debug import working_kind
 from pipelinerl.config.environment import (
     MIN_SECRET_CHARS,
     REDIS_PASSWORD_VARIABLE,
@@ -124,7 +124,7 @@ async def supervise(
         report=(lambda: reports.complete(launched=started, started=roles_started)) if tracking else (lambda: None),
         peers=connection,
         trains_on_several_nodes=len({job.node_rank for job in plan.world.get("finetune")}) > 1,
-        standalone=config.debug.mode is not None,
+        standalone=config.debug.mode is not None or config.stage == "sft",
     )
     answer_signals(supervisor)
     say(f"{'resuming' if resumed else 'starting'} {path}")
@@ -165,8 +165,7 @@ def live_line(plan: RunPlan, path: Path) -> contextlib.AbstractContextManager[No
 
 def awaited_jobs(plan: RunPlan) -> list[str]:
     """Names of the jobs whose end is the end of the run."""
-    mode = plan.config.debug.mode
-    return [job.name for job in plan.world.get("actor" if mode is None else WORKING.get(mode, ""))]
+    return [job.name for job in plan.world.get(working_kind(plan.config))]
 
 
 def work_beside(

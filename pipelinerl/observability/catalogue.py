@@ -184,6 +184,8 @@ class TrainerMetric(Metric):
     SAMPLES = "samples", "rollouts", "trained since the run began"
     TOKENS = "tokens", "tokens", "trained in the step: they were sampled and carry a loss"
     SEQUENCES = "sequences", "sequences", "trained in the step"
+    SFT_TOKENS = "sft_tokens", "tokens", "of conversations that are imitated, trained in the step"
+    SFT_LOSS = "sft_loss", "nats", "mean of −log π over them, by their weights"
     INPUT_TOKENS = "input_tokens", "tokens", "that went through the model in the step"
     PADDING_FRACTION = "padding_fraction", "share", "of the computed positions that are padding"
     MICRO_BATCHES = "micro_batches", "micro-batches", "of one rank"

@@ -9,8 +9,8 @@ import msgspec
 
 from pipelinerl.config.engine import engine_of
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import EXPERT_PARALLEL, max_model_len, server_options
-from pipelinerl.plan.model_shape import ModelShape
+from pipelinerl.config.servers import EXPERT_PARALLEL, max_model_len, scoring_models, server_options
+from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.training_memory import (
     GIB,
     RUNTIME_BYTES,
@@ -80,7 +80,8 @@ def memory_plan(
     for kind in ("actor_llm", "preprocessor_llm"):
         servers = world.get(kind)
         if servers:
-            plan = server_plan(cfg, shape, kind, servers[0].num_ranks, len(servers), gpu_bytes)
+            served = shape if kind == "actor_llm" else _largest_scoring_model(cfg, shape)
+            plan = server_plan(cfg, served, kind, servers[0].num_ranks, len(servers), gpu_bytes)
             if kind == "actor_llm":
                 on_node = max(
                     sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
@@ -89,6 +90,12 @@ def memory_plan(
                 plan = msgspec.structs.replace(plan, note=plan.note + note)
             plans.append(plan)
     return tuple(plans)
+
+
+def _largest_scoring_model(cfg: Config, policy: ModelShape) -> ModelShape:
+    """Of the reference and the teachers. One whose shape is not known counts as the policy's."""
+    shapes = [find_model_shape(model.path) or policy for model in scoring_models(cfg)]
+    return max(shapes, key=lambda shape: shape.parameters, default=policy)
 
 
 def _trainer_note(cfg: Config, shape: ModelShape, world: WorldMap, gpu_bytes: int, total: int, share: float) -> str:

@@ -11,7 +11,7 @@ second among positions in a rollout. `LengthDeciles` measures it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -43,7 +43,10 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
         return None
     masks = {i: _young_tokens(sample.sequences[i][1], oldest_allowed) for i in kept}
     sequences = tuple((sample.sequences[i][0], _masked(sample.sequences[i][1], oldest_allowed)) for i in kept)
-    ref = sample.ref_logprobs
+    scores = {name: getattr(sample, name) for name in ("ref_logprobs", "teacher_logprobs")}
+    kept_scores: dict[str, Any] = {
+        name: values and tuple(values[i][masks[i]] for i in kept) for name, values in scores.items()
+    }
     num_trained = sum(len(sequence.logprobs) for _, sequence in sequences)
     advantages = tuple(sample.advantages[i] for i in kept)
     return replace(
@@ -51,7 +54,7 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
         sequences=sequences,
         advantages=advantages,
         members=advantages if len(sample.members) == len(sample.sequences) else sample.members,
-        ref_logprobs=None if ref is None else tuple(ref[i][masks[i]] for i in kept),
+        **kept_scores,
         num_tokens=sum(len(sequence.token_ids) for _, sequence in sequences),
         num_trained=num_trained,
         num_masked=sample.num_trained - num_trained,
@@ -141,6 +144,11 @@ class OptimizerBatch:
     samples: tuple[Sample, ...]
     next_source: Source
     """Place directly behind the last sample, where the next batch begins."""
+
+    @property
+    def size(self) -> int:
+        """Rollouts in it, beside which conversations are imitated. Without rollouts, the conversations."""
+        return sum(sample.token_weights is None for sample in self.samples) or len(self.samples)
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ Shapes: T tokens of a micro-batch, S segments, R spans, N samples (rollouts) of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -77,6 +77,9 @@ class Collation:
     advantage: str = "loo"
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
+    with_teacher: bool = False
+    sft_weight: float = 1.0
+    """Weight of the mean loss of the batch's conversations to imitate, beside the loss of its rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,13 @@ class _Segment:
     weight: float
     advantage: float
     ref_logprobs: np.ndarray | None
+    teacher_logprobs: np.ndarray | None
     images: tuple[bytes, ...]
+    token_weights: np.ndarray | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        return self.sequence.finish_reason == "length"
 
 
 def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch]]:
@@ -109,7 +118,7 @@ def collate(batch: OptimizerBatch, collation: Collation) -> list[list[MicroBatch
     num_tokens = sum(sample.num_trained for sample in batch.samples)
     return [
         [
-            _micro_batch([segments[i] for i in slot], batch, index, len(slots), num_tokens, collation.with_reference)
+            _micro_batch([segments[i] for i in slot], batch, index, len(slots), num_tokens, collation)
             for index, slot in enumerate(slots)
         ]
         for slots in plan
@@ -122,6 +131,34 @@ def with_order(batches: Sequence[Sequence[MicroBatch]], order: DataOrder) -> lis
 
 
 def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
+    imitated = [sample for sample in samples if sample.token_weights is not None]
+    return [
+        *_rollout_segments([sample for sample in samples if sample.token_weights is None], collation),
+        *_imitated_segments(imitated, collation),
+    ]
+
+
+def _imitated_segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
+    """The segments of conversations. Their tokens share the weight ``sft_weight`` in proportion to their own."""
+    total = sum(float(weights_K.sum()) for sample in samples for weights_K in sample.token_weights or ())
+    return [
+        _Segment(
+            sequence=sequence,
+            sequence_id=f"{sample.sample_id}/{index}",
+            reward=sample.reward,
+            weight=collation.sft_weight / total,
+            advantage=0.0,
+            ref_logprobs=np.zeros_like(weights_K),
+            teacher_logprobs=np.zeros_like(weights_K),
+            images=(),
+            token_weights=weights_K,
+        )
+        for sample in samples
+        for (index, sequence), weights_K in zip(sample.sequences, sample.token_weights or (), strict=True)
+    ]
+
+
+def _rollout_segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]:
     members = Members(
         counted_N=np.array([sample.num_counted for sample in samples], dtype=np.int64),
         texts_N=np.array([len(sample.sequences) for sample in samples], dtype=np.int64),
@@ -140,6 +177,7 @@ def _segments(samples: Sequence[Sample], collation: Collation) -> list[_Segment]
             weight=0.0 if index in sample.unweighted else weight,
             advantage=scale * advantage,
             ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
+            teacher_logprobs=sample.teacher_logprobs[i] if sample.teacher_logprobs is not None else None,
             images=sample.images,
         )
         for sample, weight in zip(samples, weights_N.tolist(), strict=True)
@@ -153,18 +191,17 @@ def _micro_batch(
     index: int,
     count: int,
     num_tokens: int,
-    with_reference: bool,
+    collation: Collation,
 ) -> MicroBatch:
     if not segments:
-        return _empty_micro_batch(batch, index, count, num_tokens, with_reference)
+        return _empty_micro_batch(batch, index, count, num_tokens, collation)
     lengths_S = np.array([len(segment.sequence.token_ids) for segment in segments], dtype=np.int32)
     starts_S = (np.cumsum(lengths_S) - lengths_S).tolist()
     total = int(lengths_S.sum())
-    logprobs_T = np.zeros(total, dtype=np.float32)
-    advantages_T = np.zeros(total, dtype=np.float32)
-    ref_logprobs_T = np.zeros(total, dtype=np.float32) if with_reference else None
+    columns = {name: np.zeros(total, dtype=np.float32) for name in _columns(collation)}
     for segment, start in zip(segments, starts_S, strict=True):
-        _scatter(segment, start, logprobs_T, advantages_T, ref_logprobs_T)
+        for name, column_T in columns.items():
+            _scatter(segment, name, start, column_T)
     num_spans_S = [len(segment.sequence.spans) for segment in segments]
     spans_R3 = np.concatenate([segment.sequence.spans for segment in segments]).astype(np.int32)
     spans_R3[:, :2] += np.repeat(np.array(starts_S, dtype=np.int32), num_spans_S)[:, None]
@@ -177,18 +214,24 @@ def _micro_batch(
         segment_lengths=lengths_S,
         segment_weights=np.array([segment.weight for segment in segments], dtype=np.float32),
         spans=spans_R3,
-        logprobs=logprobs_T,
-        advantages=advantages_T,
-        ref_logprobs=ref_logprobs_T,
-        num_samples=len(batch.samples),
+        **_record_columns(columns),
+        num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=tuple(segment.sequence_id for segment in segments),
         rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
+        cut=np.array([segment.is_cut for segment in segments]) if collation.advantage == "value" else None,
         next_source=batch.next_source,
         routed_experts=_routed_experts([segment.sequence for segment in segments], starts_S, total),
         images=images,
         image_spans=image_spans,
+        supervised=_supervised(segments),
     )
+
+
+def _supervised(segments: Sequence[_Segment]) -> np.ndarray | None:
+    """bool [S]: which segments are imitated. None: none of them."""
+    imitated_S = np.array([segment.token_weights is not None for segment in segments])
+    return imitated_S if imitated_S.any() else None
 
 
 def _images(segments: Sequence[_Segment], starts_S: Sequence[int]) -> tuple[tuple[bytes, ...], np.ndarray | None]:
@@ -221,32 +264,41 @@ def _routed_experts(sequences: Sequence[TrainingSequence], starts_S: Sequence[in
     return routed_TR
 
 
-def _scatter(
-    segment: _Segment,
-    start: int,
-    logprobs_T: np.ndarray,
-    advantages_T: np.ndarray,
-    ref_logprobs_T: np.ndarray | None,
-) -> None:
-    """Write the values of a segment's trained tokens to the positions of its spans, shifted by ``start``."""
+def _columns(collation: Collation) -> tuple[str, ...]:
+    """Names of the float columns of a micro-batch, one value per token."""
+    scored = ("ref_logprobs",) * collation.with_reference + ("teacher_logprobs",) * collation.with_teacher
+    return ("logprobs", "advantages", *scored)
+
+
+def _record_columns(columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The columns as fields of a record, of which ``ref_logprobs`` is always given."""
+    return {"ref_logprobs": None, **columns}
+
+
+def _scatter(segment: _Segment, name: str, start: int, column_T: np.ndarray) -> None:
+    """Write a figure of the segment's trained tokens to the positions of its spans, shifted by ``start``."""
+    sequence = segment.sequence
+    values_K: np.ndarray | None
+    if name == "logprobs":
+        values_K = sequence.logprobs
+    elif name != "advantages":
+        values_K = getattr(segment, name)
+    elif segment.token_weights is not None:
+        values_K = segment.token_weights
+    else:
+        values_K = np.full(len(sequence.logprobs), segment.advantage)
+    assert values_K is not None, f"{segment.sequence_id} has no {name}"
     offset = 0
-    for first, end, _ in segment.sequence.spans.tolist():
-        here = slice(start + first, start + end)
-        taken = slice(offset, offset + end - first)
-        logprobs_T[here] = segment.sequence.logprobs[taken]
-        advantages_T[here] = segment.advantage
-        if ref_logprobs_T is not None:
-            assert segment.ref_logprobs is not None, f"{segment.sequence_id} has no reference log-probs"
-            ref_logprobs_T[here] = segment.ref_logprobs[taken]
-        offset = taken.stop
-    assert offset == len(segment.sequence.logprobs), f"{segment.sequence_id}: its spans do not cover its log-probs"
+    for first, end, _ in sequence.spans.tolist():
+        column_T[start + first : start + end] = values_K[offset : offset + end - first]
+        offset += end - first
+    assert offset == len(values_K), f"{segment.sequence_id}: its spans do not cover its {name}"
 
 
 def _empty_micro_batch(
-    batch: OptimizerBatch, index: int, count: int, num_tokens: int, with_reference: bool
+    batch: OptimizerBatch, index: int, count: int, num_tokens: int, collation: Collation
 ) -> MicroBatch:
     """Make a micro-batch that fills an empty slot: one short segment of token 0, weight 0, without trained tokens."""
-    zeros_T = np.zeros(EMPTY_TOKENS, dtype=np.float32)
     return MicroBatch(
         step=batch.step,
         index=index,
@@ -255,13 +307,12 @@ def _empty_micro_batch(
         segment_lengths=np.array([EMPTY_TOKENS], dtype=np.int32),
         segment_weights=np.zeros(1, dtype=np.float32),
         spans=np.zeros((0, 3), dtype=np.int32),
-        logprobs=zeros_T,
-        advantages=zeros_T,
-        ref_logprobs=zeros_T if with_reference else None,
-        num_samples=len(batch.samples),
+        **_record_columns({name: np.zeros(EMPTY_TOKENS, dtype=np.float32) for name in _columns(collation)}),
+        num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=("sentinel",),
         rewards=np.zeros(1, dtype=np.float32),
+        cut=np.zeros(1, dtype=bool) if collation.advantage == "value" else None,
         next_source=batch.next_source,
         sentinel=True,
     )

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import ScoringModel, scoring_models
 from pipelinerl.errors import RecordError
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability.status import CurrentWait
-from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, needs_reference
+from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
 from pipelinerl.preprocess.samples import Sample, Shaping, Source, prepare_group, refused_group
 from pipelinerl.records import ActorRecord, DataOrder, OrderResumed, RolloutGroup
 from pipelinerl.records.check import check_group
@@ -140,14 +141,14 @@ BUSY_POLL_S = 0.05
 
 @dataclass
 class _Pending:
-    """A group that was read but not taken. ``scored``: future of its scored samples. None without a KL term."""
+    """A group that was read but not taken. ``scored``: its samples as each scoring model returns them."""
 
     samples: list[Sample]
-    scored: Future[list[Sample]] | None = None
+    scored: list[Future[list[Sample]]]
 
     @property
     def ready(self) -> bool:
-        return self.scored is None or self.scored.done()
+        return all(future.done() for future in self.scored)
 
 
 class Intake:
@@ -158,15 +159,16 @@ class Intake:
         self._concurrency = ctx.cfg.preprocess.reference_concurrency
         self._groups = open_groups(ctx, source, order)
         self._pending: deque[_Pending] = deque()
-        self._scorer = make_scorer(ctx)
+        self._models = scoring_models(ctx.cfg)
+        self._scorers = [make_scorer(ctx, self._models, model) for model in self._models]
         self._wait = CurrentWait(ctx.status)
         self.is_exhausted = False
         """Whether the last read found no more groups and none is pending."""
 
     @property
     def is_scoring(self) -> bool:
-        """Whether samples are given reference log-probs."""
-        return self._scorer is not None
+        """Whether samples are given log-probs of a reference or teachers."""
+        return bool(self._scorers)
 
     def read(self) -> None:
         """Read groups from the actor, unless too many still wait for their reference log-probs."""
@@ -186,7 +188,7 @@ class Intake:
         groups = self._groups.poll(timeout_s)
         self.is_exhausted = self._groups.position == before and not self._pending
         for samples in groups:
-            self._pending.append(_Pending(samples, self._scorer.submit(samples) if self._scorer else None))
+            self._pending.append(_Pending(samples, [scorer.submit(samples) for scorer in self._scorers]))
 
     def next_samples(self) -> Iterator[Sample]:
         """Samples of the oldest groups that are ready, in order. Waits for nothing.
@@ -196,7 +198,8 @@ class Intake:
         """
         while self._pending and self._pending[0].ready and not self._ctx.stop.is_set():
             group = self._pending.popleft()
-            yield from group.samples if group.scored is None else group.scored.result()
+            scored = [future.result() for future in group.scored]
+            yield from merged(scored, self._models) if scored else group.samples
 
     @property
     def resumed(self) -> OrderResumed | None:
@@ -217,8 +220,8 @@ class Intake:
 
     def close(self) -> None:
         self._wait.end()
-        if self._scorer is not None:
-            self._scorer.close()
+        for scorer in self._scorers:
+            scorer.close()
         self._groups.close()
 
 
@@ -236,16 +239,15 @@ def open_groups(ctx: RoleContext, source: Source, order: DataOrder) -> GroupRead
     )
 
 
-def make_scorer(ctx: RoleContext) -> ReferenceScorer | None:
-    """Make the scorer on the reference servers. None without a KL term."""
-    if not needs_reference(ctx.cfg):
-        return None
-    check_placed(ctx.world.servers_of(ctx.job))
+def make_scorer(ctx: RoleContext, models: Sequence[ScoringModel], model: ScoringModel) -> ReferenceScorer:
+    """Make the scorer on the servers of one of the run's ``models``."""
+    check_placed(servers_of(ctx.world.servers_of(ctx.job), models, model), model)
     view, replica = ctx.server_view, ctx.job.replica_idx
     return ReferenceScorer(
-        lambda: [server.job for server in view.servers("preprocessor_llm", replica).values()],
+        lambda: servers_of((one.job for one in view.servers("preprocessor_llm", replica).values()), models, model),
         concurrency=ctx.cfg.preprocess.reference_concurrency,
         deadline_s=ctx.cfg.launcher.startup_timeout_s,
+        model=model,
     )
 
 

@@ -14,8 +14,11 @@ turn.
 
 import logging
 import time
+from dataclasses import replace
 
+from pipelinerl.chat.vocabulary import check_same_vocabulary
 from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import needs_reference, scoring_models
 from pipelinerl.membership.role import RoleContext
 from pipelinerl.observability import spans
 from pipelinerl.observability.archive import open_archive
@@ -25,8 +28,8 @@ from pipelinerl.preprocess.collate import Collation, collate, with_order
 from pipelinerl.preprocess.intake import BUSY_POLL_S, Intake
 from pipelinerl.preprocess.metrics import BatchReport, batch_metrics, quality_of
 from pipelinerl.preprocess.publish import MicroBatchPublisher
-from pipelinerl.preprocess.reference import needs_reference
 from pipelinerl.preprocess.samples import Sample
+from pipelinerl.preprocess.supervised import open_supervised
 from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import ArchivedStep, PreprocessorProgress
 from pipelinerl.records.topics import PREPROCESSOR
@@ -73,6 +76,8 @@ def collation_from_config(cfg: Config, data_parallel_size: int) -> Collation:
         advantage=cfg.finetune.rl.advantage,
         aggregation=cfg.finetune.rl.aggregation,
         with_reference=needs_reference(cfg),
+        with_teacher=bool(cfg.teachers),
+        sft_weight=cfg.sft.weight,
     )
 
 
@@ -81,6 +86,8 @@ class Preprocessor:
 
     def __init__(self, ctx: RoleContext):
         cfg, replica = ctx.cfg, ctx.job.replica_idx
+        scoring = [model.path for model in scoring_models(cfg)]
+        check_same_vocabulary(cfg.model_path, scoring, trust_remote_code=cfg.trust_remote_code)
         self.ctx, self.cfg = ctx, cfg
         num_replicas = max(len(ctx.world.get("preprocessor")), 1)
         ranks_per_batch = cfg.finetune.seq_parallel
@@ -104,6 +111,7 @@ class Preprocessor:
             lag_drop=cfg.preprocess.lag_drop,
             stride=num_replicas,
         )
+        self.supervised = open_supervised(cfg)
         self.intake = Intake(ctx, self.totals.source, self.totals.order)
         self.report = BatchReport(ctx)
         self.archive = RolloutArchive(
@@ -124,6 +132,9 @@ class Preprocessor:
 
     def turn(self) -> None:
         """Read groups, decide which samples are trained, and publish full batches."""
+        if self.cfg.stage == "sft":
+            self._publish_conversations()
+            return
         self.intake.read()
         if self.intake.resumed is not None and not self.totals.step:
             self.totals.resume_at(self.intake.resumed.step)
@@ -143,6 +154,15 @@ class Preprocessor:
         self.publisher.close()
         self.progress.close()
         self.report.close()
+
+    def _publish_conversations(self) -> None:
+        """Publish the next step of a run that imitates, when the trainer is near enough."""
+        step = self.cutter.step
+        if step >= self.cfg.finetune.max_train_steps:
+            self.ctx.stop.wait(BUSY_POLL_S)
+        elif self._wait_for_trainer(step):
+            self._publish(OptimizerBatch(step=step, samples=(), next_source=self.totals.source))
+            self.cutter.step += self.cutter.stride
 
     def _decide(self, sample: Sample) -> None:
         """Decide whether a sample is trained, and publish the batch if it is full."""
@@ -181,14 +201,17 @@ class Preprocessor:
     def _publish(self, batch: OptimizerBatch) -> None:
         """Write the data, then the record of progress, then release the actor's records. Durable in the same order."""
         began = time.time_ns()
-        order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in batch.samples])
+        if self.supervised is not None:
+            batch = replace(batch, samples=(*batch.samples, *self.supervised.samples(batch.step)))
+        rollouts = [sample for sample in batch.samples if sample.token_weights is None]
+        order = self.intake.resolve_before(batch.next_source, [sample.domain for sample in rollouts])
         batches = with_order(collate(batch, self.collation), order)
         self.intake.barrier()
         self.publisher.publish(batches)
         self.publisher.barrier()
         record_spans(batch, began)
-        self.totals.published(batch.step, len(batch.samples), batch.next_source, order)
-        self.progress.write(self.totals.to_record([sample.sample_id for sample in batch.samples]))
+        self.totals.published(batch.step, self.cfg.batch_size, batch.next_source, order)
+        self.progress.write(self.totals.to_record([sample.sample_id for sample in rollouts]))
         self.archive.write(batch.step)
         if time.monotonic() >= self.next_commit:
             self._commit()

@@ -119,20 +119,24 @@ def quality_of(batches: Sequence[Sequence[MicroBatch]], capacity: int) -> Packin
 
 
 def batch_metrics(batch: OptimizerBatch, quality: PackingQuality) -> dict[MetricName, float]:
-    """Metrics of one published optimizer batch."""
-    lags = np.array([batch.step - sample.oldest_version for sample in batch.samples])
-    advantages = np.concatenate([np.asarray(sample.advantages) for sample in batch.samples])
-    return {
-        PreprocessorMetric.SAMPLES: len(batch.samples),
-        PreprocessorMetric.SEQUENCES: len(advantages),
+    """Metrics of one published optimizer batch. One without rollouts has no rewards, advantages and lag."""
+    rollouts = [sample for sample in batch.samples if sample.token_weights is None]
+    of_rollouts: dict[MetricName, float] = {}
+    if rollouts:
+        lags = np.array([batch.step - sample.oldest_version for sample in rollouts])
+        of_rollouts = {
+            PreprocessorMetric.REWARD: float(np.mean([sample.reward for sample in rollouts])),
+            PreprocessorMetric.ADVANTAGE_STD: float(np.concatenate([sample.advantages for sample in rollouts]).std()),
+            PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
+            PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
+        }
+    return of_rollouts | {
+        PreprocessorMetric.SAMPLES: batch.size,
+        PreprocessorMetric.SEQUENCES: sum(len(sample.sequences) for sample in batch.samples),
         PreprocessorMetric.TOKENS: quality.tokens,
         PreprocessorMetric.TOKENS_TRAINED: sum(sample.num_trained for sample in batch.samples),
-        PreprocessorMetric.REWARD: float(np.mean([sample.reward for sample in batch.samples])),
-        PreprocessorMetric.ADVANTAGE_STD: float(advantages.std()),
         PreprocessorMetric.TOKENS_MASKED_BY_LAG: sum(sample.num_masked for sample in batch.samples),
         PreprocessorMetric.ZERO_WEIGHT: sum(not sample.num_counted for sample in batch.samples),
-        PreprocessorMetric.PACKED_LAG_MEAN: float(lags.mean()),
-        PreprocessorMetric.PACKED_LAG_MAX: int(lags.max()),
         PreprocessorMetric.MICRO_BATCHES: quality.micro_batches,
         PreprocessorMetric.EMPTY_MICRO_BATCHES: quality.empty,
         PreprocessorMetric.FILLED: quality.filled,
@@ -188,7 +192,7 @@ class BatchReport:
             values[PreprocessorMetric.TOKENS],
             values[PreprocessorMetric.MICRO_BATCHES],
             values[PreprocessorMetric.LOCKSTEP],
-            values[PreprocessorMetric.PACKED_LAG_MAX],
+            values.get(PreprocessorMetric.PACKED_LAG_MAX, 0),
             survivorship_line(outcomes),
         )
         self._status.progress(step=batch.step, samples_packed=totals.samples_packed, dropped=dict(totals.dropped))

@@ -1,4 +1,6 @@
-"""Adds the frozen reference model's log-probs of exactly the trained tokens to samples (docs/algorithms.md §3).
+"""Adds a frozen model's log-probs of exactly the trained tokens to samples: the reference's or a teacher's.
+
+docs/algorithms.md §3 says what the loss does with them.
 
 Consumes and produces samples, in a thread with its own event loop. Waits for: the reference servers, at most
 ``deadline_s`` from the first failure of a request, because a server may be starting or restarting. Then the role fails
@@ -13,7 +15,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +24,7 @@ import aiohttp
 import numpy as np
 
 from pipelinerl.config.environment import SECRET_VARIABLE
-from pipelinerl.config.sections import Config
+from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
 from pipelinerl.preprocess.samples import INVALID, Sample
 from pipelinerl.records import TrainingSequence
@@ -40,18 +42,40 @@ REFUSED = (400, 413, 422)
 """HTTP statuses that mean that these tokens can never be scored, whatever the server's state."""
 
 
-def needs_reference(cfg: Config) -> bool:
-    """Whether the loss has a KL term at any step."""
-    return cfg.finetune.rl.kl_coef > 0 or cfg.finetune.rl.final_kl_coef > 0
+REFERENCE = ScoringModel(path="", column="ref_logprobs")
 
 
-def check_placed(servers: Sequence[Job]) -> None:
-    """Raise ``ConfigError`` if there is no reference server. Call it if the loss has a KL term."""
+def check_placed(servers: Sequence[Job], model: ScoringModel = REFERENCE) -> None:
+    """Raise ``ConfigError`` if no server of a ``model`` is placed that the loss needs."""
     if not servers:
         raise ConfigError(
-            "finetune.rl.kl_coef is positive but no reference server is placed: "
-            "raise world.preprocessor_fraction, or set kl_coef and final_kl_coef to 0"
+            f"the loss needs the log-probs of {model.name}, but no server of it is placed: raise "
+            "world.preprocessor_fraction, or change finetune.rl (kl_coef, final_kl_coef) and teachers"
         )
+
+
+def servers_of(jobs: Iterable[Job], models: Sequence[ScoringModel], model: ScoringModel) -> list[Job]:
+    """The servers of one of the run's ``models``, which take turns in the numbers of servers."""
+    return [job for job in jobs if models[job.replica_idx % len(models)] == model]
+
+
+def merged(scored: Sequence[Sequence[Sample]], models: Sequence[ScoringModel]) -> list[Sample]:
+    """Samples with the scores of all models. One that any model refuses is dropped.
+
+    Args:
+        scored: the same samples as each of ``models`` returned them.
+    """
+    samples = list(scored[0])
+    for found, model in zip(scored[1:], models[1:], strict=True):
+        samples = [
+            _with_column(
+                replace(sample, drop_reason=sample.drop_reason or other.drop_reason),
+                model,
+                getattr(other if model.scores(sample.domain) else sample, model.column),
+            )
+            for sample, other in zip(samples, found, strict=True)
+        ]
+    return samples
 
 
 def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarray:
@@ -97,34 +121,48 @@ def batches(asked: Sequence[Asked]) -> list[list[Asked]]:
     return batches
 
 
-def _with_scores(sample: Sample, results: Sequence[Result]) -> Sample:
+def _with_scores(sample: Sample, results: Sequence[Result], model: ScoringModel) -> Sample:
     refused = next((result for result in results if isinstance(result, RecordError)), None)
     arrays = [result for result in results if isinstance(result, np.ndarray)]
     if refused is None and not all(np.isfinite(values_K).all() for values_K in arrays):
-        refused = RecordError("a reference log-prob is not finite")
+        refused = RecordError(f"a log-prob of {model.name} is not finite")
     if refused is not None:
         log.warning("event=sample_refused sample=%s reason=%s", sample.sample_id, refused)
         return replace(sample, drop_reason=INVALID)
-    return replace(sample, ref_logprobs=tuple(arrays))
+    return _with_column(sample, model, tuple(arrays))
+
+
+def _with_column(sample: Sample, model: ScoringModel, scores: tuple[np.ndarray, ...] | None) -> Sample:
+    """The sample with the scores of a model in its field."""
+    changed: dict[str, Any] = {model.column: scores}
+    return replace(sample, **changed)
 
 
 class ReferenceScorer:
-    """Scores samples on the reference servers, with a bounded number of concurrent requests to each.
+    """Scores samples on one model's servers, with a bounded number of concurrent requests to each.
 
     >>> scorer = ReferenceScorer(lambda: servers, concurrency=64, deadline_s=600)
     >>> samples = scorer.submit(samples).result()
     >>> scorer.close()
     """
 
-    def __init__(self, servers: Callable[[], Collection[Job]], *, concurrency: int, deadline_s: float):
+    def __init__(
+        self,
+        servers: Callable[[], Collection[Job]],
+        *,
+        concurrency: int,
+        deadline_s: float,
+        model: ScoringModel = REFERENCE,
+    ):
         """Start the thread.
 
         Args:
             servers: returns the servers that are live now. Called before every request.
             concurrency: largest number of concurrent requests to a server.
             deadline_s: how long a failed request is retried.
+            model: what the servers serve. Samples of other domains than its own stay as they are.
         """
-        self._servers = servers
+        self._servers, self._model = servers, model
         self._deadline_s = deadline_s
         self._turns = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -156,12 +194,18 @@ class ReferenceScorer:
             await self._session.close()
 
     async def _score_all(self, samples: list[Sample]) -> list[Sample]:
-        good = [sample for sample in samples if sample.drop_reason is None]
-        asked = [Asked(each.sample_id, sequence, each.images) for each in good for _, sequence in each.sequences]
+        model = self._model
+        good = {id(sample) for sample in samples if sample.drop_reason is None and model.scores(sample.domain)}
+        asked = [
+            Asked(each.sample_id, sequence, each.images)
+            for each in samples
+            if id(each) in good
+            for _, sequence in each.sequences
+        ]
         scored = await asyncio.gather(*(self._score(batch) for batch in batches(asked)))
         results = iter([result for batch in scored for result in batch])
         return [
-            _with_scores(sample, [next(results) for _ in sample.sequences]) if sample.drop_reason is None else sample
+            _with_scores(sample, [next(results) for _ in sample.sequences], model) if id(sample) in good else sample
             for sample in samples
         ]
 
@@ -189,7 +233,7 @@ class ReferenceScorer:
                 deadline = deadline or time.monotonic() + self._deadline_s
                 if time.monotonic() + backoff_s > deadline:
                     raise DeadlineError(
-                        f"no reference log-probs for {asked[0].sample_id} within {self._deadline_s:.0f} s; "
+                        f"no log-probs of {self._model.name} for {asked[0].sample_id} within {self._deadline_s:.0f} s; "
                         f"the last server was {name} (see its log.txt): {error}"
                     ) from error
                 await asyncio.sleep(backoff_s)
@@ -198,7 +242,7 @@ class ReferenceScorer:
     def _next_server(self) -> Job:
         servers = list(self._servers())
         if not servers:
-            raise TransportError("no reference server is in the run")
+            raise TransportError(f"no server of {self._model.name} is in the run")
         return servers[next(self._turns) % len(servers)]
 
     def _open_session(self) -> aiohttp.ClientSession:

@@ -88,6 +88,10 @@ class Sample:
     """The advantages without repetition: one per rollout, or one per sequence if each text has its own reward."""
     ref_logprobs: tuple[np.ndarray, ...] | None = None
     """float32 [K] per entry of ``sequences``. None without a KL term."""
+    teacher_logprobs: tuple[np.ndarray, ...] | None = None
+    """Likewise, of the teacher of the sample's domain. None without teachers."""
+    token_weights: tuple[np.ndarray, ...] | None = None
+    """float32 [K] per entry of ``sequences``: the weights of a conversation's tokens. None: it is a rollout."""
     unweighted: frozenset[int] = frozenset()
     """Indices in the rollout of the sequences whose weight in the loss is zero (overlong filtering)."""
     num_tokens: int = 0

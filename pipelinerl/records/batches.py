@@ -36,7 +36,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray
     """float32 [T]: the sampler's log-probabilities, 0 for tokens outside all spans."""
     advantages: np.ndarray
-    """float32 [T]: advantage of trained tokens, 0 elsewhere. Holds rewards if the advantage is `value`."""
+    """float32 [T]: advantage of trained tokens, 0 elsewhere. Holds rewards if the advantage is `value`, and the weights
+    of the tokens in segments that are imitated."""
     ref_logprobs: np.ndarray | None
     """float32 [T]: the reference model's log-probabilities. None without a KL term."""
     num_samples: int
@@ -47,6 +48,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[S]: `<group_id>/<attempt>/<sequence>` of each segment, for the ledger and error messages."""
     rewards: np.ndarray
     """float32 [S]: reward of each segment's rollout (metrics)."""
+    cut: np.ndarray | None = None
+    """bool [S]: whether the server cut the segment's last answer for its length. None: the advantage is not `value`."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [T]: the log-probabilities of the teacher of the rollout's domain. None: there is none."""
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None
@@ -59,5 +64,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     image_spans: np.ndarray | None = None
     """int32 [I, 3]: (index in ``images``, start, end exclusive) of the tokens that stand for each image, ascending, in
     positions of this micro-batch. None: there are none."""
+    supervised: np.ndarray | None = None
+    """bool [S]: whether the segment is a conversation to imitate. None: all of them are rollouts."""
     sentinel: bool = False
     """True for an empty micro-batch, sent only when a rank would otherwise have fewer than the others."""

@@ -19,6 +19,8 @@ from pipelinerl.errors import RecordError
 from pipelinerl.records.batches import MicroBatch
 from pipelinerl.records.rollouts import Rollout, RolloutGroup, TrainingSequence
 
+TOKEN_FLOATS = ("logprobs", "advantages", "ref_logprobs", "teacher_logprobs")
+"""Columns of a micro-batch with a float for every token. The scores of other models may be missing."""
 LARGEST_LOGPROB = 1e-6
 """A larger log-probability than rounding explains is none: something else was sent in its place."""
 
@@ -59,9 +61,12 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
     _check_shape(batch.token_ids, "token_ids", "i", (num_tokens,), where)
     _check_shape(batch.segment_lengths, "segment_lengths", "i", (num_segments,), where)
     _check_shape(batch.spans, "spans", "i", (len(batch.spans), 3), where)
-    for name, length in (("logprobs", num_tokens), ("advantages", num_tokens), ("ref_logprobs", num_tokens)):
-        if name != "ref_logprobs" or batch.ref_logprobs is not None:
-            _check_shape(getattr(batch, name), name, "f", (length,), where)
+    for name in TOKEN_FLOATS:
+        if getattr(batch, name) is not None or name in ("logprobs", "advantages"):
+            _check_shape(getattr(batch, name), name, "f", (num_tokens,), where)
+    for name in ("cut", "supervised"):
+        if getattr(batch, name) is not None:
+            _check_shape(getattr(batch, name), name, "b", (num_segments,), where)
     for name in ("segment_weights", "rewards"):
         _check_shape(getattr(batch, name), name, "f", (num_segments,), where)
     _check_routing(batch.routed_experts, num_tokens, where)
@@ -159,7 +164,7 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
     if len(batch.token_ids) and (batch.token_ids.min() < 0 or batch.token_ids.max() >= vocab_size):
         bad = _first((batch.token_ids < 0) | (batch.token_ids >= vocab_size))
         raise RecordError(f"{where}, {sample(bad)}: {_outside_vocabulary(batch.token_ids, bad, vocab_size)}")
-    for name in ("logprobs", "advantages", "ref_logprobs"):
+    for name in TOKEN_FLOATS:
         values = getattr(batch, name)
         if values is not None and not np.isfinite(values).all():
             bad = _first(~np.isfinite(values))
@@ -201,7 +206,7 @@ def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:
 
 def _check_shape(array: Any, name: str, kind: str, shape: tuple[int, ...], where: str) -> None:
     if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.shape != shape:
-        wanted = {"i": "an integer", "f": "a float"}[kind]
+        wanted = {"i": "an integer", "f": "a float", "b": "a boolean"}[kind]
         found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise RecordError(f"{where}: {name} is {found}; it must be {wanted} array of shape {shape}")
 

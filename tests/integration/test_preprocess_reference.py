@@ -1,15 +1,18 @@
 """The preprocessor's reference log-probabilities: failing servers, refused sequences, bounded requests."""
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import ConfigError, DeadlineError, ServerError, TransportError
 from pipelinerl.preprocess import reference
-from pipelinerl.preprocess.reference import ReferenceScorer, check_placed
+from pipelinerl.preprocess.reference import ReferenceScorer, check_placed, merged, servers_of
 from pipelinerl.preprocess.samples import Shaping, prepare_group
 from pipelinerl.records import (
     MicroBatch,
@@ -29,6 +32,7 @@ from tests.preprocess_kit import (
     turn_until,
     write_groups,
 )
+from tests.says import says
 
 
 @pytest.fixture
@@ -120,7 +124,7 @@ def test_short_sequences_share_requests(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_kl_without_reference_server_is_refused():
-    with pytest.raises(ConfigError, match="no reference server is placed"):
+    with pytest.raises(ConfigError, match=says("the reference", "no server", "world.preprocessor_fraction")):
         check_placed(())
 
 
@@ -160,3 +164,43 @@ def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPat
         scorer.close()
     assert [s.sample_id for s in scored] == [s.sample_id for s in samples]
     assert fake.most == 3
+
+
+def test_teacher_of_each_domain_scores_its_samples_beside_the_reference(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Server i serves model i: the reference, then the teachers. Each has its own log-probs."""
+
+    async def score(session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
+        return [np.full(len(sequence), -1.0 - int(url[1:]), np.float32) for sequence in sequences]
+
+    monkeypatch.setattr(reference, "score_sequences", score)
+    models = (
+        ScoringModel(path="r", column="ref_logprobs"),
+        ScoringModel(path="m", column="teacher_logprobs", domains=("maths",)),
+        ScoringModel(path="c", column="teacher_logprobs", domains=("code",)),
+    )
+    jobs = [
+        Job(name=f"preprocessor_llm_{i}", kind="preprocessor_llm", replica_idx=i, url=f"u{i % 3}") for i in range(6)
+    ]
+    samples = [
+        replace(sample, domain=domain)
+        for i, domain in enumerate(("maths", "code"))
+        for sample in prepare_group(i, make_group(np.random.default_rng(i), i, version=0), Shaping(seq_length=64))
+    ]
+    scorers = [
+        ReferenceScorer(partial(servers_of, jobs, models, model), concurrency=2, deadline_s=1.0, model=model)
+        for model in models
+    ]
+    try:
+        scored = merged([scorer.submit(samples).result(timeout=DEADLINE_S) for scorer in scorers], models)
+    finally:
+        for scorer in scorers:
+            scorer.close()
+    assert [sample.sample_id for sample in scored] == [sample.sample_id for sample in samples]
+    for sample in scored:
+        assert sample.ref_logprobs is not None
+        assert sample.teacher_logprobs is not None
+        assert {value for values in sample.ref_logprobs for value in values.tolist()} == {-1.0}
+        taught = {value for values in sample.teacher_logprobs for value in values.tolist()}
+        assert taught == {-2.0 if sample.domain == "maths" else -3.0}

@@ -169,7 +169,7 @@ def test_value_head_learns_from_the_reward_and_gives_the_advantage() -> None:
     output = policy(batch, LossSettings())
     output.loss.backward()
     rewards, weights = batch.inputs.advantages_K, batch.inputs.weights_K
-    assert torch.equal(output.advantages_K, rewards)
+    assert torch.equal(output.inputs.advantages_K, rewards)
     assert policy.value_head is not None
     torch.testing.assert_close(policy.value_head.bias.grad, (weights * 0.5 * -rewards).sum()[None])
     torch.testing.assert_close(output.value_loss, (weights * 0.25 * rewards.square()).sum())

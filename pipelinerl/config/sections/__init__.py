@@ -8,7 +8,9 @@ from pipelinerl.config.sections.experiment import (
     Config,
     DebugSection,
     DomainSection,
+    SFTSection,
     SubsetSection,
+    TeacherSection,
     TinyModelSection,
 )
 from pipelinerl.config.sections.machines import (
@@ -45,9 +47,11 @@ __all__ = [
     "OptimizerSection",
     "PreprocessSection",
     "RLSection",
+    "SFTSection",
     "Section",
     "StreamsSection",
     "SubsetSection",
+    "TeacherSection",
     "TinyModelSection",
     "TracingSection",
     "VLLMSection",

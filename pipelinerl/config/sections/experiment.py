@@ -40,6 +40,32 @@ class TinyModelSection(Section):
     params: dict[str, Any] = key(REQUIRED, "arguments of the recipe")
 
 
+class SFTSection(Section):
+    """Conversations to imitate: all of a run with `stage: sft`, or beside the rollouts of one with `stage: rl`."""
+
+    datasets: list[str] = key(
+        [],
+        "JSONL, JSON, CSV or parquet files, or names on the Hugging Face hub: `<path or name>[:<config>][@<split>]`. "
+        "Columns: `messages` and perhaps `tools`, in OpenAI's form, or `prompt` and `completion`",
+    )
+    per_step: NonNegativeInt = key(
+        0, "`stage: rl`: conversations beside the rollouts of each optimizer step. With `stage: sft` it is the batch"
+    )
+    weight: PositiveFloat = key(1.0, "weight of the mean of −log π over their tokens beside the loss of the rollouts")
+    prompt_weight: float = key(
+        0.0, "weight of a token that the assistant does not say, to that of one it says", ge=0, le=1
+    )
+
+
+class TeacherSection(Section):
+    """A model whose log-probs of the sampled tokens are given to the loss. It has servers of its own."""
+
+    model_path: str = key(REQUIRED, "Hugging Face name or local folder. Its tokenizer must be the policy's")
+    domains: list[str] | None = key(
+        None, "names of the domains that it teaches. Null = all", default_factory=lambda: None
+    )
+
+
 class SubsetSection(Section):
     """A part of the training problems."""
 
@@ -89,6 +115,20 @@ class Config(Section):
     model_path: str = key(
         "Qwen/Qwen2.5-7B", "Hugging Face name or local folder of the policy. It is also the reference model"
     )
+    reference_model_path: str | None = key(
+        None, "another reference model, with the policy's tokenizer. Null = `model_path`"
+    )
+    teachers: list[TeacherSection] = key(
+        [],
+        "models whose log-probs of the sampled tokens the loss sees ([objectives.md](objectives.md#teachers)). Each "
+        "has a share of the servers of `world.preprocessor_fraction`",
+    )
+    stage: Literal["rl", "sft"] = key(
+        "rl",
+        "`rl`: learn from rollouts. `sft`: imitate the conversations of `sft`, without servers and rollouts. A run of "
+        "the other stage starts from its export by `model_path`",
+    )
+    sft: SFTSection
     tiny_model: TinyModelSection | None = key(
         None,
         "recipe of a model that is built when `model_path` does not exist. The quickstart uses one. Null = "

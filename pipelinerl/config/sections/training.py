@@ -40,6 +40,10 @@ class RLSection(Section):
     kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference model (§3)")
     final_kl_coef: NonNegativeFloat = key("${finetune.rl.kl_coef}", "its value in the last step")
     kl_clamp: PositiveFloat = key(5.0, "bound on the log-ratio inside the KL term")
+    teacher_coef: NonNegativeFloat = key(
+        0.0, "weight of log π_teacher − log π of each token in its advantage (§3). Needs `teachers`"
+    )
+    reward_coef: NonNegativeFloat = key(1.0, "weight of the rewards' advantage beside it. 0 = the teacher alone")
     entropy_bonus: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     final_entropy_bonus: NonNegativeFloat = key("${finetune.rl.entropy_bonus}", "its value in the last step")
     value_loss_coef: NonNegativeFloat = key(0.0, "weight of the value loss. Only with `advantage: value`")

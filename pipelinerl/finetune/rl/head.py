@@ -38,8 +38,11 @@ class Objective(Protocol):
         """Whether the loss depends on the entropy. If False, the head ignores the gradient of the entropy."""
         ...
 
-    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
-        """Scalar loss of the C tokens from ``start`` on, differentiable in both tensors."""
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int, values_C: Tensor | None = None) -> Tensor:
+        """Scalar loss of the C tokens from ``start`` on, differentiable in all tensors.
+
+        ``values_C``: of the value head. None: the loss depends on none.
+        """
         ...
 
 
@@ -116,10 +119,10 @@ class OutputHead(nn.Linear):
         """``forward(hidden)`` returns products, ``forward(hidden_KH, targets_K, options)`` returns a ``HeadOutput``."""
         if not loss_arguments:
             return super().forward(input)
-        targets_K, options = loss_arguments
+        targets_K, options, *values = loss_arguments
         if options.objective is None:
             return self._evaluate_only(input, targets_K, options)
-        return HeadOutput(*_ChunkedLoss.apply(input, self.weight, self.bias, targets_K, options))
+        return HeadOutput(*_ChunkedLoss.apply(input, self.weight, self.bias, *(values or [None]), targets_K, options))
 
     @torch.no_grad()
     def _evaluate_only(self, hidden_KH: Tensor, targets_K: Tensor, options: _HeadOptions) -> HeadOutput:
@@ -138,6 +141,7 @@ def head_loss(
     temperature: float,
     chunk: int,
     fp32: bool,
+    values_K: Tensor | None = None,
 ) -> HeadOutput:
     """Loss, log-probabilities and entropy of ``targets_K``.
 
@@ -148,12 +152,12 @@ def head_loss(
         temperature: divides the logits.
         chunk: tokens whose logits are computed at a time.
         fp32: whether the products of a bfloat16 head keep float32 precision.
+        values_K: of the value head, differentiable. None: the objective depends on none.
     """
-    return head(
-        hidden_KH,
-        targets_K,
-        _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight), head.on_chunk),
+    options = _HeadOptions(
+        objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight), head.on_chunk
     )
+    return head(hidden_KH, targets_K, options, values_K)
 
 
 def head_logprobs(
@@ -275,30 +279,40 @@ def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, factor: floa
 
 
 def _objective_gradients(
-    objective: Objective, logprobs: Tensor, entropy: Tensor, start: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, dloss/dlogprobs, dloss/dentropy) of one call of the objective."""
+    objective: Objective, logprobs: Tensor, entropy: Tensor, start: int, values: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(loss, dloss/dlogprobs, dloss/dentropy, dloss/dvalues or None) of one call of the objective."""
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-        loss = objective(logprobs, entropy, start)
-        g, e = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
-    return loss.detach(), g, e
+        if values is None:
+            loss = objective(logprobs, entropy, start)
+            g, e = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
+            return loss.detach(), g, e, None
+        values = values.detach().requires_grad_()
+        loss = objective(logprobs, entropy, start, values)
+        inputs = (logprobs, entropy, values)
+        g, e, v = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return loss.detach(), g, e, v
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
+        ctx: Any,
+        hidden_KH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        values_K: Tensor | None,
+        targets_K: Tensor,
+        options: _HeadOptions,
     ):
         with torch.autocast(hidden_KH.device.type, enabled=False):
-            return _forward(ctx, hidden_KH, weight_VH, bias_V, targets_K, options)
+            return _forward(ctx, hidden_KH, weight_VH, bias_V, values_K, targets_K, options)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor):
-        hidden_grad, weight_grad, bias_grad = ctx.gradients
-        ctx.gradients = None
-        scaled = [None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in (hidden_grad, weight_grad, bias_grad)]
-        return (*scaled, None, None)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in gradients), None, None)
 
 
 class _Gradients:
@@ -325,7 +339,13 @@ class _Gradients:
 
 
 def _forward(
-    ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_K: Tensor, options: _HeadOptions
+    ctx: Any,
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    values_K: Tensor | None,
+    targets_K: Tensor,
+    options: _HeadOptions,
 ):
     operands = _Operands(hidden_KH, weight_VH, bias_V, options)
     gradients = _Gradients(operands, hidden_KH, weight_VH, bias_V, ctx.needs_input_grad)
@@ -334,18 +354,24 @@ def _forward(
     ahead = None
     if objective.all_at_once or (objective.sequence_level and total > options.chunk):
         logprobs_K, entropy_K = _logprobs(operands, targets_K, temperature, options.chunk)
-        loss, *ahead = _objective_gradients(objective, logprobs_K, entropy_K, 0)
+        loss, *ahead, values_grad = _objective_gradients(objective, logprobs_K, entropy_K, 0, values_K)
     else:
         logprobs_K = torch.zeros(total, dtype=operands.dtype, device=hidden_KH.device)
         entropy_K = torch.zeros_like(logprobs_K)
         loss = logprobs_K.new_zeros(())
+        values_grad = None if values_K is None else torch.zeros_like(values_K)
 
     def one_chunk(rows: slice) -> tuple[Tensor, Tensor]:
         """Loss (0 if known ahead) and gradient of the logits. Returning frees the other full-vocabulary buffers."""
         part = _evaluate(operands, targets_K, rows, temperature, with_slope=True)
         if ahead is None:
             logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C
-            part_loss, g_C, e_C = _objective_gradients(objective, part.logprobs_C, part.entropy_C, rows.start)
+            values_C = None if values_K is None else values_K[rows]
+            part_loss, g_C, e_C, v_C = _objective_gradients(
+                objective, part.logprobs_C, part.entropy_C, rows.start, values_C
+            )
+            if values_grad is not None and v_C is not None:
+                values_grad[rows] = v_C
         else:
             part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
         used_C = e_C if objective.uses_entropy else None
@@ -357,7 +383,7 @@ def _forward(
         gradients.add(gradient_CV, rows)
         loss = loss + part_loss
         del gradient_CV
-    ctx.gradients = gradients.finish()
+    ctx.gradients = (*gradients.finish(), values_grad)
     ctx.mark_non_differentiable(logprobs_K, entropy_K)
     return loss, logprobs_K, entropy_K
 

@@ -2,8 +2,9 @@
 
 A policy loss is a function ``loss(logprobs_K, tokens, *, …) -> TokenLoss`` (or the [K] losses alone). It returns one
 number per trained token, which is minimised. The loss handles advantages and ratios. KL, entropy and aggregation are
-added to every loss in the same way. Keyword-only parameters come from the configuration: from the key of `finetune.rl`
-with the same name, else from `finetune.rl.policy_loss_kwargs`.
+added to every loss in the same way. A parameter with a name of ``TOKEN_ARGUMENTS`` gets that figure of every token.
+Other keyword-only parameters come from the configuration: from the key of `finetune.rl` with the same name, else from
+`finetune.rl.policy_loss_kwargs`.
 
 Shapes: K trained tokens of one micro-batch.
 """
@@ -13,10 +14,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.corrections import Corrected, Corrections, corrected
-from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, segment_sum
+from pipelinerl.finetune.rl.tokens import TokenInputs, bounded_exp, discounted_sum, segment_sum
 
 LARGEST_PROXIMAL_WEIGHT = 100.0
 """Bound of π_prox/μ where no correction bounds it. A loss multiplies by this ratio outside of its clip."""
@@ -94,6 +97,35 @@ class PolicyTokens:
         """[K] mean over the trained tokens of each token's sequence. Not for a loss that is ``token_level``."""
         counts_S = segment_sum(torch.ones_like(values_K), self._inputs).clamp(min=1.0)
         return (segment_sum(values_K, self._inputs) / counts_S)[self._inputs.segments_K]
+
+    def gae(
+        self, values: Tensor, rewards: Tensor, *, discount: float = 1.0, decay: float = 0.95
+    ) -> tuple[Tensor, Tensor]:
+        """Generalised advantage estimates (arXiv:1506.02438) and the returns that the values should predict.
+
+        An episode is a training sequence, a step one of its trained tokens. The sequence's reward comes with its last
+        one. A cut answer goes on from the value of the state that it ended in.
+
+        Args:
+            values, rewards: [K], the loss's arguments of these names.
+            discount: γ
+            decay: λ
+        Returns:
+            (advantages [K], advantages + values [K]), both constants.
+        Raises:
+            ConfigError: other ranks hold tokens of these sequences.
+        """
+        inputs, segments_K, values_K = self._inputs, self._inputs.segments_K, values.detach()
+        if inputs.group is not None:
+            raise ConfigError("`gae` needs whole sequences on one rank: set `finetune.seq_parallel` to 1")
+        goes_on_K = F.pad(segments_K[1:] == segments_K[:-1], (0, 1))[: len(segments_K)]
+        after_K = F.pad(values_K, (0, 1))[1:]
+        bootstrap_S = inputs.bootstrap_S
+        ends_K = torch.zeros_like(values_K) if bootstrap_S is None else bootstrap_S[segments_K].to(values_K.dtype)
+        next_K = torch.where(goes_on_K, after_K, ends_K)
+        deltas_K = torch.where(goes_on_K, 0.0, rewards) + discount * next_K - values_K
+        advantages_K = discounted_sum(deltas_K, discount * decay, segments_K)
+        return advantages_K, advantages_K + values_K
 
     @property
     def _proximal_logprobs_K(self) -> Tensor:

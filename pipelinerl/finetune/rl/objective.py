@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipelinerl.config.dotted import resolve_function
-from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments
+from pipelinerl.config.objectives import POLICY_LOSSES, keyword_arguments, token_arguments
 from pipelinerl.config.sections import Config
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.rl.corrections import Corrections
@@ -43,12 +44,18 @@ class LossSettings:
     veto: float | None = None
     kl_coef: float = 0.0
     kl_clamp: float = 5.0
+    teacher_coef: float = 0.0
+    reward_coef: float = 1.0
     entropy_bonus: float = 0.0
 
     @property
     def has_proximal(self) -> bool:
         known = POLICY_LOSSES.get(self.policy_loss)
         return self.proximal or (known is not None and known.proximal == "always")
+
+    def names(self, figure: str) -> bool:
+        """Whether the loss names this one of ``TOKEN_ARGUMENTS``."""
+        return figure in token_arguments(self.policy_loss)
 
     @property
     def corrections(self) -> Corrections:
@@ -89,20 +96,54 @@ def bound_loss(settings: LossSettings) -> Callable[[Tensor, PolicyTokens], Token
     return partial(function, **arguments)
 
 
-def policy_term(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> tuple[TokenLoss, PolicyTokens]:
+def policy_term(
+    logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings, entropy_K: Tensor | None = None
+) -> tuple[TokenLoss, PolicyTokens]:
     """The policy loss of each token, and the ``PolicyTokens`` that it was computed from.
 
     Args:
         logprobs_K: of the trained policy, differentiable.
-        inputs: constants of the tokens.
+        inputs: constants of the tokens, and their values.
+        entropy_K: of the trained policy, differentiable. None: the loss does not name it.
     Raises:
-        ConfigError: a configured correction has no effect on this loss.
+        ConfigError: a configured correction has no effect on this loss, or it names a figure that nobody computes.
     """
+    named = {name: _token_argument(name, inputs, settings, entropy_K) for name in token_arguments(settings.policy_loss)}
+    inputs = _taught(logprobs_K.detach(), inputs, settings)
     tokens = PolicyTokens(logprobs_K, inputs, settings.corrections, settings.has_proximal)
-    found = bound_loss(settings)(logprobs_K, tokens)
+    found = bound_loss(settings)(logprobs_K, tokens, **named)
     loss = found if isinstance(found, TokenLoss) else TokenLoss(found)
     _refuse_unused_corrections(settings, tokens)
     return loss, tokens
+
+
+def _taught(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> TokenInputs:
+    """The inputs with a·A + b·(log π_T − log π) as advantages, whose gradient is that of a reward minus b·KL(π‖π_T)."""
+    if not settings.teacher_coef:
+        return inputs
+    assert inputs.teacher_logprobs_K is not None, "a teacher's term without its log-probs would teach nothing"
+    taught_K = settings.teacher_coef * (inputs.teacher_logprobs_K - logprobs_K)
+    return replace(inputs, advantages_K=settings.reward_coef * inputs.advantages_K + taught_K)
+
+
+def _token_argument(name: str, inputs: TokenInputs, settings: LossSettings, entropy_K: Tensor | None) -> Tensor:
+    value_K = entropy_K if name == "entropy" else getattr(inputs, f"{name}_K")
+    if value_K is None:
+        raise ConfigError(
+            f"`finetune.rl.policy_loss` {settings.policy_loss} names {name!r}, which this run does not compute: "
+            f"{NEEDED[name]}"
+        )
+    return value_K
+
+
+NEEDED = {
+    "ref_logprobs": "give a reference server devices with `world.preprocessor_fraction`",
+    "teacher_logprobs": "name a model in `teachers`",
+    "values": "set `finetune.rl.advantage` to value",
+    "entropy": "the caller has to pass it",
+    "rewards": "the caller has to pass them",
+}
+"""What makes a run compute a figure."""
 
 
 def _refuse_unused_corrections(settings: LossSettings, tokens: PolicyTokens) -> None:
@@ -137,9 +178,14 @@ def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, set
 
     Args:
         logprobs_K, entropy_K: of the trained policy, differentiable.
-        inputs: constants of the tokens.
+        inputs: constants of the tokens. Those that are imitated have the loss −weight · log π alone.
     """
-    losses_K = policy_term(logprobs_K, inputs, settings)[0].losses_K
+    if inputs.supervised_K is not None:
+        (played_N,) = torch.where(~inputs.supervised_K)
+        played = replace(inputs[played_N], supervised_K=None)
+        losses_N = token_losses(logprobs_K[played_N], entropy_K[played_N], played, settings)
+        return (-inputs.advantages_K * logprobs_K).index_put((played_N,), losses_N)
+    losses_K = policy_term(logprobs_K, inputs, settings, entropy_K)[0].losses_K
     if settings.kl_coef:
         assert inputs.ref_logprobs_K is not None, "a KL term without the reference's log-probs would be no KL term"
         losses_K = losses_K + settings.kl_coef * kl_k3(logprobs_K, inputs.ref_logprobs_K, settings.kl_clamp)
@@ -162,8 +208,10 @@ class PolicyObjective:
         sequence_level = self.settings.sequence_level
         object.__setattr__(self, "all_at_once", sequence_level and self.inputs.group is not None)
         object.__setattr__(self, "sequence_level", sequence_level)
-        object.__setattr__(self, "uses_entropy", self.settings.entropy_bonus != 0.0)
+        object.__setattr__(self, "uses_entropy", self.settings.entropy_bonus != 0.0 or self.settings.names("entropy"))
 
-    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int) -> Tensor:
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int, values_C: Tensor | None = None) -> Tensor:
         inputs = self.inputs[start : start + logprobs_C.shape[0]]
+        if values_C is not None:
+            inputs = replace(inputs, values_K=values_C)
         return (inputs.weights_K * token_losses(logprobs_C, entropy_C, inputs, self.settings)).sum()

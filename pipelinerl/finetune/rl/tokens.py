@@ -3,11 +3,12 @@
 Shapes: K trained tokens of one micro-batch, S its segments (a segment is one training sequence).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST_EXPONENT = 80.0
@@ -54,24 +55,28 @@ class TokenInputs:
     segments_K: Tensor
     """int64, ascending: index of the token's segment."""
     num_segments: int
+    rewards_K: Tensor | None = None
+    """What the token's sequence returned: its rollout's reward, or the shaped return if the advantage is `value`."""
     ref_logprobs_K: Tensor | None = None
+    """log π_ref. None: not scored."""
+    teacher_logprobs_K: Tensor | None = None
+    """log π_T of the teacher of the token's domain. None: there is none."""
     proximal_logprobs_K: Tensor | None = None
     """log π_prox. None: the trained policy's own, if the loss has a proximal policy."""
+    supervised_K: Tensor | None = None
+    """bool: whether the token is imitated with the weight ``advantages_K``. None: none is."""
+    values_K: Tensor | None = None
+    """V of the state before the token. None: there is no value head."""
+    bootstrap_S: Tensor | None = None
+    """V of the state after a segment's last trained token if its answer was cut, else 0. None: as ``values_K``."""
     group: SequenceGroup | None = None
     """Ranks that hold the other tokens of these segments. None: this rank holds all."""
 
-    def __getitem__(self, rows: slice) -> "TokenInputs":
-        ref, proximal = self.ref_logprobs_K, self.proximal_logprobs_K
-        return TokenInputs(
-            sampler_logprobs_K=self.sampler_logprobs_K[rows],
-            advantages_K=self.advantages_K[rows],
-            weights_K=self.weights_K[rows],
-            segments_K=self.segments_K[rows],
-            num_segments=self.num_segments,
-            ref_logprobs_K=None if ref is None else ref[rows],
-            proximal_logprobs_K=None if proximal is None else proximal[rows],
-            group=self.group,
-        )
+    def __getitem__(self, rows: slice | Tensor) -> "TokenInputs":
+        """The same for some of the tokens: a slice, bool [K], or their indices."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_K")}
+        mine: dict[str, Any] = {name: None if value_K is None else value_K[rows] for name, value_K in columns.items()}
+        return replace(self, **mine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +88,25 @@ class LagInputs:
     in_flight_K: Tensor
     """int64: the part of the lag that passed while the sequence was still being sampled."""
 
+    def __getitem__(self, rows: Tensor) -> "LagInputs":
+        """The same for some of the tokens."""
+        return LagInputs(lag_K=self.lag_K[rows], in_flight_K=self.in_flight_K[rows])
+
 
 def segment_sum(values_K: Tensor, inputs: TokenInputs) -> Tensor:
     """[S] sums over the trained tokens of each segment. Collective within ``inputs.group``."""
     sums_S = values_K.new_zeros(inputs.num_segments).index_add(0, inputs.segments_K, values_K)
     return sums_S if inputs.group is None else _GroupSum.apply(sums_S, inputs.group.group)
+
+
+def discounted_sum(values_K: Tensor, factor: float, segments_K: Tensor) -> Tensor:
+    """[K] Σ_j factor^j · values[k + j] over the rest of each token's segment, in log2(K) passes over all tokens."""
+    reach = 1
+    while reach < len(values_K):
+        same_K = segments_K[reach:] == segments_K[:-reach]
+        values_K = values_K + F.pad(torch.where(same_K, factor**reach * values_K[reach:], 0.0), (0, reach))
+        reach *= 2
+    return values_K
 
 
 def bounded_exp(log_K: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class TokenFigures:
 
     settings: LossSettings
     rules: BatchRules
-    proximal: Sequence[Tensor] | None
     of_versions: Sequence[Tensor] | None = None
     """[K] log π_v of each record, as `ReplayedSequence.version_logprobs`."""
     sequences: list[ReplayedSequence] = field(default_factory=list)
@@ -78,9 +77,7 @@ class TokenFigures:
         number, self._count = self._count, self._count + 1
         if self.rules.sequence is not None:
             return
-        batch = prepare_batch(record, self.rules, output.logprobs_K.device)
-        prox = None if self.proximal is None else self.proximal[number]
-        inputs = replace(batch.inputs, advantages_K=output.advantages_K, proximal_logprobs_K=prox)
+        inputs = output.inputs
         logprobs_K = output.logprobs_K.detach().requires_grad_()
         with torch.enable_grad():
             losses_K = inputs.weights_K * token_losses(logprobs_K, output.entropy_K.detach(), inputs, self.settings)
@@ -90,7 +87,7 @@ class TokenFigures:
             "logprobs": logprobs_K,
             "version_logprobs": unknown_K if self.of_versions is None else self.of_versions[number],
             "entropy": output.entropy_K,
-            "advantages": output.advantages_K,
+            "advantages": inputs.advantages_K,
             "altered": altered_K,
             "losses": losses_K,
             "slopes": slopes_K,
@@ -194,7 +191,7 @@ class _Run:
             raise ConfigError(
                 "--with kl_coef=…: the run has no reference model, whose log-probabilities a KL term needs"
             )
-        figures = TokenFigures(settings, self._rules, proximal, self._of_versions if step == self._step else None)
+        figures = TokenFigures(settings, self._rules, self._of_versions if step == self._step else None)
         rate = learning_rate(self._cfg.finetune, step)
         metrics = train_step(self._engine, records, settings, self._rules, rate, proximal, figures.add)
         return metrics, figures

@@ -1,5 +1,7 @@
 """Every rule refuses exactly what it names, and the base configuration passes all of them."""
 
+from pathlib import Path
+
 import pytest
 
 from pipelinerl.config import rules
@@ -46,6 +48,10 @@ REFUSED = {
     "temperature_is_one_value": {"finetune__rl__temperature": 0.7},
     "kl_has_reference": {"finetune__rl__final_kl_coef": 0.01},
     "value_advantage_has_value_loss": {"finetune__rl__advantage": "value"},
+    "loss_has_its_figures": {"finetune__rl__policy_loss": "tests.losses.named"},
+    "teachers_teach": {"teachers": [{"model_path": "t", "domains": None}], "world__preprocessor_fraction": 1},
+    "reference_model_is_used": {"reference_model_path": "other"},
+    "sft_has_conversations": {"stage": "sft"},
     "group_has_baseline": {"attempts": 1},
     "lag_allows_updates": {"max_lag_steps": 0, "finetune__weight_update_interval": 2},
     "one_engine": {"use_fsdp": True},
@@ -193,6 +199,102 @@ def test_neutral_sampling_parameter_is_accepted(base: Config, parameters: dict) 
 def test_veto_that_would_drop_on_policy_sequences_is_refused(base: Config) -> None:
     with pytest.raises(ValueError, match="less than 1"):
         changed(base, finetune__rl__veto=1.0)
+
+
+TEACHER = {"model_path": "t", "domains": None}
+TAUGHT = {"teachers": [TEACHER], "finetune__rl__teacher_coef": 1.0, "world__preprocessor_fraction": 1}
+DOMAINS = [
+    {
+        "name": name,
+        "weight": 1.0,
+        "rollout_policy": "a.b",
+        "dataset_loader": "a.b",
+        "dataset_loader_params": {},
+        "train_dataset_names": ["x"],
+        "test_dataset_names": [],
+    }
+    for name in ("maths", "code")
+]
+BY_DOMAIN = [{"model_path": "m", "domains": ["maths"]}, {"model_path": "c", "domains": ["code"]}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attempts": 1}, {"domains": DOMAINS}, {"domains": DOMAINS, "teachers": BY_DOMAIN}]
+)
+def test_teachers_that_cover_every_domain_are_accepted(base: Config, changes: dict[str, object]) -> None:
+    rules.check_rules(changed(base, **(TAUGHT | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world__preprocessor_fraction": 0}, ("teachers", "world.preprocessor_fraction", 0)),
+        ({"teachers": []}, ("finetune.rl.teacher_coef", "teachers", "empty")),
+        ({"teachers": [TEACHER, TEACHER]}, ("teachers", "one domain")),
+        ({"domains": DOMAINS, "teachers": BY_DOMAIN[:1]}, ("code", 0, "teachers")),
+        ({"domains": DOMAINS, "teachers": [TEACHER, *BY_DOMAIN]}, ("maths", 2, "teachers")),
+        ({"domains": DOMAINS, "teachers": [TEACHER | {"domains": ["maths", "code", "law"]}]}, ("law", "teachers")),
+        ({"preprocess__filter_zero_advantage_groups": True}, ("preprocess.filter_zero_advantage_groups", "teacher")),
+    ],
+)
+def test_teachers_that_cannot_teach_are_refused(
+    base: Config, changes: dict[str, object], words: tuple[str | int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=says(*words)):
+        rules.check_rules(changed(base, **(TAUGHT | changes)))
+
+
+@pytest.mark.parametrize(
+    ("named", "changes", "words"),
+    [
+        ("values", {}, ("values", "finetune.rl.advantage", "loo")),
+        ("teacher_logprobs", {}, ("teacher_logprobs", "teachers")),
+        ("ref_logprobs", {}, ("ref_logprobs", "world.preprocessor_fraction", 0)),
+        ("ref_logprobs", {"world__preprocessor_fraction": 1}, ()),
+        ("teacher_logprobs", TAUGHT | {"finetune__rl__teacher_coef": 0.0}, ()),
+        ("values", {"finetune__rl__advantage": "value"}, ()),
+    ],
+)
+def test_loss_that_names_what_nothing_computes_is_refused(
+    base: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+    changes: dict[str, object],
+    words: tuple[str | int, ...],
+) -> None:
+    (tmp_path / f"naming_{named}.py").write_text(f"def loss(logprobs_K, tokens, {named}): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = changed(base, finetune__rl__policy_loss=f"naming_{named}.loss", **changes)
+    if words:
+        with pytest.raises(ConfigError, match=says(*words)):
+            rules.check_rules(config)
+    else:
+        rules.check_rules(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sft__datasets": ["x.jsonl"]}, ("sft.datasets", "sft.per_step", 0)),
+        ({"sft__per_step": 4}, ("sft.per_step", 4, "sft.datasets")),
+        ({"stage": "sft", "sft__datasets": ["x.jsonl"], "sft__per_step": 4}, ("sft.per_step", 4, "stage")),
+        (
+            {
+                "sft__datasets": ["x"],
+                "sft__per_step": 4,
+                "finetune__rl__advantage": "value",
+                "finetune__rl__value_loss_coef": 0.5,
+            },
+            ("finetune.rl.advantage", "value"),
+        ),
+    ],
+)
+def test_conversations_without_a_stage_or_data_are_refused(
+    base: Config, changes: dict[str, object], words: tuple[str | int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=says(*words)):
+        rules.check_rules(changed(base, **changes))
 
 
 def test_kl_with_a_reference_server_is_accepted(base: Config) -> None:

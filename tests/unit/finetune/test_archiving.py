@@ -7,6 +7,7 @@ import torch
 
 from pipelinerl.finetune.archiving import ScoreArchive
 from pipelinerl.finetune.model import PolicyOutput
+from pipelinerl.finetune.rl.tokens import TokenInputs
 from pipelinerl.observability.archive import StepArchive, read_archive
 from pipelinerl.records import MicroBatch, ScoredStep
 
@@ -33,12 +34,19 @@ def micro_batch() -> MicroBatch:
 
 
 def output() -> PolicyOutput:
+    zeros = torch.zeros(3)
     return PolicyOutput(
         loss=torch.zeros(()),
         logprobs_K=torch.tensor([-1.5, -2.0, -3.25], requires_grad=True),
         entropy_K=torch.tensor([0.5, 0.25, 1.0]),
         value_loss=torch.zeros(()),
-        advantages_K=torch.zeros(3),
+        inputs=TokenInputs(
+            sampler_logprobs_K=zeros,
+            advantages_K=zeros,
+            weights_K=zeros,
+            segments_K=torch.tensor([0, 0, 2]),
+            num_segments=3,
+        ),
     )
 
 

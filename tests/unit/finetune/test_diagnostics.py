@@ -43,7 +43,7 @@ def one_step(
         logprobs_K=log_mu + torch.tensor(ratios, dtype=torch.float64).log(),
         entropy_K=torch.tensor(entropy or [0.0] * count),
         value_loss=torch.tensor(0.0),
-        advantages_K=torch.ones(count),
+        inputs=inputs,
     )
     diagnostics = StepDiagnostics(torch.device("cpu"))
     diagnostics.add(output, batch, LossSettings(ratio_clamp=5.0))

@@ -222,3 +222,15 @@ def test_conflicts_are_refused_with_the_key_and_the_fix(override: str, message: 
 @pytest.mark.parametrize("override", ["+vllm_config.vllm_kwargs.logprobs-mode=processed_logprobs"])
 def test_what_the_run_sets_anyway_may_be_repeated(override: str) -> None:
     assert vllm_arguments(config(override), world(), POLICY) == vllm_arguments(config(), world(), POLICY)
+
+
+def test_servers_of_the_reference_and_of_teachers_take_turns() -> None:
+    teachers = "teachers=[{model_path: /models/a}, {model_path: /models/b}]"
+    cfg = config(teachers, "finetune.rl.kl_coef=0.1", "reference_model_path=/models/r")
+    jobs = [msgspec.structs.replace(REFERENCE, name=f"preprocessor_llm_{i}", replica_idx=i) for i in range(4)]
+    served = [settings(vllm_arguments(cfg, world(), job))["--model"] for job in jobs]
+    assert served == ["/models/r", "/models/a", "/models/b", "/models/r"]
+    assert settings(vllm_arguments(cfg, world(), POLICY))["--model"] == "/models/m"
+    part = Job(name="preprocessor_llm_part_3", kind="preprocessor_llm", replica_idx=3, span=span(1), port=1)
+    assert span(1).nodes == 2, "a server has one part beside its first node"
+    assert settings(vllm_arguments(config(teachers), world(nodes=2), part))["--model"] == "/models/b"

@@ -62,7 +62,7 @@ BATCH = OptimizerBatch(step=6, samples=(A, B), next_source=(0, 2))
 
 def test_collate_sample_that_the_reference_never_scored_is_not_given_zeros():
     unscored = OptimizerBatch(step=6, samples=(A, replace(B, ref_logprobs=None)), next_source=(0, 2))
-    with pytest.raises(AssertionError, match=says("0-0/1/0", "reference")):
+    with pytest.raises(AssertionError, match=says("0-0/1/0", "ref_logprobs")):
         collate(unscored, Collation(data_parallel_size=1, seq_length=10, with_reference=True))
 
 

@@ -1,0 +1,90 @@
+"""Finished conversations as training tokens: every answer exactly as a server would have sampled it after its prompt.
+
+An answer's tokens are encoded apart from its prompt's, because a server samples them after the prompt's tokens. They
+end with the token that ends the message. A later turn continues the same sequence if the template leaves the earlier
+text as it was, as `rendering.extend` decides it for rollouts. Otherwise it starts another sequence.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipelinerl.chat.images import images_of
+from pipelinerl.chat.rendering import ChatRenderer
+from pipelinerl.errors import DomainError
+
+
+@dataclass
+class AnsweredText:
+    """Tokens of one or more turns, and which of them the assistant says."""
+
+    text: str = ""
+    """Up to the end of the last answer."""
+    token_ids: list[int] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    """(start, end exclusive) of every answer, with the token that ends it."""
+
+
+def answered_texts(
+    renderer: ChatRenderer, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
+) -> list[AnsweredText]:
+    """The sequences of a conversation. What comes after its last answer is left out.
+
+    Args:
+        renderer: of the policy's tokenizer.
+        messages, tools: in OpenAI format.
+        kwargs: further variables of the chat template.
+    Raises:
+        DomainError: it has images, or the template renders an answer in another way than it asks for it.
+    """
+    if images_of(messages):
+        raise DomainError("a conversation to train on has images: only text is supported")
+    found: list[AnsweredText] = []
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        asked = renderer.render_text(messages[:index], tools, kwargs, ask=True)
+        answered = renderer.render_text(messages[: index + 1], tools, kwargs, ask=False)
+        if not answered.startswith(asked):
+            raise DomainError(
+                f"the chat template renders message {index} in another way than it asks for it ({asked[-40:]!r}): its "
+                "tokens would not be those that a server samples"
+            )
+        if not (found and asked.startswith(found[-1].text)):
+            found.append(AnsweredText())
+        current = found[-1]
+        current.token_ids += renderer.encode(asked[len(current.text) :]).tolist()
+        answer, length = _answer(renderer, answered[len(asked) :])
+        start = len(current.token_ids)
+        current.token_ids += answer
+        current.answers.append((start, len(current.token_ids)))
+        current.text = answered[: len(asked) + length]
+    return found
+
+
+def _answer(renderer: ChatRenderer, rendered: str) -> tuple[list[int], int]:
+    """The tokens of a rendered answer up to the one that ends it, and the length of their text."""
+    token_ids = renderer.encode(rendered).tolist()
+    ends = [k for k, token in enumerate(token_ids) if renderer.is_end_token(token)]
+    if not ends:
+        return token_ids, len(rendered)
+    end_text = renderer.token_text(token_ids[ends[-1]])
+    return token_ids[: ends[-1] + 1], rendered.rindex(end_text) + len(end_text)
+
+
+def batch_spans(text: AnsweredText, prompt_weight: float, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """The trained tokens of a text that is cut after ``limit`` tokens.
+
+    Args:
+        prompt_weight: weight of the tokens that the assistant does not say. 0 = they are not trained.
+    Returns:
+        (int32 [R, 2] spans, float32 [K] weight of each token in them).
+    """
+    weights_T = np.full(min(len(text.token_ids), limit), prompt_weight, dtype=np.float32)
+    for start, end in text.answers:
+        weights_T[start:end] = 1.0
+    weights_T[:1] = 0.0  # nothing predicts it
+    trained_T = np.concatenate(([False], weights_T > 0, [False]))
+    edges = np.flatnonzero(trained_T[1:] != trained_T[:-1])
+    return edges.reshape(-1, 2).astype(np.int32), weights_T[weights_T > 0]

@@ -1,0 +1,42 @@
+"""Compares two models' vocabularies: a teacher scores the policy's token ids, which must mean the same to it."""
+
+from collections.abc import Iterable, Mapping
+
+from pipelinerl.errors import ConfigError
+
+
+def check_same_vocabulary(policy: str, others: Iterable[str], *, trust_remote_code: bool = False) -> None:
+    """Refuse models to which a token id of the policy means something else, or nothing.
+
+    Args:
+        policy: folder or Hugging Face name of the policy.
+        others: those of the models that score its tokens.
+    Raises:
+        ConfigError: with the first token in which they differ.
+    """
+    wanted = sorted(set(others) - {policy})
+    if not wanted:
+        return
+    from transformers import AutoTokenizer
+
+    def vocabulary(model: str) -> dict[str, int]:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code).get_vocab()
+
+    own = vocabulary(policy)
+    for model in wanted:
+        if difference := vocabulary_difference(own, vocabulary(model)):
+            raise ConfigError(
+                f"{model} cannot score the tokens of {policy}: it has another tokenizer, in which {difference}; "
+                "take a teacher or reference (`teachers`, `reference_model_path`) of the policy's family"
+            )
+
+
+def vocabulary_difference(policy: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """The first token of the policy that another id stands for in the other vocabulary, and how many there are."""
+    texts = {number: text for text, number in other.items()}
+    wrong = sorted((number, text) for text, number in policy.items() if texts.get(number) != text)
+    if not wrong:
+        return None
+    number, text = wrong[0]
+    meant = repr(texts[number]) if number in texts else "no token"
+    return f"id {number} is {meant} and not {text!r} ({len(wrong)} of {len(policy)} tokens differ)"

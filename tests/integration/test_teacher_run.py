@@ -1,0 +1,71 @@
+"""A run that learns from a teacher alone, whose server is killed in mid-run and restarted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.inspect.ledger import read_ledger
+from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.records import MicroBatch
+from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.tiny_model import build
+from tests.waiting import wait_until
+
+TIMEOUT_S = 600
+STEPS = 40
+
+
+def server_pid(run_dir: Path) -> int | None:
+    """The teacher's server, by its command line."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"preprocessor_llm_0" in words and str(run_dir).encode() in words:
+            return int(folder.name)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_teacher_that_is_killed_in_mid_run_is_restarted_and_scores_on(tmp_path: Path) -> None:
+    for name, seed in (("student", 0), ("teacher", 0)):
+        build(tmp_path / name, "largest", seed, {"max_number": 30, "steps": 300 if name == "student" else 600})
+    run_dir = tmp_path / "run"
+    own = (
+        *(
+            f"model_path={tmp_path / 'student'}",
+            "tiny_model=null",
+            f"teachers=[{{model_path: {tmp_path / 'teacher'}}}]",
+        ),
+        *("finetune.rl.teacher_coef=1", "finetune.rl.reward_coef=0", f"finetune.max_train_steps={STEPS}"),
+        *("world.cpu_slots=3", "world.preprocessor_fraction=1", "eval.at_start=false", "eval.at_end=false"),
+    )
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}", *own]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_until(lambda: launcher.poll() is not None or len(list(read_metrics(run_dir, "finetune"))) >= 5, TIMEOUT_S)
+        killed = server_pid(run_dir)
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=TIMEOUT_S)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    assert "preprocessor_llm_0 1" in output, "the teacher was restarted once"
+    assert read_ledger(run_dir).violations == ()
+    assert [point["step"] for point in read_metrics(run_dir, "finetune")] == list(range(1, STEPS + 1))
+    with open_reader(SingleStreamSpec(run_dir, "training_data"), MicroBatch, name=None) as reader:
+        batches = [batch for _, batch in reader.read_all()]
+    assert batches
+    for batch in batches:
+        assert batch.teacher_logprobs is not None
+        for start, end, _ in batch.spans.tolist():
+            assert np.isfinite(batch.teacher_logprobs[start:end]).all()
+            assert (batch.teacher_logprobs[start:end] < 0).all()

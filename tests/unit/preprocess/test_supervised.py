@@ -1,0 +1,153 @@
+"""Conversations to imitate: which step has which, how rows are read, what a step weighs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.chat.rendering import ChatRenderer
+from pipelinerl.domains.datasets import rows_of
+from pipelinerl.errors import DomainError
+from pipelinerl.finetune.data import check_record, to_batch
+from pipelinerl.finetune.model import Policy
+from pipelinerl.finetune.rl.objective import LossSettings
+from pipelinerl.preprocess.batching import OptimizerBatch
+from pipelinerl.preprocess.collate import Collation, collate
+from pipelinerl.preprocess.samples import Shaping, prepare_group
+from pipelinerl.preprocess.supervised import Conversation, SupervisedData, read_conversation
+from pipelinerl.testing import byte_tokenizer
+from tests.models import make_qwen2
+from tests.preprocess_kit import make_group
+
+TOKENIZER = byte_tokenizer()
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def conversation(answer: str) -> Conversation:
+    return Conversation(messages=[MESSAGES[0], {"role": "assistant", "content": answer}])
+
+
+def make_data(count: int, per_step: int, **changes: Any) -> SupervisedData:
+    conversations = [conversation(chr(97 + i) * (1 + i % 3)) for i in range(count)]
+    return SupervisedData(
+        conversations, ChatRenderer(TOKENIZER), **{"per_step": per_step, "seed": 3, "seq_length": 64, **changes}
+    )
+
+
+def test_every_epoch_has_each_conversation_once_in_another_order() -> None:
+    data = make_data(10, 4)
+    names = [sample.group_id for step in range(5) for sample in data.samples(step)]
+    first, second = names[:10], names[10:]
+    assert sorted(first) == sorted(f"sft-0-{i}" for i in range(10))
+    assert sorted(second) == sorted(f"sft-1-{i}" for i in range(10))
+    assert [name[4:] for name in first] != [name[4:] for name in second]
+
+
+def test_step_has_the_same_samples_whatever_was_asked_before() -> None:
+    data = make_data(10, 4)
+    for step in range(3):
+        data.samples(step)
+    after, alone = data.samples(3), make_data(10, 4).samples(3)
+    assert [sample.sample_id for sample in after] == [sample.sample_id for sample in alone]
+    for one, other in zip(after, alone, strict=True):
+        assert np.array_equal(one.sequences[0][1].token_ids, other.sequences[0][1].token_ids)
+        assert one.sequences[0][1].spans[:, 2].tolist() == [3]
+
+
+def test_conversation_whose_answer_lies_beyond_the_limit_gives_no_sample() -> None:
+    prompt = len(ChatRenderer(TOKENIZER).render([MESSAGES[0]], None, {}).token_ids)
+    assert make_data(3, 3, seq_length=prompt).samples(0) == ()
+    assert len(make_data(3, 3, seq_length=prompt + 1).samples(0)) == 3
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": MESSAGES}, Conversation(messages=MESSAGES)),
+        ({"prompt": "hi", "completion": "ho", "id": 3}, Conversation(messages=MESSAGES)),
+        ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, Conversation(messages=MESSAGES)),
+        (
+            {"messages": json.dumps([MESSAGES[0], CALL]), "tools": json.dumps(TOOLS)},
+            Conversation(messages=[MESSAGES[0], CALL], tools=TOOLS),
+        ),
+        (
+            {"messages": [MESSAGES[0] | {"tool_calls": None}, CALL | {"content": None}]},
+            Conversation(messages=[MESSAGES[0], CALL]),
+        ),
+    ],
+)
+def test_row_is_read(row: dict[str, Any], expected: Conversation) -> None:
+    assert read_conversation(row, "row") == expected
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "hi"}, {"prompt": "hi"}, {"messages": "hi"}, {"messages": [{"content": "x"}]}]
+)
+def test_row_that_is_no_conversation_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(DomainError, match="row 7"):
+        read_conversation(row, "row 7")
+
+
+def test_parquet_and_jsonl_give_the_same_conversations(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    rows = [{"messages": [*MESSAGES, MESSAGES[0], CALL], "tools": json.dumps(TOOLS)}, {"messages": MESSAGES}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = {
+        suffix: [read_conversation(row, "row") for row in rows_of(str(tmp_path / f"rows.{suffix}"), False)]
+        for suffix in ("jsonl", "parquet")
+    }
+    assert (
+        read["jsonl"]
+        == read["parquet"]
+        == [Conversation(messages=rows[0]["messages"], tools=TOOLS), conversation("ho")]
+    )
+
+
+VOCAB = 512
+
+
+@pytest.mark.parametrize("prompt_weight", [0.0, 0.25])
+@pytest.mark.parametrize("loss", ["reinforce", "gspo"])
+def test_mixed_batch_has_the_gradient_of_its_rollouts_and_of_the_mean_nll(loss: str, prompt_weight: float) -> None:
+    """Float64; the conversations are scored one by one."""
+
+    def make_policy() -> Policy:
+        torch.manual_seed(0)
+        return Policy(make_qwen2(VOCAB, initializer_range=0.2, attn_implementation="sdpa").double().train(), chunk=7)
+
+    settings = LossSettings(policy_loss=loss, entropy_bonus=0.1)
+    rollouts = tuple(prepare_group(0, make_group(np.random.default_rng(1), 0, version=0), Shaping(seq_length=64)))
+    imitated = make_data(5, 5, prompt_weight=prompt_weight).samples(0)
+    collation = Collation(data_parallel_size=1, seq_length=128, aggregation="token_mean", sft_weight=0.3)
+
+    def backward(policy: Policy, samples: tuple[Any, ...]) -> None:
+        (records,) = collate(OptimizerBatch(step=0, samples=samples, next_source=(1, 0)), collation)
+        for record in records:
+            batch = to_batch(record, check_record(record, VOCAB, 0), rows=False, float_dtype=torch.float64)
+            policy(batch, settings).loss.backward()
+
+    ours, oracle = make_policy(), make_policy()
+    backward(ours, (*rollouts, *imitated))
+    backward(oracle, rollouts)
+    total = sum(float(weights.sum()) for sample in imitated for weights in sample.token_weights or ())
+    for sample in imitated:
+        assert sample.token_weights is not None
+        ids = torch.from_numpy(sample.sequences[0][1].token_ids).long()
+        logs = oracle.lm.lm_head(oracle.lm.model(input_ids=ids[None], use_cache=False)[0][0]).log_softmax(-1)
+        trained = [t for start, end, _ in sample.sequences[0][1].spans.tolist() for t in range(start, end)]
+        for position, weight in zip(trained, sample.token_weights[0].tolist(), strict=True):
+            (-0.3 / total * weight * logs[position - 1, ids[position]]).backward(retain_graph=True)
+    for (name, found), (_, wanted) in zip(ours.named_parameters(), oracle.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            found.grad, wanted.grad, rtol=1e-5, atol=2e-8, msg=lambda text, n=name: f"{n}: {text}"
+        )
