@@ -1,8 +1,8 @@
 """Requests verdicts from the verifiers over the rollout's pooled HTTP session.
 
-Each request goes to the least loaded replica. If a replica does not answer, the request is repeated, on the other
-replicas first. An ``error`` verdict raises ``VerifierError``, and so does a service that stays unreachable. Neither is
-ever a reward.
+Each request goes to the least loaded replica. It waits as long as that replica lives, because many slow checks may come
+before it. If a replica does not answer, the request is repeated, on the other replicas first. An ``error`` verdict
+raises ``VerifierError``, and so does a service that stays unreachable. Neither is ever a reward.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ RETRIES = 9
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """The delays add up to half a minute. A verifier that died is back by then."""
 TIMEOUT_S = 120.0
-"""Deadline of one request, including the wait for a worker."""
+"""Deadline for an answer to `/health`. A replica is asked as often while a check waits there for its verdict."""
 
 _ENCODER = msgspec.json.Encoder()
 _VERDICT = msgspec.json.Decoder(Verdict)
@@ -52,7 +52,7 @@ class VerifierClient:
 
     Args:
         urls: base URLs of the replicas.
-        timeout_s: deadline of one request.
+        timeout_s: deadline for a sign of life of a replica.
         retries: how often a request is repeated.
 
     Example:
@@ -65,7 +65,7 @@ class VerifierClient:
             raise DomainError("the domain needs a verifier: set world.verifier_replicas to 1 or more")
         self._load = dict.fromkeys((url.rstrip("/") for url in urls), 0)
         """Unanswered requests per replica, least recently asked first, so that this replica wins a tie."""
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout_s = timeout_s
         self._retries = retries
         secret = os.environ.get(SECRET_VARIABLE)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
@@ -102,26 +102,40 @@ class VerifierClient:
                 tried = {url}
             self._load[url] = self._load.pop(url) + 1
             try:
-                async with session.post(
-                    url + route, data=io.BytesIO(body), headers=self._headers, timeout=self._timeout
-                ) as answer:
-                    content = await answer.read()
+                status, content = await self._ask(session, url, route, body)
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 failure = error
                 continue
             finally:
                 self._load[url] -= 1
-            if answer.status == 200:
+            if status == 200:
                 return content
-            if answer.status == 413:
+            if status == 413:
                 raise RequestTooLargeError(f"{url} refuses a body of {len(body)} bytes")
-            failure = VerifierError(f"{url} answered {answer.status}: {content[:300].decode(errors='replace')}")
-            if answer.status < 500:
+            failure = VerifierError(f"{url} answered {status}: {content[:300].decode(errors='replace')}")
+            if status < 500:
                 raise failure
         raise VerifierError(
             f"no verifier of {list(self._load)} judged within {self._retries + 1} attempts: "
             f"{type(failure).__name__}: {failure}; see the logs of the verifier jobs"
         ) from failure
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, route: str, body: bytes) -> tuple[int, bytes]:
+        """Asks one replica and waits for its answer as long as it lives. Returns status and content."""
+        answering = asyncio.ensure_future(self._exchange(session, url + route, body))
+        sign_of_life = aiohttp.ClientTimeout(sock_connect=self._timeout_s, sock_read=self._timeout_s)
+        try:
+            while not (await asyncio.wait({answering}, timeout=self._timeout_s))[0]:
+                async with session.get(f"{url}/health", timeout=sign_of_life) as health:
+                    health.raise_for_status()
+            return await answering
+        finally:
+            answering.cancel()
+
+    async def _exchange(self, session: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(sock_connect=self._timeout_s)
+        async with session.post(url, data=io.BytesIO(body), headers=self._headers, timeout=timeout) as answer:
+            return answer.status, await answer.read()
 
 
 def judged(verdict: Verdict) -> Verdict:

@@ -85,6 +85,36 @@ async def test_check_of_a_client_that_is_gone_leaves_the_queue() -> None:
                 assert (await http.post("/", json=HONEST)).json()["status"] == "correct"
 
 
+async def test_check_that_waits_longer_than_the_deadline_gets_its_verdict_while_the_replica_lives() -> None:
+    async with aiohttp.ClientSession() as session:
+        with serving(workers=1, timeout_s=0.3) as url:
+            client = VerifierClient([url], timeout_s=0.1, retries=0)
+            checks = [BOMB] * 3 + [HONEST]
+            asked = [
+                client.check(session, c["kind"], c["prediction"], c["gold"], **c.get("options", {})) for c in checks
+            ]
+            verdicts = await asyncio.gather(*asked)
+    assert [verdict.status for verdict in verdicts] == ["unparsable"] * 3 + ["correct"]
+
+
+async def test_replica_that_gives_no_sign_of_life_is_left() -> None:
+    connections: list[asyncio.StreamWriter] = []
+
+    async def say_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    frozen = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with aiohttp.ClientSession() as session, frozen:
+        frozen_url = f"http://127.0.0.1:{frozen.sockets[0].getsockname()[1]}"
+        with serving() as url:
+            client = VerifierClient([frozen_url, url], timeout_s=1.0, retries=1)
+            verdict = await client.check(session, "math", HONEST["prediction"], HONEST["gold"])
+        for writer in connections:
+            writer.close()
+    assert verdict.status == "correct"
+    assert len(connections) == 2  # the check, and the question whether it lives
+
+
 async def test_answer_larger_than_a_request_gets_a_verdict() -> None:
     with serving() as url:
         async with aiohttp.ClientSession() as session:

@@ -203,6 +203,8 @@ def _equation(chain: Chain, reference: Value | None) -> Value:
     for one, other in itertools.pairwise(unnamed):
         if not equal(_as_set(one), _as_set(other), True):
             raise Refusal("two values in one equation")
+    if not stated:
+        raise Refusal("names without a value")
     if not rounded:
         return unnamed[-1]
     if unnamed and not all(_rounds(decimal, unnamed[-1]) for decimal in rounded):

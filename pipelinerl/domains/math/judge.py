@@ -23,6 +23,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_ANSWER_CHARS = 1000
 MAX_TEXT_CHARS = 4000
 """If an output has no box, its last characters, up to this many, are searched for an answer."""
+HARMLESS = "0"
+"""An answer that is judged beside every reference that can be judged at all."""
 LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\[|\\\(")
 WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|hbox)\s*(?=\{)|[${}]|\\[,;: ]|~")
 
@@ -85,21 +87,30 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
         return error(f"math: options.operators is {options['operators']!r}: use refuse or allow")
     rules = Rules(strict=bool(options.get("strict", True)), operators=options.get("operators") == "allow")
     reference = reference_text(str(gold))
-    answer = last_boxed(prediction)
-    if answer is None:
-        if answer_format == "boxed":
-            return no_answer("no \\boxed{}")
-        answer = answer_in_prose(prediction[-MAX_TEXT_CHARS:].strip())
-        if answer is None:
-            return no_answer("nothing that looks like an answer")
-    if not answer:
-        return no_answer("an empty \\boxed{}")
-    if len(answer) > MAX_ANSWER_CHARS:
-        return unparsable(f"an answer of more than {MAX_ANSWER_CHARS} characters")
     try:
+        answer = answer_of(prediction, answer_format)
+        if not answer:
+            return no_answer(
+                "an empty \\boxed{}" if answer is not None else f"no answer (answer_format {answer_format})"
+            )
+        if len(answer) > MAX_ANSWER_CHARS:
+            return unparsable(f"an answer of more than {MAX_ANSWER_CHARS} characters")
         return compare(answer, reference, rules)
     except RecursionError:
         return unparsable("nested too deeply")
+    except MemoryError:
+        raise
+    except Exception as failure:  # noqa: BLE001 — of any library: an answer that makes its judge fail must get a verdict
+        compare(HARMLESS, reference, rules)  # raises if the reference is to blame
+        return unparsable(f"the judge fails on it: {type(failure).__name__}: {failure}"[:500])
+
+
+def answer_of(prediction: str, answer_format: str) -> str | None:
+    """Returns the answer that an output states. None if there is none."""
+    answer = last_boxed(prediction)
+    if answer is None and answer_format == "any":
+        return answer_in_prose(prediction[-MAX_TEXT_CHARS:].strip())
+    return answer
 
 
 def answer_in_prose(text: str) -> str | None:

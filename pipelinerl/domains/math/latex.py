@@ -376,6 +376,8 @@ class Parser:
             self._position += 1
             relations.append(RELATIONS[token.text])
             self.skip_label()
+        if sides == [None]:
+            raise NotParsedError("a name without a value")
         return Chain(tuple(sides), tuple(relations), frozenset(labels))
 
     def _at_end_of_side(self, ends: frozenset[str]) -> bool:
@@ -603,7 +605,7 @@ class Parser:
         index = self.source(start).strip("{} ").replace("{ ", "").replace(" }", "")
         if isinstance(base, Sym):
             return Sym(f"{base.name}_{index}")
-        if isinstance(base, Num) and base.value.denominator == 1:
+        if isinstance(base, Num) and base.value.denominator == 1 and abs(base.value) < 10**base.digits:
             base_name = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}.get(
                 re.sub(r"\s", "", index), re.sub(r"\s", "", index)
             )

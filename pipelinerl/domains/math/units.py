@@ -57,6 +57,8 @@ def _expression(text: str) -> str | None:
         parts = re.split(r"(\s+per\s+|\s*/\s*|\s*\*\s*|\s+)", text)
     else:
         return None
+    if not all(part.strip() for part in parts[::2]):
+        return None  # an operand is missing
     built = ""
     for part in parts:
         if not part.strip():

@@ -125,3 +125,39 @@ def test_judge_answer_that_would_take_for_ever_ends_at_once(answer: str) -> None
 def test_judge_long_sum_is_judged_within_the_depth_of_the_interpreter() -> None:
     assert status("+".join(["1"] * 400), "400") in ("wrong", "unparsable")
     assert status("+".join(["x"] * 400), "400x") in ("correct", "unparsable")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("x(^\\ln1", "2"),
+        ("x = f(", "2"),
+        ("1e9999_5", "2"),
+        ("5\\text{ /l}", "5\\text{ MB}"),
+        ("5\\text{ m//s}", "5\\text{ m/s}"),
+    ],
+)
+def test_judge_broken_answer_gets_a_verdict(answer: str, gold: str) -> None:
+    verdict = judge(f"\\boxed{{{answer}}}", gold, {})
+    assert verdict.status in ("wrong", "unparsable")
+    assert "fails" not in verdict.detail
+
+
+def test_judge_failure_is_blamed_on_the_answer_only_where_the_reference_can_be_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pipelinerl.domains.math import judge as module
+
+    def broken(answer: object, wanted: object, **options: object) -> None:
+        raise OverflowError("too large")
+
+    def broken_by_seven(answer: object, wanted: object, **options: object) -> None:
+        if answer == parse("7"):
+            raise OverflowError("too large")
+
+    monkeypatch.setattr(module, "same", broken_by_seven)
+    verdict = judge("\\boxed{7}", "42", {})
+    assert (verdict.status, "OverflowError: too large" in verdict.detail) == ("unparsable", True)
+    monkeypatch.setattr(module, "same", broken)
+    with pytest.raises(OverflowError):
+        judge("\\boxed{7}", "42", {})
