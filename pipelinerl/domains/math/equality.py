@@ -134,7 +134,7 @@ def _as_set(value: Value) -> Value:
             expanded = _as_set(item)
             members += expanded.items if isinstance(expanded, Listing) and not expanded.braces else [expanded]
         return Listing(tuple(members), braces=True)
-    if isinstance(value, Builder):
+    if isinstance(value, Builder) and value.domain is None:
         return meaning(value.condition)
     if isinstance(value, Join):
         return _joined(value)
@@ -277,7 +277,9 @@ def _half_line(left: Tree, relation: str, right: Tree) -> Region | None:
     ]
     if isinstance(left, Sym):
         return Region(spans, left.name)
-    if not (isinstance(left, Op) and left.name == "abs" and isinstance(left.args[0], Sym) and bound > 0):
+    if not (isinstance(left, Op) and left.name == "abs" and isinstance(left.args[0], Sym)):
+        return None
+    if bound < 0 or (bound == 0 and relation != ">"):
         return None
     name, closed = left.args[0].name, relation.endswith("=")
     if relation[0] == "<":
@@ -350,6 +352,9 @@ def _variable(left: Region, right: Region) -> str | None:
 
 
 def equal(answer: Value, reference: Value, strict: bool) -> bool:
+    if isinstance(answer, Builder) and isinstance(reference, Builder):
+        given, wanted = (_without_variable(meaning(builder.condition)) for builder in (answer, reference))
+        return answer.domain == reference.domain and equal(given, wanted, strict)
     if isinstance(reference, Listing):
         return _equal_listings(answer, reference, strict)
     if isinstance(reference, Equation):
@@ -380,6 +385,10 @@ def equal(answer: Value, reference: Value, strict: bool) -> bool:
     return equal_quantities(answer, reference)
 
 
+def _without_variable(value: Value) -> Value:
+    return dataclasses.replace(value, variable=None) if isinstance(value, Region) else value
+
+
 def _equal_listings(answer: Value, reference: Listing, strict: bool) -> bool:
     if isinstance(answer, Equation) and answer.named:
         answer = _as_set(answer.right)
@@ -387,10 +396,6 @@ def _equal_listings(answer: Value, reference: Listing, strict: bool) -> bool:
         region = region_of(reference)
         return region is not None and not strict and _equal_regions(answer, region)
     if not isinstance(answer, Listing):
-        if not reference.braces and isinstance(answer, Brackets) and answer.opening == "(":
-            return len(answer.items) == len(reference.items) and all(
-                equal(item, other, strict) for item, other in zip(answer.items, reference.items, strict=True)
-            )
         answer = Listing((answer,)) if len(reference.items) == 1 else Listing(())
         if not answer.items:
             return False
@@ -444,9 +449,10 @@ def _equal_inequalities(answer: Value, reference: Value) -> bool:
 
 def _equal_brackets(answer: Value, reference: Brackets, strict: bool) -> bool:
     if isinstance(answer, Listing):
-        if (answer.braces and strict) or answer.alternatives:
+        interval = len(reference.items) == 2 and (reference.opening, reference.closing) != ("(", ")")
+        if (answer.braces and strict) or answer.alternatives or interval:
             return False
-        items: Sequence[Value] = answer.items
+        items: Sequence[Value] = _coordinates(answer)
     elif isinstance(answer, Brackets):
         if strict and (answer.opening, answer.closing) != (reference.opening, reference.closing):
             return False
@@ -456,6 +462,14 @@ def _equal_brackets(answer: Value, reference: Brackets, strict: bool) -> bool:
     return len(items) == len(reference.items) and all(
         equal(item, other, strict) for item, other in zip(items, reference.items, strict=True)
     )
+
+
+def _coordinates(listing: Listing) -> Sequence[Value]:
+    """The items in order. Those that are named x, y and z have an order of their own."""
+    names = [name.name if isinstance(name, Sym) else "" for name in listing.names]
+    if not names or len(set(names)) < len(names) or not set(names) <= {"x", "y", "z"}:
+        return listing.items
+    return [item for _, item in sorted(zip(names, listing.items, strict=True), key=lambda pair: pair[0])]
 
 
 def _point(value: Value) -> Sequence[Value]:
@@ -537,13 +551,15 @@ def _equal_measured(value: Tree, measure: Measure, wanted: Tree, unit: Measure) 
     if percents[0]:
         value, measure = (value, measure) if percents[1] else (Op("/", (value, Num(Fraction(100)))), Measure())
     if percents[1] and not percents[0]:
-        return not measure.units and (
+        return measure == Measure() and (
             equal_numbers(value, wanted) or equal_numbers(value, Op("/", (wanted, Num(Fraction(100)))))
         )
     degrees = units.is_unit(measure, "degree")
     if degrees and not unit.units and not unit.nouns:
         in_radians = Op("*", (value, UnitWords("degree")))
         return equal_numbers(in_radians, wanted) or (Sym("pi") not in parts(wanted) and equal_numbers(value, wanted))
+    if units.is_unit(unit, "degree") and measure == Measure() and Sym("pi") in parts(value):
+        return equal_numbers(value, Op("*", (wanted, UnitWords("degree"))))
     if not (measure.units or measure.nouns) or not (unit.units or unit.nouns):
         return equal_numbers(value, wanted)
     if measure.nouns and unit.nouns and not measure.units and not unit.units:
@@ -562,7 +578,7 @@ def split(tree: Tree) -> tuple[Tree, Measure]:
             return (Op("neg", (value,)), measure) if measure != Measure() else (tree, measure)
         if tree.name in ("*", "/"):
             left, right = split(tree.args[0]), split(tree.args[1])
-            if left[1] == right[1] == Measure():
+            if left[1] == right[1] == Measure() and not any(isinstance(part, UnitWords) for part in tree.args):
                 return tree, Measure()
             one = Num(Fraction(1))
             value = (

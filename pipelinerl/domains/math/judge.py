@@ -53,7 +53,7 @@ def last_boxed(text: str) -> str | None:
             continue
         depth += (text[position] == "{") - (text[position] == "}")
         if depth == 0:
-            return text[opening + 1 : position].strip()
+            return re.sub(r"(?<!\\)\\$", "", text[opening + 1 : position].strip()).strip()
     return None
 
 
@@ -101,7 +101,7 @@ def judge(prediction: str, gold: Any, options: dict[str, Any]) -> Verdict:
     except MemoryError:
         raise
     except Exception as failure:  # noqa: BLE001 — of any library: an answer that makes its judge fail must get a verdict
-        compare(HARMLESS, reference, rules)  # raises if the reference is to blame
+        compare(HARMLESS, reference, Rules(strict=True, operators=False))  # raises if the reference is to blame
         return unparsable(f"the judge fails on it: {type(failure).__name__}: {failure}"[:500])
 
 
@@ -149,7 +149,10 @@ def compare(answer: str, reference: str, rules: Rules) -> Verdict:
             return correct()
     other_names = not rules.strict and refusal.status == "wrong"  # of variables: the library takes them for the same
     asks_library = other_names or (rules.operators and _leaves_undone(answer))
-    return compare_with_library(answer, reference, rules) if asks_library else refusal
+    if not asks_library:
+        return refusal
+    second = compare_with_library(answer, reference, rules)
+    return refusal if second.status == "error" else second
 
 
 def _leaves_undone(answer: str) -> bool:

@@ -68,9 +68,10 @@ class FiniteSet:
 
 @dataclass(frozen=True)
 class Builder:
-    """The set of all values for which a condition holds."""
+    """The set of all values for which a condition holds. ``domain`` is what they are taken from, if it is not ℝ."""
 
     condition: "Statement"
+    domain: "Tree | None" = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Statement:
     separator: str = ""
 
 
+REAL_LINE = Brackets("(", ")", (Op("neg", (Sym("infty"),)), Sym("infty")))
 Tree = Num | Sym | UnitWords | Op | Brackets | FiniteSet | Builder | Join | Ratio | Matrix | Based
 
 
@@ -182,9 +184,12 @@ CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterli
 QUALIFIERS = _words(
     """or and not but either neither nor maybe perhaps possibly approximately about around roughly nearly almost less
     more fewer greater larger smaller than least most over under below above between until except without if unless
-    where when xor of no any some other both to from"""
+    where when xor of no any some other both to from wrong incorrect false plus minus times half twice double"""
 )
 """Words that make a statement about a number instead of naming it."""
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+"""Words behind a number that are part of it."""
+NUMBER_AND_WORDS = re.compile(r"\s*([\d.,]*\d)(\s+[A-Za-z][A-Za-z ]*)")
 CONNECTIVES = {"lor": "or", "vee": "or", "land": "and", "wedge": "and"}
 
 
@@ -197,11 +202,23 @@ def parse(text: str, *, bare_units: bool = True) -> Statement:
     Raises:
         NotParsedError: the grammar does not cover the text.
     """
-    reader = Parser(tokenize(text), bare_units)
+    reader = Parser(without_braces(tokenize(text)), bare_units)
     answer = reader.answer(frozenset())
     if reader.next is not None:
         raise NotParsedError(f"{reader.next.text!r} is not expected")
     return answer
+
+
+def without_braces(tokens: list[Token]) -> list[Token]:
+    """Drops braces around all tokens, which are left of a command without meaning: ``\\mathbf{x = 3}``."""
+    if any(token.text in ("choose", "over") for token in tokens):
+        return tokens  # they split the group that they are in
+    depth = 0
+    for at, token in enumerate(tokens):
+        depth += (token.text == "{") - (token.text == "}")
+        if depth == 0:
+            return without_braces(tokens[1:-1]) if 0 < at == len(tokens) - 1 else tokens
+    return tokens
 
 
 def tokenize(text: str) -> list[Token]:
@@ -233,6 +250,10 @@ def _next_token(text: str, position: int, depth: int, gap: bool) -> tuple[Token 
         content = SPACE.sub(" ", content).replace("\\$", "$").replace("\\%", "%")
         if content.strip() in ("$", "%"):
             return Token("sym", content.strip(), gap), end + 1
+        if (command := COMMAND.fullmatch(content.strip())) and command[1] in CURRENCY:
+            return Token("cmd", command[1], gap), end + 1
+        if counted := NUMBER_AND_WORDS.fullmatch(content):
+            return [*tokenize(counted[1]), Token("text", counted[2])], end + 1
         return Token("text", content, gap), end + 1
     if match := NUMBER.match(text, position):
         if match["grouped"] and "," in match["grouped"] and "{" not in match["grouped"] and depth > 0:
@@ -533,16 +554,17 @@ class Parser:
         if before.kind == "num" and isinstance(left, Num) and left.value.denominator == 1 and left.decimals is None:
             start = self._position
             if token.kind == "cmd" and token.text.endswith("frac"):
-                fraction = self.factor()
-                if (part := _fraction_of_integers(fraction)) is not None:
-                    return Num(left.value + (part if left.value >= 0 else -part))
+                part = _fraction_of_integers(self.atom())
+                raised = self.sees("^", "_", "!") and not self._degree_follows()
+                if part is not None and not raised:
+                    return self._postfixed(Num(left.value + (part if left.value >= 0 else -part)), start)
                 self._position = start
             following, last = self.peek(1), self.peek(2)
             if token.kind == "num" and following and last and following.text == "/" and last.kind == "num":
                 part = _fraction_of_integers(Op("/", (token.number, last.number)))  # type: ignore[arg-type]
                 if part is not None and part < 1:
                     self._position += 3
-                    return Num(left.value + part)
+                    return self._postfixed(Num(left.value + part), start)
         if token.kind == "num" and (before.kind in ("num", "text") or _ends_in_number(left)):
             raise NotParsedError("two numbers side by side")
         return Op("*", (left, self.factor()))
@@ -551,7 +573,25 @@ class Parser:
 
     def factor(self) -> Tree:
         start = self._position
-        base = self.atom()
+        return self._postfixed(self.atom(), start)
+
+    def _scale(self) -> int | None:
+        """Takes a word such as ``million``, and leaves those behind it."""
+        token = self.next
+        word, _, rest = token.text.strip().partition(" ") if token is not None else ("", "", "")
+        if token is None or token.kind != "text" or word not in SCALES:
+            return None
+        if rest:
+            self._tokens[self._position] = Token("text", rest, gap=True)
+        else:
+            self._position += 1
+        return SCALES[word]
+
+    def _degree_follows(self) -> bool:
+        following = [token.text for token in (self.peek(1), self.peek(2)) if token is not None]
+        return following[:1] == ["circ"] or following == ["{", "circ"]
+
+    def _postfixed(self, base: Tree, start: int) -> Tree:
         while (token := self.next) is not None:
             if token.text == "^" and token.kind == "sym":
                 self._position += 1
@@ -561,6 +601,8 @@ class Parser:
                 base = self._subscripted(base)
             elif self.accept("!"):
                 base = Op("!", (base,))
+            elif isinstance(base, Num) and (scale := self._scale()) is not None:
+                base = Num(base.value * scale)
             elif self.accept("%"):
                 base = Op("*", (base, UnitWords("%")))
             elif self.accept("°"):
@@ -681,6 +723,8 @@ class Parser:
             tree = self.side()
             if self.accept("choose"):
                 tree = Op("binom", (tree, self.side()))
+            elif self.accept("over"):
+                tree = Op("/", (tree, self.side()))
             self.expect("}")
             return tree
         if opening == "\\{":
@@ -725,7 +769,7 @@ class Parser:
         if self.accept(":", "mid", "|"):
             condition = self.answer(frozenset({"\\}"}))
             self.expect("\\}")
-            return Builder(condition)
+            return Builder(condition, _domain(inner))
         self.expect("\\}")
         if inner.separator not in ("", ","):
             raise NotParsedError("words inside a set")
@@ -760,8 +804,7 @@ class Parser:
         if name == "mathbb":
             self._position = self._behind_argument(self._position)
             letter = self.source(start + 1).strip("{} ")
-            infinity = Sym("infty")
-            return Brackets("(", ")", (Op("neg", (infinity,)), infinity)) if letter == "R" else Sym(f"mathbb {letter}")
+            return REAL_LINE if letter == "R" else Sym(f"mathbb {letter}")
         if name in CURRENCY:
             return Op("*", (UnitWords(CURRENCY[name]), self._amount()))
         if name in GREEK:
@@ -900,6 +943,12 @@ class Parser:
             self._position += 1
         self.expect("}")
         return name
+
+
+def _domain(variable: Statement) -> Tree | None:
+    """What ``x \\in D`` takes the variable from. None: from ℝ."""
+    (chain,) = variable.items if len(variable.items) == 1 else (Chain((None,)),)
+    return chain.sides[1] if chain.relations == ("in",) and chain.sides[1] != REAL_LINE else None
 
 
 def _single(chain: Chain) -> Tree:

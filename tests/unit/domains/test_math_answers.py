@@ -1,6 +1,7 @@
 r"""Answers that a fair examiner accepts or refuses, in the tables of ``math_answers/``.
 
-``honest`` and ``cheats`` were written beside the rules. ``exam_honest`` and ``exam_cheats`` were written before them.
+``honest`` and ``cheats`` were written beside the rules, ``exam_…`` before them, and ``third_…`` after them without a
+look at them.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from pipelinerl.domains.math import units
 from pipelinerl.domains.math.judge import judge, parse_with_library
 from pipelinerl.domains.math.latex import NotParsedError, parse
 
+TABLE_NAMES = ("honest", "exam_honest", "third_honest", "cheats", "exam_cheats", "third_cheats")
 TABLES = Path(__file__).with_name("math_answers")
 
 
@@ -24,26 +26,26 @@ def status(answer: str, gold: str, **options: object) -> str:
     return judge(f"\\boxed{{{answer}}}", gold, dict(options)).status
 
 
-@pytest.mark.parametrize("name", ["honest", "exam_honest"])
+@pytest.mark.parametrize("name", ["honest", "exam_honest", "third_honest"])
 def test_judge_honest_answer_is_correct(name: str) -> None:
     assert [(gold, answer) for gold, answer in table(name) if status(answer, gold) != "correct"] == []
 
 
-@pytest.mark.parametrize("name", ["cheats", "exam_cheats"])
+@pytest.mark.parametrize("name", ["cheats", "exam_cheats", "third_cheats"])
 def test_judge_answer_that_is_not_the_reference_is_refused(name: str) -> None:
     judged = [(gold, answer, status(answer, gold)) for gold, answer in table(name)]
     assert [one for one in judged if one[2] not in ("wrong", "unparsable")] == []
 
 
 def test_tables_have_hundreds_of_pairs_and_none_twice() -> None:
-    tables = [table(name) for name in ("honest", "exam_honest", "cheats", "exam_cheats")]
+    tables = [table(name) for name in TABLE_NAMES]
     assert [len(set(one)) for one in tables] == [len(one) for one in tables]
-    assert not {*tables[0], *tables[1]} & {*tables[2], *tables[3]}
-    assert min(map(len, tables)) > 150
+    assert not set().union(*tables[:3]) & set().union(*tables[3:])
+    assert min(map(len, tables)) >= 150
 
 
 def test_every_reference_equals_itself() -> None:
-    references = {gold for name in ("honest", "exam_honest", "cheats", "exam_cheats") for gold, _ in table(name)}
+    references = {gold for name in TABLE_NAMES for gold, _ in table(name)}
     assert [gold for gold in references if status(gold, gold + " ") != "correct"] == []
 
 
@@ -161,3 +163,11 @@ def test_judge_failure_is_blamed_on_the_answer_only_where_the_reference_can_be_j
     monkeypatch.setattr(module, "same", broken)
     with pytest.raises(OverflowError):
         judge("\\boxed{7}", "42", {})
+
+
+def test_judge_library_that_cannot_parse_the_reference_leaves_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelinerl.domains.math import judge as module
+
+    monkeypatch.setattr(module, "parse_with_library", lambda text: ())
+    assert judge("\\boxed{4}", "x=3", {"strict": False}).status == "wrong"
+    assert judge("\\boxed{4}", "\\unknown", {}).status == "error"
