@@ -9,14 +9,14 @@ from typing import Protocol
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.observability import spans
 from pipelinerl.weights.protocol import WeightUpdateAnswer, WeightUpdateRequest
-from pipelinerl.weights.publish.dispatch import Dispatch, chained, expected_s, joining
+from pipelinerl.weights.publish.dispatch import chained, expected_s, joining
 from pipelinerl.weights.publish.gauge import uplink_rate
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.server_pool import ServerPool
 from pipelinerl.weights.publish.standing import Report, Standing, healthy_s, judge_links
-from pipelinerl.weights.publish.versions import DeltaChoice, PendingVersion
+from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
 from pipelinerl.weights.transfer.wire import WireError
 from pipelinerl.weights.verify.checker import WeightChecker
 
@@ -83,7 +83,8 @@ class Pushing:
             pending.start((client.name for client in ready), {client.name: client.standing for client in pool})
             dispatches = chained(pending, ready, self._ranks.addresses, self._settings.bucket_bytes)
         else:
-            holders = [m for m in pool if m.serves == pending.version and not m.is_suspect]
+            holders = [m for m in pool if m.serves == pending.version or m.name in pending.pulls]
+            holders = [m for m in holders if not m.is_suspect]
             dispatches = joining(pending, ready, holders, self._ranks.addresses, self._settings.bucket_bytes)
         before = [m.last for m in pool if m.last is not None]
         for dispatch in dispatches:
@@ -107,7 +108,7 @@ class Pushing:
             base_version=dispatch.base_version,
         )
         client.held = None
-        pending.users.add(client.name)
+        pending.pulls[client.name] = dispatch
         client.update = asyncio.create_task(self._update(dispatch, pending, request, pool))
 
     async def _update(

@@ -1,28 +1,12 @@
 """Plans the update of each server to one version: payload and sources. Pure: changes neither offers nor members."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pipelinerl.weights.protocol import Address
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.standing import Report, healthy_s
-from pipelinerl.weights.publish.versions import PendingVersion
+from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer import chain
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatch:
-    """An update of one server."""
-
-    client: ServerClient
-    route: chain.Route
-    num_bytes: int
-    """Length of the payload."""
-    bucket_bytes: int
-    base_version: int | None = None
-    """The payload is the difference from this version. None = the whole version."""
-    is_chained: bool = True
-    """The server gets the version together with others. False = later, from those that have it."""
 
 
 def chain_place(client: ServerClient) -> tuple[bool, bool, bool, int, int]:
@@ -82,20 +66,45 @@ def joining(
     ranks: Sequence[Address],
     bucket_bytes: int,
 ) -> list[Dispatch]:
-    """Plans separate pulls from the last servers that have the version, because the end of a chain forwards least."""
+    """Plans separate pulls from the last servers that have the version or are pulling it.
+
+    The end of a chain forwards nothing, so its uplink is free. A pull from the trainer would take half of its uplink
+    from the chain.
+
+    Args:
+        holders: reliable servers that have the version or are pulling it.
+    """
     origins = list(zip(pending.stripes, ranks, strict=False))
-    healthy = [holder for holder in holders if not holder.standing.is_slow] or list(holders)
-    near = [holder.workers for holder in sorted(healthy, key=chain_place)[: -chain.BACKUPS - 1 : -1]]
-    return [
-        Dispatch(
-            client=client,
-            route=chain.join(client.workers, near, origins),
-            num_bytes=pending.layout.num_bytes,
-            bucket_bytes=bucket_bytes,
-            is_chained=False,
+    asked = frozenset[Address]().union(*(pull.sources for pull in pending.pulls.values()))
+    last_first = sorted(holders, key=chain_place, reverse=True)
+    dispatches = []
+    for client in ready:
+        near = [one for one in last_first if _may_give(pending.pulls.get(one.name), client, asked)]
+        near = [one for one in near if not one.standing.is_slow] or near
+        route = chain.join(client.workers, [one.workers for one in near[: chain.BACKUPS]], origins)
+        dispatches.append(
+            Dispatch(
+                client=client,
+                route=route,
+                num_bytes=pending.layout.num_bytes,
+                bucket_bytes=bucket_bytes,
+                is_chained=False,
+            )
         )
-        for client in ready
-    ]
+    return dispatches
+
+
+def _may_give(pull: Dispatch | None, client: ServerClient, asked: frozenset[Address]) -> bool:
+    """Whether a server may be a source of one that joins.
+
+    Two servers that wait for each other's bytes would wait for ever. So a server that others ask for bytes, which joins
+    because its own pull failed, gets the version only from those that have it.
+
+    Args:
+        pull: the source's own update. None = it has the version.
+        asked: workers that others ask for bytes.
+    """
+    return pull is None or (pull.base_version is None and asked.isdisjoint(client.workers))
 
 
 def expected_s(num_bytes: int, outcomes: Iterable[UpdateOutcome]) -> float:

@@ -122,7 +122,7 @@ class WeightSender:
     def plan(self) -> SnapshotPlan:
         """Decides for all ranks how they take the next version."""
         pulled = (
-            pending.version for pending in (self._pending_version, self._older) if pending is not None and pending.users
+            pending.version for pending in (self._pending_version, self._older) if pending is not None and pending.pulls
         )
         return SnapshotPlan(kept=next(pulled, None), is_delta=self._delivery.wants_delta())
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.protocol import Description
+from pipelinerl.weights.protocol import Address, Description
+from pipelinerl.weights.publish.server_client import ServerClient
 from pipelinerl.weights.publish.standing import Report, Standing
+from pipelinerl.weights.transfer import chain
 
 RETRY = 64
 """Every so many versions the slower way is measured again."""
@@ -60,6 +62,26 @@ class DeltaChoice:
             self._whole_s = seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """An update of one server."""
+
+    client: ServerClient
+    route: chain.Route
+    num_bytes: int
+    """Length of the payload."""
+    bucket_bytes: int
+    base_version: int | None = None
+    """The payload is the difference from this version. None = the whole version."""
+    is_chained: bool = True
+    """The server gets the version together with others. False = later, from those that have it."""
+
+    @property
+    def sources(self) -> frozenset[Address]:
+        """From where the server may get bytes."""
+        return frozenset(address for worker in self.route for one in worker for address in one.sources)
+
+
 @dataclass(eq=False)
 class PendingVersion:
     """A version and the servers that were ready when it arrived. Its bytes must not change while the offer is open.
@@ -79,8 +101,8 @@ class PendingVersion:
     """Seconds that the servers waited for the deltas."""
     descriptions: "Future[list[Description]] | None" = None
     """What the ranks say about their stripes. None = it is not needed."""
-    users: set[str] = field(default_factory=set)
-    """Servers that pull it."""
+    pulls: dict[str, Dispatch] = field(default_factory=dict)
+    """The updates under way, by server."""
     reports: dict[int | None, list[Report]] = field(default_factory=dict)
     """How the servers of each chain got it, by the base version of the chain."""
     standings: dict[str, Standing] = field(default_factory=dict)
@@ -118,7 +140,7 @@ class PendingVersion:
 
     def end(self, name: str, *, is_served: bool) -> None:
         """Records that a server has the version (``is_served``) or will not get it."""
-        self.users.discard(name)
+        self.pulls.pop(name, None)
         if self._pending is not None:
             self._pending.discard(name)
         if is_served and self._first is None:

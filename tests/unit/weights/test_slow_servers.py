@@ -62,6 +62,33 @@ def test_healthy_servers_are_as_fast_as_without_slow_ones_from_the_third_push_on
     assert later_s(network(servers, mb, slow), healthy) <= BAR * without_s(servers, mb)
 
 
+def later_over_without(servers: int, mb: int, slow: Slow, pause: float, pushes: int = 8) -> float:
+    """The same with versions that do not wait for slow servers. ``pause``: times the seconds without slow ones."""
+    made, usual = network(servers, mb, slow), without_s(servers, mb)
+    healthy = {f"s{place}" for place in range(servers) if place not in slow}
+    seconds = [made.push(awaited=healthy, pause_s=pause * usual) for _ in range(pushes)]
+    assert not healthy & {*made.failures}
+    return max(push[name] for push in seconds[LEARNED:] for name in healthy) / usual
+
+
+@pytest.mark.parametrize(
+    ("servers", "slow"),
+    [(8, {0: ("downlink", 4)}), (8, {4: ("downlink", 10)}), (4, {0: ("both", 6), 3: ("uplink", 4)})],
+)
+def test_slow_server_that_joins_a_version_under_way_takes_nothing_from_the_others(servers: int, slow: Slow) -> None:
+    """It still pulled the version before when this one came. The trainer's uplink is the chain's."""
+    assert later_over_without(servers, 16, slow, pause=2.0) <= BAR
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(case=slow_servers(), pause=st.sampled_from([0.0, 0.5, 2.0]))
+def test_versions_that_do_not_wait_for_slow_servers_are_as_fast_as_without_them_in_hundreds_of_networks(
+    case: tuple[int, int, dict[int, tuple[str, int]]], pause: float
+) -> None:
+    assert later_over_without(*case, pause) <= BAR
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(case=slow_servers())
