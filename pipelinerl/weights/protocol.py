@@ -227,6 +227,30 @@ class Get(msgspec.Struct, frozen=True, kw_only=True, tag="get"):
     transport: TransportName = msgspec.field(name="carriage")
     beat_s: Seconds
     """Longest time between two signs of life."""
+    group: str = ""
+    """Name of the NCCL group over which the buckets go. Empty = they do not go over NCCL."""
+    member: Size = 0
+    """The puller's rank in it."""
+
+
+class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """From the trainer's rank 0 to a rank or worker: become a member of an NCCL group until this connection ends."""
+
+    name: str
+    sender: str
+    """Name of the trainer process. Groups of another one end."""
+    unique_id: Annotated[str, Meta(min_length=256, max_length=256)]
+    """NCCL's 128 bytes, in hexadecimal digits."""
+    members: Annotated[tuple[Address, ...], Meta(min_length=2, max_length=65_536)]
+    """By their rank in the group. The first ``num_sources`` give bytes to the others."""
+    num_sources: Positive
+    rank: Size
+    timeout_s: Seconds
+    """The group fails if not all members have joined by then."""
+
+
+class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
+    """Answer to `JoinGroup`: all members have joined."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -322,4 +346,4 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 Order = Describe | Sum | Write | PullUpdate
-Question = Get | Gauge | Order
+Question = Get | Gauge | JoinGroup | Order

@@ -11,6 +11,7 @@ from pipelinerl.observability import spans
 from pipelinerl.weights.protocol import WeightUpdateAnswer, WeightUpdateRequest
 from pipelinerl.weights.publish.dispatch import chained, expected_s, joining
 from pipelinerl.weights.publish.gauge import uplink_rate
+from pipelinerl.weights.publish.nccl_groups import NcclGroups, planned_groups
 from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
@@ -63,6 +64,9 @@ class Pushing:
         self._ranks, self._settings, self._checker = ranks, settings, checker
         self._sender, self._wake = sender, wake
         self._delta = DeltaChoice(settings.delta)
+        self._groups = None
+        if settings.transport == "nccl":
+            self._groups = NcclGroups(ranks.nccl, sender, settings.secret, settings.stall_s)
 
     def wants_delta(self) -> bool:
         return self._delta.next()
@@ -71,7 +75,9 @@ class Pushing:
         """Does nothing: a member out of service is sent the whole version anyway."""
 
     async def close(self) -> None:
-        """Does nothing: updates end with their members."""
+        """Ends the NCCL groups. Updates end with their members."""
+        if self._groups is not None:
+            self._groups.close()
 
     async def deliver(self, pending: PendingVersion, pool: ServerPool) -> None:
         if pending.is_new and pending.base_version is not None:
@@ -82,6 +88,8 @@ class Pushing:
         if pending.is_new:
             pending.start((client.name for client in ready), {client.name: client.standing for client in pool})
             dispatches = chained(pending, ready, self._ranks.addresses, self._settings.bucket_bytes)
+            if self._groups is not None and dispatches:
+                await asyncio.to_thread(self._groups.bring, planned_groups(dispatches, self._ranks.addresses))
         else:
             holders = [m for m in pool if m.serves == pending.version or m.name in pending.pulls]
             holders = [m for m in holders if not m.is_suspect]

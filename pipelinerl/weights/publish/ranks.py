@@ -9,6 +9,7 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address, Describe, Description, Failed, StoredFile, Write, Written
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.transfer.checksum import added
+from pipelinerl.weights.transfer.nccl import Groups
 from pipelinerl.weights.transfer.wire import ALIVE, MESSAGE, Connection, WireError
 
 _descriptions: msgspec.json.Decoder[Description | Failed] = msgspec.json.Decoder(Description | Failed)
@@ -26,6 +27,11 @@ class Ranks:
         self._own, self._settings = own, settings
         self.addresses = (own.address, *others)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-ranks")
+
+    @property
+    def nccl(self) -> Groups:
+        """The NCCL groups of rank 0's process."""
+        return self._own.source_server.groups
 
     def describe(self, version: int, num_stripes: int) -> "Future[list[Description]]":
         """Asks the ranks that have a stripe to describe it. They may still be taking it.

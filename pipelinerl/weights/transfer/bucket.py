@@ -1,7 +1,7 @@
 """Transport of a bucket between two processes: in the connection, through NCCL, or as a handle of GPU memory.
 
 The connection always carries the frame that announces a bucket, so stalls, deaths and byte offsets are handled in the
-same way for all bucket transports. A bucket transport belongs to one connection and ends with it.
+same way for all bucket transports.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from pipelinerl.config.backends import TransportName
+from pipelinerl.weights.transfer.nccl import Group, IsDone
 from pipelinerl.weights.transfer.wire import MESSAGE, Connection, WireError, view_of
 
 POLL_S = 0.0005
@@ -26,13 +26,6 @@ class BucketTransport(Protocol):
 
     def receive_bucket(self, connection: Connection, bucket: torch.Tensor) -> None:
         """Receives into the bucket. Returns when it is filled."""
-
-
-def make_transport(
-    transport: TransportName, connection: Connection, device: torch.device, *, sends: bool
-) -> BucketTransport:
-    """Returns one end of a bucket transport. Both ends must call this at the same point of their protocol."""
-    return TRANSPORTS[transport](connection, device, sends)
 
 
 class TcpTransport:
@@ -59,54 +52,39 @@ class TcpTransport:
 
 
 class NcclTransport:
-    """A communicator of two through vLLM (both ends have vLLM's GPU build installed).
+    """Another member of an NCCL group. Each bucket waits until both ends have nothing else to do in the group.
 
-    A transfer whose other end is gone would block the GPU for ever, so it is aborted. The communicator's id is sent as
-    its 128 raw bytes, because vLLM's own rendezvous would pickle it.
+    A source holds its own turn and then asks for the puller's, and no member is both. So no two wait for each other.
     """
 
-    def __init__(self, connection: Connection, device: torch.device, *, sends: bool):
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-        self._device = device
-        if sends:
-            unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-            connection.send(MESSAGE, unique_id)
-        else:
-            kind, length = connection.receive()
-            if kind != MESSAGE:
-                raise WireError(f"a frame of kind {kind} came instead of a communicator's id")
-            unique_id = connection.read(length)
-        self._communicator = PyNcclCommunicator.from_unique_id_bytes(unique_id, 0 if sends else 1, 2, device)
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, group: Group, member: int, patience_s: float):
+        self._group, self._member, self._patience_s = group, member, patience_s
 
     def send_bucket(self, connection: Connection, bucket: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            on_device = bucket.to(self._device, non_blocking=True)
-            self._communicator.send(on_device, dst=1, stream=self._stream)
-            self._wait(connection)
+        with self._group.turn(self._patience_s) as communicator:
+            connection.send(MESSAGE)
+            _expect_message(connection)
+            self._run(lambda: communicator.start_send(bucket, self._member))
 
     def receive_bucket(self, connection: Connection, bucket: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            on_device = bucket if bucket.is_cuda else torch.empty_like(bucket, device=self._device)
-            self._communicator.recv(on_device, src=0, stream=self._stream)
-            if on_device is not bucket:
-                bucket.copy_(on_device, non_blocking=True)
-            self._wait(connection)
+        _expect_message(connection)
+        with self._group.turn(self._patience_s) as communicator:
+            connection.send(MESSAGE)
+            self._run(lambda: communicator.start_receive(bucket, self._member))
 
-    def _wait(self, connection: Connection) -> None:
-        """Waits until the stream is done, the connection's patience ends, or ``interrupt`` is called."""
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        started = time.monotonic()
+    def _run(self, start: Callable[[], IsDone]) -> None:
+        """Waits until the bucket has gone, also if the pull is interrupted: to leave earlier would break the group."""
+        deadline = time.monotonic() + self._patience_s
         try:
-            while not done.query():
-                connection.check_patience(started)
-                time.sleep(POLL_S)
-        except BaseException:
-            self._communicator.destroy()
-            raise
+            is_done = start()
+        except RuntimeError as error:
+            self._group.break_up()
+            raise WireError(str(error)) from error
+        while not is_done():
+            if time.monotonic() > deadline:
+                self._group.break_up()
+                raise WireError(f"a bucket was not through NCCL within {self._patience_s:g} s")
+            time.sleep(POLL_S)
 
 
 class IpcTransport:
@@ -129,13 +107,6 @@ class IpcTransport:
             bucket.copy_(decode_ipc_handle(handle, self._device))
             self._stream.synchronize()
         connection.send(MESSAGE)
-
-
-TRANSPORTS: dict[TransportName, Callable[[Connection, torch.device, bool], BucketTransport]] = {
-    "tcp": lambda _connection, _device, _sends: TcpTransport(),
-    "nccl": lambda connection, device, sends: NcclTransport(connection, device, sends=sends),
-    "ipc": lambda _connection, device, _sends: IpcTransport(device),
-}
 
 
 def _expect_message(connection: Connection) -> int:

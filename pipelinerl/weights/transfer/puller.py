@@ -19,17 +19,27 @@ from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Address, Get, Link, P
 from pipelinerl.weights.protocol import WeightUpdateRequest as Request
 from pipelinerl.weights.store.files import MissingFileError, OpenFile, open_files
 from pipelinerl.weights.store.manifest import StoreError
-from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, make_transport
+from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, IpcTransport, NcclTransport, TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, Range
+from pipelinerl.weights.transfer.nccl import Group, Groups
+from pipelinerl.weights.transfer.source import BEATS
 from pipelinerl.weights.transfer.source_choice import Sight, SourceChoice
-from pipelinerl.weights.transfer.wire import DATA, GONE, MESSAGE, OTHER, UNKNOWN, Connection, WireError, view_of
+from pipelinerl.weights.transfer.wire import (
+    DATA,
+    GONE,
+    MESSAGE,
+    NO_GROUP,
+    OTHER,
+    UNKNOWN,
+    Connection,
+    WireError,
+    view_of,
+)
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 """Pause between two rounds over sources that all failed."""
-BEATS = 4
-"""Number of signs of life that a source sends within ``stall_s``, at least."""
 _progress = msgspec.json.Decoder(Progress)
 
 
@@ -43,6 +53,10 @@ class SlowSourceError(SourceError):
 
 class OtherBytesError(SourceError):
     """This source keeps another shard, in this update and in later ones."""
+
+
+class BrokenGroupError(WeightUpdateError):
+    """The NCCL group with this source is of no use any more. The bytes come over TCP."""
 
 
 class WithdrawnVersionError(WeightUpdateError):
@@ -60,12 +74,18 @@ class Puller:
     """Pulls the part with one number in every update. Keeps its connection while the source stays the same."""
 
     def __init__(
-        self, registry: BufferRegistry, *, secret: str, device: torch.device, pace: Callable[[int], None] | None = None
+        self,
+        registry: BufferRegistry,
+        *,
+        secret: str,
+        device: torch.device,
+        groups: Groups,
+        pace: Callable[[int], None] | None = None,
     ):
+        self._groups, self._tcp = groups, TcpTransport()
         self._registry, self._secret, self._device = registry, secret, device
         self._pace = pace or (lambda num_bytes: None)
         self._connection: tuple[Address, Connection] | None = None
-        self._carriers: dict[str, BucketTransport] = {}
         self._others: set[tuple[ByteSource, str]] = set()
         """Sources that do not keep the shard of this name."""
 
@@ -100,6 +120,10 @@ class Puller:
             try:
                 self._pull_from(source, request, item, number, check, choice, is_trainer=source == sources[-1])
                 reason = ""
+            except BrokenGroupError as error:
+                log.warning("event=nccl_group_left version=%d source=%s reason=%s", request.version, source, error)
+                self._hang_up()
+                continue
             except OtherBytesError:
                 self._others.add((source, item.shard))
                 reason = ""
@@ -164,20 +188,27 @@ class Puller:
             self._read(source, request, item, number, check)
             return
         part = item.ranges[number]
+        group = self._groups.over(source) if request.transport == "nccl" else None
+        bucket_transport: BucketTransport = self._tcp
+        if group is not None:
+            bucket_transport = NcclTransport(group, group.order.members.index(source), request.stall_s)
+        elif request.transport == "ipc":
+            bucket_transport = IpcTransport(self._device)
         connection = self._connected(source, request)
         asked = known_at = time.monotonic()
-        connection.send_message(_question(request, item, part))
-        if request.transport not in self._carriers:
-            bucket_transport = make_transport(request.transport, connection, self._device, sends=False)
-            self._carriers[request.transport] = bucket_transport
-        bucket_transport = self._carriers[request.transport]
+        connection.send_message(_question(request, item, part, group))
         while part.upto < part.end:
             kind, length = connection.receive()
             if kind == DATA:
                 end = part.upto + length
                 if end > part.end:
                     raise SourceError(f"sent {end - part.end} bytes too many")
-                bucket_transport.receive_bucket(connection, item.slice(part.upto, end))
+                try:
+                    bucket_transport.receive_bucket(connection, item.slice(part.upto, end))
+                except WireError as error:
+                    if group is not None and group.is_broken:
+                        raise BrokenGroupError(str(error)) from error
+                    raise
                 self._pace(length)
                 choice.took(length)
                 self._registry.advance(item, number, end)
@@ -186,6 +217,9 @@ class Puller:
             elif kind == GONE and is_trainer:
                 why = f": {OWN_LINK}" if choice.is_own_limit else ""
                 raise WithdrawnVersionError(f"the trainer has withdrawn version {request.version}{why}")
+            elif kind == NO_GROUP and group is not None:
+                group.break_up()
+                raise BrokenGroupError(f"{source} has left it")
             elif kind == OTHER:
                 raise OtherBytesError("keeps another shard")
             elif kind == GONE:
@@ -210,11 +244,12 @@ class Puller:
     def _hang_up(self) -> None:
         if self._connection is not None:
             self._connection[1].close()
-        self._connection, self._carriers = None, {}
+        self._connection = None
 
 
-def _question(request: Request, item: Item, part: Range) -> Get:
-    """Asks for the rest of a part."""
+def _question(request: Request, item: Item, part: Range, group: Group | None) -> Get:
+    """Asks for the rest of a part, over an NCCL group or without one."""
+    transport = "tcp" if request.transport == "nccl" and group is None else request.transport
     return Get(
         key=item.key,
         start=part.upto,
@@ -222,8 +257,10 @@ def _question(request: Request, item: Item, part: Range) -> Get:
         shard=item.shard,
         runs=part.runs,
         bucket_bytes=request.bucket_bytes,
-        transport=request.transport,
+        transport=transport,
         beat_s=request.stall_s / BEATS,
+        group="" if group is None else group.order.name,
+        member=0 if group is None else group.order.rank,
     )
 
 

@@ -170,7 +170,14 @@ class Receiver:
         self.source_server = SourceServer(
             self._registry, secret=secret, host=host, device=device, on_order=self._obey, pace=pace
         )
-        self._make_puller = partial(Puller, self._registry, secret=secret, device=device, pace=receive_pace)
+        self._make_puller = partial(
+            Puller,
+            self._registry,
+            secret=secret,
+            device=device,
+            groups=self.source_server.groups,
+            pace=receive_pace,
+        )
         self._pullers: list[Puller] = []
         self.staging = Staging(allocate)
         self._transfer: Transfer | None = None

@@ -20,7 +20,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from pipelinerl.config.backends import TransportName
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import (
     Address,
@@ -29,6 +28,8 @@ from pipelinerl.weights.protocol import (
     Failed,
     Gauge,
     Get,
+    Joined,
+    JoinGroup,
     Order,
     Progress,
     PullUpdate,
@@ -39,21 +40,35 @@ from pipelinerl.weights.protocol import (
     Write,
     Written,
 )
-from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, TcpTransport, make_transport
+from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, IpcTransport, NcclTransport, TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, OtherShardError, WithdrawnError
 from pipelinerl.weights.transfer.gathering import gathered
-from pipelinerl.weights.transfer.wire import ALIVE, DATA, GONE, MESSAGE, OTHER, UNKNOWN, Connection, WireError, listen
+from pipelinerl.weights.transfer.nccl import Groups, VllmNccl
+from pipelinerl.weights.transfer.wire import (
+    ALIVE,
+    DATA,
+    GONE,
+    MESSAGE,
+    NO_GROUP,
+    OTHER,
+    UNKNOWN,
+    Connection,
+    WireError,
+    listen,
+)
 
 log = logging.getLogger(__name__)
 
 PULLER_PATIENCE_S = 30.0
 """A puller that accepts no byte for so long is disconnected. It can reconnect and continue at its offset."""
+BEATS = 4
+"""Number of signs of life that a source sends within ``stall_s``, at least."""
 BEAT_S = 0.25
 OLDER_SHARE = 10
 """A puller of an older version gets at most 1 / this of the uplink while others pull the newest."""
 TELL_S, IDLE_TELL_S = 0.1, 0.25
 """Longest time between two messages to a puller, while bytes go to it and while there are none."""
-_questions: msgspec.json.Decoder[Get | Gauge | Order] = msgspec.json.Decoder(Question)
+_questions: msgspec.json.Decoder[Get | Gauge | JoinGroup | Order] = msgspec.json.Decoder(Question)
 
 
 class PendingWork(Protocol):
@@ -96,6 +111,10 @@ class SourceServer:
         self.address = Address(host, self._listener.getsockname()[1])
         self.num_bytes = 0
         """Payload bytes sent so far. A bucket counts before it leaves, so whoever has received it finds it counted."""
+        self.groups = Groups(lambda: VllmNccl(device))
+        """The NCCL groups of this process."""
+        if device.type == "cuda":
+            self.groups.preload()
         self._newest = ""
         """Key of the version that goes first. Empty = all are alike."""
         self._connections: set[Connection] = set()
@@ -154,28 +173,55 @@ class SourceServer:
             connection.close()
 
     def _answer_all(self, connection: Connection) -> None:
-        transports: dict[TransportName, BucketTransport] = {}
+        tcp = TcpTransport()
         while not self._is_closed:
             connection.set_patience(math.inf)
             kind, length = connection.receive()
             if kind != MESSAGE:
                 raise WireError(f"a frame of kind {kind} came instead of a question")
-            question: Get | Gauge | Order = connection.read_message(length, _questions)
+            question: Get | Gauge | JoinGroup | Order = connection.read_message(length, _questions)
             connection.set_patience(PULLER_PATIENCE_S)
             match question:
                 case Get():
-                    if question.transport not in transports:
-                        bucket_transport = make_transport(question.transport, connection, self._device, sends=True)
-                        transports[question.transport] = bucket_transport
-                    with self._counted(question.key, question.end):
-                        self._send_bytes(connection, question, transports[question.transport])
+                    self._answer_get(connection, question, tcp)
                 case Gauge():
                     self._send_zeros(connection, question)
+                case JoinGroup():
+                    self._join(connection, question)
                 case PullUpdate() | Describe() | Sum() | Write():
                     self._obey(connection, question)
 
-    def _send_bytes(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
+    def _join(self, connection: Connection, order: JoinGroup) -> None:
+        """Is a member of an NCCL group until the other end hangs up, or the group breaks."""
+        try:
+            self.groups.join(order, connection)
+        except WeightUpdateError as error:
+            connection.send_message(Failed(error=str(error)))
+            return
+        try:
+            connection.send_message(Joined())
+            connection.set_patience(math.inf)
+            connection.receive()
+        finally:
+            self.groups.leave(order.name)
+
+    def _answer_get(self, connection: Connection, get: Get, tcp: TcpTransport) -> None:
         """Sends the requested bytes as they become available."""
+        bucket_transport: BucketTransport = tcp
+        if get.transport == "nccl":
+            group = self.groups.get(get.group)
+            if group is None:
+                connection.send(NO_GROUP)
+                return
+            patience_s = BEATS * get.beat_s
+            connection.set_patience(patience_s)
+            bucket_transport = NcclTransport(group, get.member, patience_s)
+        elif get.transport == "ipc":
+            bucket_transport = IpcTransport(self._device)
+        with self._counted(get.key, get.end):
+            self._send_bytes(connection, get, bucket_transport)
+
+    def _send_bytes(self, connection: Connection, get: Get, bucket_transport: BucketTransport) -> None:
         start, asked, told = get.start, time.monotonic(), -math.inf
         while start < get.end:
             end = min(start + get.bucket_bytes, get.end)

@@ -166,6 +166,8 @@ class SourceChoice:
 
         0 seconds = the link was never the limit.
         """
+        if size == 0:  # a worker may keep nothing of a stripe
+            return [(0.0, 0.0) for _ in self.links]
         return [(link.taken / size, size / link.rate if link.rate else DEAD_S) for link in self.links]
 
     def took(self, num_bytes: int) -> None:

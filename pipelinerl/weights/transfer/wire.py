@@ -23,8 +23,9 @@ from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address
 from pipelinerl.world.network import listen_address
 
-DATA, ALIVE, UNKNOWN, GONE, MESSAGE, OTHER = range(6)
-"""Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`, another shard's key."""
+DATA, ALIVE, UNKNOWN, GONE, MESSAGE, OTHER, NO_GROUP = range(7)
+"""Kinds of frames: bytes, no bytes yet, unknown key, withdrawn key, a struct of `protocol`, another shard's key, not in
+this NCCL group."""
 
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 5.0
@@ -177,6 +178,11 @@ class Connection:
         if kind != MESSAGE:
             raise WireError(f"a frame of kind {kind} came instead of an answer")
         return self.read_message(length, decoder)
+
+    def end_sending(self) -> None:
+        """Tells the other end that nothing more comes. It may still send."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Closes the connection and ends every wait on it. Any thread may call it."""

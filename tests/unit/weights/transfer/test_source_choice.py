@@ -181,3 +181,8 @@ def test_failed_source_is_followed_by_the_next_in_turn_and_counts_as_dead() -> N
     chosen.took(END // 4)
     assert chosen.shares(END) == [(0.25, DEAD_S), (0.0, 0.0)]
     assert chosen.links[1].rate == math.inf
+
+
+def test_pull_of_no_bytes_has_no_shares() -> None:
+    """A worker of a pipeline keeps nothing of some stripes."""
+    assert SourceChoice(2, start=5, end=5, bucket_bytes=64).shares(0) == [(0.0, 0.0), (0.0, 0.0)]

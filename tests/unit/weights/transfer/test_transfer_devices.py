@@ -1,7 +1,8 @@
-"""What a transfer does on GPUs, with stand-ins where this machine has none: threads, aborts, buffers elsewhere."""
+"""What a transfer does on GPUs, with stand-ins where this machine has none: threads, other buffers, calls of NCCL."""
 
 import contextlib
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import ParamSpec, PayloadRange, Staged, WeightUpdateRequest
-from pipelinerl.weights.transfer.bucket import NcclTransport, TcpTransport
+from pipelinerl.weights.transfer.bucket import TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry
+from pipelinerl.weights.transfer.nccl import CHANNELS, VllmNccl
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.weights.transfer.wire import Connection, WireError
@@ -19,24 +21,50 @@ from pipelinerl.weights.transfer.wire import Connection, WireError
 GPU_1 = torch.device("cuda", 1)
 
 
-def test_transfer_that_never_ends_is_aborted_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_called_as_its_headers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vLLM's binding, whose library is a recorder: handle, size, id, rank and configuration of a communicator."""
+    binding = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
+    calls: list[Any] = []
+
+    class Library(binding.NCCLLibrary):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self._funcs = {
+                name: partial(self._record, name)
+                for name in ("ncclSend", "ncclRecv", "ncclCommAbort", "ncclCommDestroy")
+            }
+            self.lib = SimpleNamespace(ncclCommInitRankConfig=self.connect)
+
+        @staticmethod
+        def connect(handle: Any, size: int, unique_id: Any, rank: int, config: Any) -> int:
+            handle._obj.value = 42
+            read = config._obj
+            calls.append((size, bytes(unique_id.internal), rank, read.size, read.magic, read.version, read.max_ctas))
+            return 0
+
+        def _record(self, name: str, *arguments: Any) -> int:
+            calls.append((name, *(getattr(one, "value", one) for one in arguments)))
+            return 0
+
+    monkeypatch.setattr(binding, "NCCLLibrary", Library)
+    monkeypatch.setattr(Library.connect, "restype", None, raising=False)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: False))
-    calls: list[str] = []
-    bucket_transport = NcclTransport.__new__(NcclTransport)
-    bucket_transport._device, bucket_transport._stream = torch.device("cpu"), None
-    bucket_transport._communicator = SimpleNamespace(  # type: ignore[assignment]
-        send=lambda *args, **kwargs: calls.append("send"), destroy=lambda: calls.append("destroy")
-    )
-
-    def check_patience(moved: float) -> None:
-        raise WireError("not a byte for 5 s")
-
-    connection: Any = SimpleNamespace(check_patience=check_patience)
-    with pytest.raises(WireError, match="not a byte"):
-        bucket_transport.send_bucket(connection, torch.zeros(64, dtype=torch.uint8))
-    assert calls == ["send", "destroy"]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
+    communicator = VllmNccl(torch.device("cpu")).connect(bytes(range(128)), 1, 3)
+    bucket = torch.zeros(64, dtype=torch.uint8)
+    assert communicator.start_send(bucket, 2)()
+    assert communicator.start_receive(bucket, 0)()
+    communicator.abort()
+    communicator.destroy()
+    moved = (bucket.data_ptr(), 64, binding.ncclDataTypeEnum.ncclUint8)
+    assert calls == [
+        (3, bytes(range(128)), 1, 48, 0xCAFEBEEF, 21700, CHANNELS),
+        ("ncclSend", *moved, 2, 42, 7),
+        ("ncclRecv", *moved, 0, 42, 7),
+        ("ncclCommAbort", 42),
+        ("ncclCommDestroy", 42),
+    ]
 
 
 def test_tcp_fills_a_buffer_that_is_not_in_host_memory() -> None:
