@@ -1,9 +1,9 @@
 """The NCCL groups of one process, over which buckets go to and from other processes.
 
 Consumes: the trainer's orders to join a group (`JoinGroup`). Produces: groups that `bucket.NcclTransport` uses in every
-update. A group exists until the connection over which it was ordered ends. Its first members are sources, the others pullers.
-Every call of NCCL that may block has its own thread, which is left behind after a time-out: NCCL has no deadlines. A
-transfer that is not done in time breaks the group, and its pull goes on in the connection.
+update. A group exists until the connection over which it was ordered ends. Its first members are sources, the others
+pullers. Every call of NCCL that may block has its own thread, which is left behind after a time-out: NCCL has no
+deadlines. A transfer that is not done in time breaks the group, and its pull goes on in the connection.
 """
 
 import ctypes

@@ -59,7 +59,7 @@ def test_nccl_is_called_as_its_headers_say(monkeypatch: pytest.MonkeyPatch) -> N
     communicator.destroy()
     moved = (bucket.data_ptr(), 64, binding.ncclDataTypeEnum.ncclUint8)
     assert calls == [
-        (3, bytes(range(128)), 1, 48, 0xCAFEBEEF, 21700, CHANNELS),
+        (3, bytes(range(128)), 1, 40, 0xCAFEBEEF, 21700, CHANNELS),
         ("ncclSend", *moved, 2, 42, 7),
         ("ncclRecv", *moved, 0, 42, 7),
         ("ncclCommAbort", 42),
