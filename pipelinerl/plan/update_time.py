@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.weights.transfer.chain import bucket_bytes
+from pipelinerl.weights.transfer.nccl import CHANNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,15 @@ def planned_s(num_bytes: int, servers: int, wire: LinkSpeed, *, largest_bucket: 
     return chain_s(num_bytes, servers, wire, bucket=bucket, stripes=stripes)
 
 
+CHANNEL_BYTES = 16e6
+"""GPU memory of a channel of an NCCL communicator: 0.4 to 0.5 GB at 32 channels on A100 and H100, as published."""
+
+
+def communicators(servers: int) -> int:
+    """Returns the most NCCL communicators of a worker: with the trainer's ranks, and with the servers beside it."""
+    return 1 + min(servers - 1, 2)
+
+
 MODELS = {"7B": 7e9, "32B": 32e9, "70B": 70e9, "405B": 405e9}
 SERVERS = (8, 64, 512)
 RANKS = (1, 8, 64)
@@ -78,4 +88,10 @@ def run_weights(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             rows.append({"model": name, "servers": servers, "star_s": star, "chain_s": chains})
             table.add_row(name, str(servers), f"{star:,.1f}", *(f"{seconds:,.2f}" for seconds in chains.values()))
     console.print(table)
-    return {"rows": rows}
+    most = communicators(max(SERVERS))
+    memory = most * CHANNELS * CHANNEL_BYTES
+    console.print(
+        f"With weights.backend=nccl: at most {most} communicators in a worker's GPU and 1 in a trainer rank's, of "
+        f"{CHANNELS} channels each: about {memory / 1e9:.1f} GB (not measured)"
+    )
+    return {"rows": rows, "communicators": most, "communicator_bytes": memory}

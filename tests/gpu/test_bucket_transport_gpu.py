@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from pipelinerl.weights.protocol import Address
+from pipelinerl.weights.publish.nccl_groups import GroupPlan, NcclGroups
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.source import SourceServer
 
@@ -17,18 +19,21 @@ import hashlib, sys
 import torch
 from pipelinerl.weights.protocol import Address, ParamSpec, PayloadRange, WeightUpdateRequest
 from pipelinerl.weights.transfer.receiver import Receiver
-bucket transport, port, device, num_bytes = sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3]), int(sys.argv[4])
+transport, port, device, num_bytes = sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3]), int(sys.argv[4])
 receiver = Receiver(
     index=0, host="127.0.0.1", secret="x", device=device,
     allocate=lambda size: torch.zeros(size, dtype=torch.uint8, device=device), prepare=lambda layout, buffer: None,
 )
+print(receiver.address.port, flush=True)
+sys.stdin.readline()  # the group is formed
 for version in range(2):
     part = PayloadRange(start=0, end=num_bytes, sources=(Address("127.0.0.1", port),))
     transfer = receiver.begin(WeightUpdateRequest(
         sender="s", version=version, params=(ParamSpec("w", "uint8", (num_bytes,)),), workers=((part,),),
-        bucket transport=bucket transport, bucket_bytes=int(sys.argv[5]), timeout_s=120, stall_s=30,
+        transport=transport, bucket_bytes=int(sys.argv[5]), timeout_s=120, stall_s=30,
     ))
     print(transfer.reply(120), file=sys.stderr)
+    assert transport != "nccl" or receiver.source_server.groups.over(Address("127.0.0.1", port)), "it came over TCP"
     print(hashlib.sha256(receiver.staged(version)[1].cpu().numpy()).hexdigest(), flush=True)
 receiver.close()
 """
@@ -44,11 +49,17 @@ def hand_over(transport: str, receiver_device: str) -> None:
     source_server = SourceServer(registry, secret="x", host="127.0.0.1", device=torch.device("cuda:0"))
     numbers = [str(number) for number in (source_server.address.port, receiver_device, NUM_BYTES, BUCKET_BYTES)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, transport, *numbers], env=env, stdout=subprocess.PIPE, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", CHILD, transport, *numbers]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        puller = Address("127.0.0.1", int(child.stdout.readline()))
+        groups = NcclGroups(source_server.groups, "s", "x", stall_s=120)
+        if transport == "nccl":
+            groups.bring([GroupPlan((source_server.address,), (puller,))])
+        received, _ = child.communicate("\n", timeout=300)
+        groups.close()
     source_server.close()
-    assert child.stdout.split() == digests
+    assert received.split() == digests
     assert child.returncode == 0
 
 

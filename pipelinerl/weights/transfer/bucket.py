@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from pipelinerl.config.backends import TransportName
 from pipelinerl.weights.transfer.nccl import Group, IsDone
 from pipelinerl.weights.transfer.wire import MESSAGE, Connection, WireError, view_of
 
@@ -107,6 +108,13 @@ class IpcTransport:
             bucket.copy_(decode_ipc_handle(handle, self._device))
             self._stream.synchronize()
         connection.send(MESSAGE)
+
+
+TRANSPORTS: dict[TransportName, Callable[[torch.device], BucketTransport]] = {
+    "tcp": lambda device: TcpTransport(),
+    "ipc": IpcTransport,
+}
+"""Those that need no more than the connection. `NcclTransport` needs a group."""
 
 
 def _expect_message(connection: Connection) -> int:

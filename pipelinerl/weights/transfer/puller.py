@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from pipelinerl.config.backends import TransportName
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Address, Get, Link, Progress, StoredFile
 from pipelinerl.weights.protocol import WeightUpdateRequest as Request
 from pipelinerl.weights.store.files import MissingFileError, OpenFile, open_files
 from pipelinerl.weights.store.manifest import StoreError
-from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, IpcTransport, NcclTransport, TcpTransport
+from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport, NcclTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, Range
 from pipelinerl.weights.transfer.nccl import Group, Groups
 from pipelinerl.weights.transfer.source import BEATS
@@ -82,7 +83,8 @@ class Puller:
         groups: Groups,
         pace: Callable[[int], None] | None = None,
     ):
-        self._groups, self._tcp = groups, TcpTransport()
+        self._groups = groups
+        self._transports = dict[TransportName, BucketTransport]()
         self._registry, self._secret, self._device = registry, secret, device
         self._pace = pace or (lambda num_bytes: None)
         self._connection: tuple[Address, Connection] | None = None
@@ -189,11 +191,7 @@ class Puller:
             return
         part = item.ranges[number]
         group = self._groups.over(source) if request.transport == "nccl" else None
-        bucket_transport: BucketTransport = self._tcp
-        if group is not None:
-            bucket_transport = NcclTransport(group, group.order.members.index(source), request.stall_s)
-        elif request.transport == "ipc":
-            bucket_transport = IpcTransport(self._device)
+        bucket_transport = self._transport(request, source, group)
         connection = self._connected(source, request)
         asked = known_at = time.monotonic()
         connection.send_message(_question(request, item, part, group))
@@ -232,6 +230,14 @@ class Puller:
                 known_at = time.monotonic()
             check(f"{OWN_LINK if choice.is_own_limit else HELD_UP}: {source} was sending")
 
+    def _transport(self, request: Request, source: Address, group: Group | None) -> BucketTransport:
+        if group is not None:
+            return NcclTransport(group, group.order.members.index(source), request.stall_s)
+        name = _without_group(request.transport)
+        if name not in self._transports:
+            self._transports[name] = TRANSPORTS[name](self._device)
+        return self._transports[name]
+
     def _connected(self, source: Address, request: Request) -> Connection:
         if self._connection is not None and self._connection[0] == source:
             self._connection[1].set_patience(request.stall_s)
@@ -247,9 +253,13 @@ class Puller:
         self._connection = None
 
 
+def _without_group(transport: TransportName) -> TransportName:
+    return "tcp" if transport == "nccl" else transport
+
+
 def _question(request: Request, item: Item, part: Range, group: Group | None) -> Get:
     """Asks for the rest of a part, over an NCCL group or without one."""
-    transport = "tcp" if request.transport == "nccl" and group is None else request.transport
+    transport = _without_group(request.transport) if group is None else request.transport
     return Get(
         key=item.key,
         start=part.upto,

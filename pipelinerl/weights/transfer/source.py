@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from pipelinerl.config.backends import TransportName
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import (
     Address,
@@ -40,7 +41,7 @@ from pipelinerl.weights.protocol import (
     Write,
     Written,
 )
-from pipelinerl.weights.transfer.bucket import CPU, BucketTransport, IpcTransport, NcclTransport, TcpTransport
+from pipelinerl.weights.transfer.bucket import CPU, TRANSPORTS, BucketTransport, NcclTransport, TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry, Item, OtherShardError, WithdrawnError
 from pipelinerl.weights.transfer.gathering import gathered
 from pipelinerl.weights.transfer.nccl import Groups, VllmNccl
@@ -173,7 +174,7 @@ class SourceServer:
             connection.close()
 
     def _answer_all(self, connection: Connection) -> None:
-        tcp = TcpTransport()
+        transports = dict[TransportName, BucketTransport]()
         while not self._is_closed:
             connection.set_patience(math.inf)
             kind, length = connection.receive()
@@ -183,7 +184,7 @@ class SourceServer:
             connection.set_patience(PULLER_PATIENCE_S)
             match question:
                 case Get():
-                    self._answer_get(connection, question, tcp)
+                    self._answer_get(connection, question, transports)
                 case Gauge():
                     self._send_zeros(connection, question)
                 case JoinGroup():
@@ -205,9 +206,9 @@ class SourceServer:
         finally:
             self.groups.leave(order.name)
 
-    def _answer_get(self, connection: Connection, get: Get, tcp: TcpTransport) -> None:
+    def _answer_get(self, connection: Connection, get: Get, transports: dict[TransportName, BucketTransport]) -> None:
         """Sends the requested bytes as they become available."""
-        bucket_transport: BucketTransport = tcp
+        bucket_transport: BucketTransport
         if get.transport == "nccl":
             group = self.groups.get(get.group)
             if group is None:
@@ -216,8 +217,10 @@ class SourceServer:
             patience_s = BEATS * get.beat_s
             connection.set_patience(patience_s)
             bucket_transport = NcclTransport(group, get.member, patience_s)
-        elif get.transport == "ipc":
-            bucket_transport = IpcTransport(self._device)
+        else:
+            if get.transport not in transports:
+                transports[get.transport] = TRANSPORTS[get.transport](self._device)
+            bucket_transport = transports[get.transport]
         with self._counted(get.key, get.end):
             self._send_bytes(connection, get, bucket_transport)
 

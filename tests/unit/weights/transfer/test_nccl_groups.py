@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from pipelinerl.plan.update_time import communicators
 from pipelinerl.weights.layout import Layout, spec_of
-from pipelinerl.weights.protocol import Failed, WeightUpdateAnswer, WeightUpdateRequest
+from pipelinerl.weights.protocol import Address, Failed, WeightUpdateAnswer, WeightUpdateRequest
 from pipelinerl.weights.publish.delivery import Pushing
-from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, rounds
+from pipelinerl.weights.publish.dispatch import chained
+from pipelinerl.weights.publish.nccl_groups import MOST_GROUPS, GroupPlan, kept, planned_groups, rounds
 from pipelinerl.weights.publish.origin import Origin, SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, WeightUpdateError
@@ -167,6 +170,25 @@ def test_no_process_has_more_than_four_communicators(
     monkeypatch: pytest.MonkeyPatch, servers: int, tp: int, ranks: int
 ) -> None:
     assert count(monkeypatch, servers, tp, ranks, pushes=20, aborted=5).most <= MOST_GROUPS
+
+
+@pytest.mark.parametrize(
+    ("servers", "tp", "ranks"),
+    [(4, 1, 4), (8, 1, 8), (2, 2, 4), (1, 8, 8), (2, 8, 16), (8, 8, 64), (16, 1, 4), (3, 4, 8), (64, 1, 1)],
+)
+def test_plan_counts_the_communicators_of_every_layout(servers: int, tp: int, ranks: int) -> None:
+    clients = [
+        ServerClient(Job(name=f"s{n}", kind="actor_llm", replica_idx=n), cast(Any, None)) for n in range(servers)
+    ]
+    for client in clients:
+        client.workers = tuple(Address(client.name, 1 + number) for number in range(tp))
+    layout = Layout((spec_of("w", torch.empty(ranks << 20, dtype=torch.uint8, device="meta")),))
+    pending = PendingVersion(0, layout, tuple(model_stripes(layout, ranks)))
+    addresses = [Address("trainer", 1 + rank) for rank in range(ranks)]
+    plans = planned_groups(chained(pending, clients, addresses, 1 << 20), addresses)
+    counts = Counter(member for plan in plans for member in plan.members)
+    assert {counts[rank] for rank in addresses} == {1}
+    assert max(counts[worker] for client in clients for worker in client.workers) <= communicators(servers)
 
 
 @pytest.mark.slow

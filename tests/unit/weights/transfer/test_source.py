@@ -7,7 +7,7 @@ import torch
 
 from pipelinerl.weights.layout import ParamSpec
 from pipelinerl.weights.protocol import PayloadRange, Staged, WeightUpdateRequest
-from pipelinerl.weights.transfer.bucket import TcpTransport
+from pipelinerl.weights.transfer.bucket import TRANSPORTS, TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.source import SourceServer
@@ -27,7 +27,7 @@ def test_bucket_is_counted_when_its_taker_has_it(monkeypatch: pytest.MonkeyPatch
             if bucket.numel() < BUCKET:  # the last one
                 compared.wait(60)
 
-    monkeypatch.setattr("pipelinerl.weights.transfer.source.TcpTransport", Held)
+    monkeypatch.setitem(TRANSPORTS, "tcp", lambda device: Held())
     registry = BufferRegistry()
     registry.put("s/0", torch.ones(NUM_BYTES, dtype=torch.uint8))
     source_server = SourceServer(registry, secret="x", host="127.0.0.1")
