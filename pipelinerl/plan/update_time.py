@@ -54,8 +54,8 @@ CHANNEL_BYTES = 16e6
 
 
 def communicators(servers: int) -> int:
-    """Returns the most NCCL communicators of a worker: with the trainer's ranks, and with the servers beside it."""
-    return 1 + min(servers - 1, 2)
+    """Returns the most NCCL communicators of a worker: with the trainer's ranks, to a server, from a server."""
+    return 3 if servers > 1 else 1
 
 
 MODELS = {"7B": 7e9, "32B": 32e9, "70B": 70e9, "405B": 405e9}
