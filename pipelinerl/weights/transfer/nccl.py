@@ -71,7 +71,7 @@ class VllmNccl:
         return bytes(self._library.ncclGetUniqueId().internal)
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        config, handle = Config.with_channels(CHANNELS), self._handle()
+        config, handle = NcclConfig.with_channels(CHANNELS), self._handle()
         with torch.cuda.device(self._device):
             called_id = self._library.unique_id_from_bytes(unique_id)
             result = self._connect(ctypes.byref(handle), size, called_id, rank, ctypes.byref(config))
@@ -79,7 +79,7 @@ class VllmNccl:
             return VllmCommunicator(self._library, handle, self._device)
 
 
-class Config(ctypes.Structure):
+class NcclConfig(ctypes.Structure):
     """``ncclConfig_v21700`` of nccl.h. Newer versions of NCCL take it and add what it does not have."""
 
     _fields_ = (
@@ -94,7 +94,7 @@ class Config(ctypes.Structure):
     )
 
     @classmethod
-    def with_channels(cls, most: int) -> "Config":
+    def with_channels(cls, most: int) -> "NcclConfig":
         return cls(ctypes.sizeof(cls), _MAGIC, _CONFIG_VERSION, _UNSET, _UNSET, 1, most, None)
 
 
