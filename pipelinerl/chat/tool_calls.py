@@ -1,9 +1,10 @@
-"""Parses tool calls in sampled text: the Hermes format here, any other format with vLLM's parser of that name.
+"""Parses tool calls in sampled text: Hermes and PipelineRL's `rl_tool` here, any other format with vLLM's parser.
 
 If the calls in a text cannot be parsed, the whole text becomes the content, so the domain sees what the model wrote.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from pipelinerl.errors import DomainError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+RL_TOOL = "rl_tool"
+LISTED = re.compile(r"<tool_calls>\s*(.*?)\s*(?:</tool_calls>|\Z)", re.DOTALL | re.IGNORECASE)
+FINAL = re.compile(r"\[BEGIN FINAL RESPONSE\](.*?)\[END FINAL RESPONSE\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,15 @@ def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
     """Returns the reader of a format.
 
     Args:
-        name: "" for Hermes, otherwise a name that vLLM accepts for ``--tool-call-parser``.
+        name: "" for Hermes, `rl_tool` for PipelineRL's, otherwise one that vLLM accepts for ``--tool-call-parser``.
         tokenizer: for vLLM's parser.
         tools: the prompt's tools in OpenAI format, for vLLM's parser.
     Raises:
         DomainError: vLLM is not installed, or has no parser of this name.
     """
-    return vllm_reader(name, tokenizer, tools) if name else read_hermes
+    if name in ("", RL_TOOL):
+        return read_rl_tool if name else read_hermes
+    return vllm_reader(name, tokenizer, tools)
 
 
 def read_plain(text: str) -> ReadText:
@@ -52,6 +58,37 @@ def read_hermes(text: str) -> ReadText:
         except (ValueError, KeyError, TypeError, AttributeError):
             return ReadText(text, [])
     return ReadText(text[: text.index(OPEN)].strip(), calls) if calls else ReadText(text, [])
+
+
+def read_rl_tool(text: str) -> ReadText:
+    """Parses PipelineRL's format: the last ``<tool_calls>[…]``, else calls as bare JSON, one or a list, else Hermes.
+
+    Of a text with a final response between its marks, that is the content.
+    """
+    marked = FINAL.search(text)
+    final = marked[1].strip() if marked else None
+    listed = LISTED.findall(text)
+    if listed:
+        return ReadText(final or "", calls_in(listed[-1]) or [])
+    for candidate in (final, text.strip()):
+        if candidate and (calls := calls_in(candidate)):
+            return ReadText(final or "", calls)
+    found = read_hermes(final if final and OPEN in final else text)
+    if found.calls:
+        return ReadText("" if marked else found.content, found.calls)
+    return ReadText(text if final is None else final, [])
+
+
+def calls_in(text: str) -> list[tuple[str, Any]]:
+    """The calls of a JSON object or list. Empty if the text is no JSON, or an entry is no call."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return []
+    entries = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(entry, dict) and "name" in entry and "arguments" in entry for entry in entries):
+        return []
+    return [(str(entry["name"]), entry["arguments"]) for entry in entries]
 
 
 def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:

@@ -173,9 +173,11 @@ SERVERS = (
         "vllm_config.vllm_kwargs.tool-call-parser",
         "llm.tool_parser",
         "the actor reads tool calls from the tokens, not the server",
-        values={"rl_tool": LEFT_OUT, "hermes": LEFT_OUT},
+        values={"hermes": LEFT_OUT},
     ),
-    needless("vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers"),
+    needless(
+        "vllm_config.vllm_kwargs.tool-parser-plugin", "`llm.tool_parser` names one of vLLM's parsers, or `rl_tool`"
+    ),
 )
 WORLD = (
     needless("world.environment_mode", "set `mode` of an entry of `environments`"),

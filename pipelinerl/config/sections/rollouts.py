@@ -21,8 +21,8 @@ class LLMSection(Section):
     )
     tool_parser: str | None = key(
         None,
-        "format of the model's tool calls. Null = Hermes (Qwen), else the name of one of vLLM's parsers "
-        "(`--tool-call-parser`), e.g. `llama3_json`",
+        "format of the model's tool calls. Null = Hermes (Qwen), `rl_tool` = PipelineRL's, else the name of one of "
+        "vLLM's parsers (`--tool-call-parser`), e.g. `llama3_json`",
     )
 
 

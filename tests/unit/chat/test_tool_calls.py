@@ -35,6 +35,31 @@ def test_hermes_calls_are_read_or_the_text_stays(text, content, calls):
     assert read_hermes(text) == ReadText(content, calls)
 
 
+BARE = '{"name": "add", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"thinking <tool_calls>[{BARE}, {BARE}]</tool_calls>", "", [("add", {"a": 1})] * 2),
+        (f"<TOOL_CALLS> [{BARE}]", "", [("add", {"a": 1})]),
+        (f"<tool_calls>[]</tool_calls> <tool_calls>[{BARE}]</tool_calls>", "", [("add", {"a": 1})]),
+        (f"<tool_calls>[{BARE}] [BEGIN FINAL RESPONSE]3[END FINAL RESPONSE]", "3", []),
+        (BARE, "", [("add", {"a": 1})]),
+        (f" [{BARE}]\n", "", [("add", {"a": 1})]),
+        (f"so: [BEGIN FINAL RESPONSE] {BARE} [END FINAL RESPONSE]", BARE, [("add", {"a": 1})]),
+        (f"so: [BEGIN FINAL RESPONSE] {CALL} [END FINAL RESPONSE]", "", [("add", {"a": 1})]),
+        (f"I add.\n{CALL}", "I add.", [("add", {"a": 1})]),
+        ("so: [BEGIN FINAL RESPONSE] 3 [END FINAL RESPONSE]", "3", []),
+        ('{"name": "add"}', '{"name": "add"}', []),
+        ("[1, 2]", "[1, 2]", []),
+        ("plain", "plain", []),
+    ],
+)
+def test_pipelinerls_calls_are_read_as_its_plugin_reads_them(text, content, calls):
+    assert reader_of("rl_tool", None, [])(text) == ReadText(content, calls)
+
+
 @vllm_is_imported
 @pytest.mark.parametrize(
     ("name", "text"),
