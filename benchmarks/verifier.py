@@ -5,7 +5,9 @@ under way, and reports checks per second and the client's own CPU time per check
 beside answers that take for ever; then judgements per second of trivial programs in the embedded sandbox.
 
 The waiting is in CPU time, so that other load on the machine does not count: what the pool's workers use between the
-arrival of a check and its verdict, divided by the number of workers.
+arrival of a check and its verdict, divided by the number of workers. So is the sandbox: judgements per second are those
+of two cores that do nothing else, from the CPU time of the jail's processes and of this one. What the kernel's own
+threads do afterwards, such as the end of a network namespace, is not in it.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import os
 import platform
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,6 +30,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import psutil
 import uvicorn
 
 from pipelinerl.domains.sandbox import Sandbox
@@ -146,35 +150,37 @@ async def measure_bombs(workers: int, bombs: int, honest: int) -> dict[str, Any]
 
 
 async def measure_sandbox(count: int) -> dict[str, Any]:
-    """Judgements per second of programs with one and with ten inputs, and of bare interpreters for comparison."""
+    """Judgements per second of programs with one and with ten inputs, and what the parts of a run cost."""
     sandbox = Sandbox()
     await sandbox.run_python("print(1)", [""])
     results: dict[str, Any] = {"mode": sandbox.mode, "load": os.getloadavg()[0]}
     for inputs in (1, 10):
         programs = max(1, count // inputs)
-        started = time.perf_counter()
+        used_s = sandbox_cpu_s(sandbox)
         outcomes = await asyncio.gather(
             *(sandbox.run_python(f"print(int(input()) + {i})", ["1"] * inputs) for i in range(programs))
         )
-        rate = programs / (time.perf_counter() - started)
+        cpu_s = (sandbox_cpu_s(sandbox) - used_s) / programs
         lost = sum([run.stdout for run in runs] != [f"{i + 1}\n"] * inputs for i, runs in enumerate(outcomes))
-        results[f"{inputs}_inputs"] = {"judgements_per_s": rate, "lost": lost}
+        results[f"{inputs}_inputs"] = {
+            "cpu_ms_per_judgement": 1000 * cpu_s,
+            "judgements_per_s_on_two_cores": 2 / cpu_s,
+            "lost": lost,
+        }
     sandbox.close()
-    return results | {"bare_interpreters_per_s": await bare_interpreters(count)}
+    return results | {"cpu_ms_of": run_parts(max(10, count // 4))}
 
 
-async def bare_interpreters(count: int) -> float:
-    """Interpreters that start and end without isolation, as many at a time as there are cores."""
-    slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+def sandbox_cpu_s(sandbox: Sandbox) -> float:
+    """CPU seconds of this process, of the sandbox's jail, and of the runs that have ended."""
+    assert sandbox._jail is not None, "the first program starts the jail"
+    return sum(psutil.Process(sandbox._jail._process.pid).cpu_times()[:4]) + time.process_time()
 
-    async def run() -> None:
-        async with slots:
-            process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", "pass")
-            await process.wait()
 
-    started = time.perf_counter()
-    await asyncio.gather(*(run() for _ in range(count)))
-    return count / (time.perf_counter() - started)
+def run_parts(count: int) -> dict[str, float]:
+    """CPU milliseconds of what isolates a run (see `sandbox_parts`)."""
+    command = [sys.executable, "-E", "-s", "-B", str(Path(__file__).with_name("sandbox_parts.py")), str(count)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def measure_service(arguments: argparse.Namespace) -> dict[str, Any]:
