@@ -11,9 +11,15 @@ from typing import Any
 
 from pipelinerl.config.environment import STRANGERS_VARIABLE
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import devices_per_node, devices_per_server, served_model, server_options
+from pipelinerl.config.servers import (
+    FIRST_ROLLOUTS,
+    devices_per_node,
+    devices_per_server,
+    served_model,
+    server_options,
+)
 from pipelinerl.errors import ConfigError
-from pipelinerl.plan.memory import kv_cache_bytes
+from pipelinerl.plan.memory import kv_cache_bytes, planned_rollouts
 from pipelinerl.plan.model_shape import find_model_shape
 from pipelinerl.weights.load.plugin import CHILD_VARIABLE, ENGINE
 from pipelinerl.world import Job, Span, WorldMap
@@ -99,6 +105,19 @@ def vllm_environment(cfg: Config, world: WorldMap, job: Job) -> dict[str, str]:
         if server_options(cfg).get("enforce-eager", True):
             env["TORCH_COMPILE_DISABLE"] = "1"  # one kernel would be left: 14 s to compile, nothing to gain
     return env | cfg.vllm_config.env
+
+
+def first_rollouts(cfg: Config, ranks: int, gpu_bytes: int) -> int | None:
+    """Returns the rollouts at a time that a policy server takes at first. None: it always takes a fixed number.
+
+    Args:
+        ranks: devices of the server.
+        gpu_bytes: memory of its smallest GPU. 0 = not known.
+    """
+    if cfg.actor.llm_max_rollouts != "auto":
+        return None
+    shape = find_model_shape(cfg.model_path) if gpu_bytes else None
+    return FIRST_ROLLOUTS if shape is None else planned_rollouts(cfg, shape, ranks, gpu_bytes)
 
 
 def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:

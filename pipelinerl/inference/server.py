@@ -20,7 +20,6 @@ import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,6 +41,11 @@ from pipelinerl.weights.load.store_follower import FollowerSettings, StoreFollow
 from pipelinerl.weights.protocol import Address, WeightInfo
 from pipelinerl.world import Span
 from pipelinerl.world.process import die_with_parent
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args  # vLLM 0.33
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +123,8 @@ class Service:
     vllm: VLLMSection
     """The servers' section of the configuration: an option of it is read where it acts."""
     score_temperature: float | None = None
-    adapts_rollouts: bool = False
-    """Whether the lease says how many rollouts the server takes by its load."""
+    first_rollouts: int | None = None
+    """Rollouts at a time that the server takes at first. Its lease then says how many, by its load. None = fixed."""
     span: Span | None = None
     """The server is node 0 of several."""
     follows: FollowerSettings | None = None
@@ -270,7 +274,8 @@ class Life:
 
     def __init__(self, status: RoleStatus, membership: Membership | None, service: Service):
         self.status, self._membership = status, membership
-        self._admission = Admission() if service.adapts_rollouts else None
+        first = service.first_rollouts
+        self._admission = None if first is None else Admission(limit=float(first))
         self._span, self._parts = service.span, 0
         self._idle_beats = 0
         self.is_leaving = False

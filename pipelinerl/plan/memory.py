@@ -9,7 +9,13 @@ import msgspec
 
 from pipelinerl.config.engine import engine_of
 from pipelinerl.config.sections import Config
-from pipelinerl.config.servers import EXPERT_PARALLEL, max_model_len, scoring_models, server_options
+from pipelinerl.config.servers import (
+    EXPERT_PARALLEL,
+    MOST_ROLLOUTS,
+    max_model_len,
+    scoring_models,
+    server_options,
+)
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.training_memory import (
     GIB,
@@ -288,6 +294,18 @@ def kv_cache_bytes(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_by
     return max(int(gpu_bytes * utilization(cfg)) - held, 0)
 
 
+def cached_tokens(cfg: Config, shape: ModelShape, kind: str, ranks: int, gpu_bytes: int) -> int:
+    """Tokens that the KV cache of a server holds. The arguments are those of `kv_cache_bytes`."""
+    cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
+    return cache * ranks // shape.kv_bytes_per_token(_element(cfg))
+
+
+def planned_rollouts(cfg: Config, shape: ModelShape, ranks: int, gpu_bytes: int) -> int:
+    """Rollouts at a time with which a policy server's cache is not full even if all are as long as they may be."""
+    longest = max_model_len(cfg) or cfg.finetune.seq_length
+    return min(max(cached_tokens(cfg, shape, "actor_llm", ranks, gpu_bytes) // longest, 1), MOST_ROLLOUTS)
+
+
 def _element(cfg: Config) -> int:
     """Bytes of one weight, or of one element of a key or value, in a server."""
     return 4 if _vllm(cfg, "dtype", "bfloat16") in ("float32", "float") else 2
@@ -297,7 +315,7 @@ def server_plan(cfg: Config, shape: ModelShape, kind: str, ranks: int, num_serve
     """Return the plan of one device of a server with `ranks` devices of `gpu_bytes` each."""
     max_len = max_model_len(cfg) or cfg.finetune.seq_length
     cache = kv_cache_bytes(cfg, shape, kind, ranks, gpu_bytes)
-    tokens = cache * ranks // shape.kv_bytes_per_token(_element(cfg))
+    tokens = cached_tokens(cfg, shape, kind, ranks, gpu_bytes)
     return DevicePlan(
         kind=kind,
         num_devices=ranks * num_servers,

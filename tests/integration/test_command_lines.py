@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pipelinerl.config import load
+from pipelinerl.config.servers import MOST_ROLLOUTS
 from pipelinerl.finetune.engines.zero import deepspeed_settings
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.world import Cluster, Job, Node, WorldMap, map_world
@@ -102,7 +103,7 @@ def test_bf16_servers_of_two_by_two_gpus_are_accepted_by_vllm(config, servers, p
         assert (arguments["dtype"], arguments["port"], arguments["host"]) == ("bfloat16", job.port, "0.0.0.0")
         assert arguments["model"] == config.model_path
         probes = 1 if job.kind == "actor_llm" else 0
-        assert arguments["max_num_seqs"] == config.actor.llm_max_rollouts + probes
+        assert arguments["max_num_seqs"] == MOST_ROLLOUTS + probes
         assert arguments["logprobs_mode"] == "processed_logprobs"
         assert arguments["hf_overrides"] == {"head_dtype": "float32"}
         policy = job.kind == "actor_llm"

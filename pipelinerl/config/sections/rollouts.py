@@ -64,9 +64,10 @@ class ActorSection(Section):
         "weight",
     )
     llm_max_rollouts: PositiveInt | Literal["auto"] = key(
-        64,
-        "rollouts at a time per inference server. `python -m pipelinerl.plan` recommends a number. Auto = each server "
-        "says how many it takes, by its KV cache and its queue",
+        "auto",
+        "rollouts at a time per inference server. Auto = each server says how many it takes: at first as many of the "
+        "longest as its planned KV cache holds, then by its cache and its queue. `python -m pipelinerl.plan` "
+        "recommends a fixed number",
         may_change=True,
     )
     rollout_workers: PositiveInt = key(

@@ -144,11 +144,11 @@ def test_policy_on_gpu_stages_its_weights_and_has_a_float32_head() -> None:
 
 def test_kv_cache_beside_a_trainer_is_what_the_plan_leaves() -> None:
     """Qwen2.5-0.5B has 494,005,120 parameters without biases: 0.35 of 24 GiB less them, a staged copy, activations of
-    8,192 tokens (2 bytes × (2 · 896 + 3 · 4864)), float32 logits of 64 sequences three times, and 2 GiB."""
+    8,192 tokens (2 bytes × (2 · 896 + 3 · 4864)), float32 logits of 1,024 sequences three times, and 2 GiB."""
     cfg = config("world.share_devices=true", "model_path=Qwen/Qwen2.5-0.5B", UTILIZATION)
     shared = world("cuda", share_devices=True, devices=1)
     found = settings(vllm_arguments(cfg, shared, POLICY, gpu_bytes=24 * 2**30))
-    held = 2 * 2 * 494_005_120 + 8192 * 2 * 16384 + 3 * 4 * 64 * 151936 + 2 * 2**30
+    held = 2 * 2 * 494_005_120 + 8192 * 2 * 16384 + 3 * 4 * 1024 * 151936 + 2 * 2**30
     assert int(found["--kv-cache-memory-bytes"]) == int(0.35 * 24 * 2**30) - held
     chosen = config("world.share_devices=true", "+vllm_config.vllm_kwargs.kv_cache_memory_bytes=5", UTILIZATION)
     assert settings(vllm_arguments(chosen, shared, POLICY, gpu_bytes=24 * 2**30))["--kv-cache-memory-bytes"] == "5"

@@ -7,7 +7,16 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.config import load
-from pipelinerl.plan.memory import head_chunk, memory_plan, server_items, trainer_bytes, what_would_fit, with_value
+from pipelinerl.config.servers import MOST_ROLLOUTS
+from pipelinerl.plan.memory import (
+    head_chunk,
+    memory_plan,
+    planned_rollouts,
+    server_items,
+    trainer_bytes,
+    what_would_fit,
+    with_value,
+)
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, find_model_shape, shape_from_config
 from pipelinerl.plan.training_memory import (
     GIB,
@@ -299,8 +308,8 @@ def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
     plan = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB)[1]
     cache = plan.items[-1].num_bytes
     assert (plan.kind, plan.num_devices) == ("actor_llm", 4)
-    # 8,192 tokens × 2 bytes × (2 · 3584 + 3 · 18944 / 2), and float32 logits of 64 sequences three times
-    activations = 8192 * 2 * 35584 + 3 * 4 * 64 * 152064
+    # 8,192 tokens × 2 bytes × (2 · 3584 + 3 · 18944 / 2), and float32 logits of 1,024 sequences three times
+    activations = 8192 * 2 * 35584 + 3 * 4 * 1024 * 152064
     assert cache == int(0.9 * 80 * GIB) - shape.parameters - activations - 2 * GIB
     # 28 layers × 2 × 4 heads × 128 × 2 bytes = 57,344 bytes per token over both devices
     assert f"{2 * cache // 57344:,} tokens" in plan.note
@@ -397,3 +406,15 @@ def test_head_takes_the_largest_chunk_that_the_plan_allows():
     assert head_chunk(cfg, shape, 1, least) == 256
     assert head_chunk(cfg, shape, 1, None) == 256
     assert head_chunk(with_value(cfg, "finetune.head_chunk_tokens", 64), shape, 1, least) == 64
+
+
+def test_first_rollouts_are_the_longest_that_the_planned_cache_holds() -> None:
+    """Qwen2.5-7B on 80 GiB: 0.9 of it, less weights, activations and runtime, over 2·4·128·2·28 bytes per token."""
+    cfg = make_config()
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    held = 2 * shape.parameters + 2 * 8192 * (2 * 3584 + 3 * 18944) + 12 * MOST_ROLLOUTS * 152064 + 2 * GIB
+    tokens = (int(0.9 * 80 * GIB) - held) // 57344
+    assert planned_rollouts(cfg, shape, 1, 80 * GIB) == tokens // 10_000 == 99
+    assert planned_rollouts(cfg, shape, 1, 20 * GIB) == 1, "a server takes at least one"
+    short = make_config("vllm_config.vllm_kwargs.max_model_len=256")
+    assert planned_rollouts(short, shape, 1, 80 * GIB) == MOST_ROLLOUTS
