@@ -21,13 +21,15 @@ ENGINES = {
     "fsdp2_shards": ("fsdp2", ["finetune.shard_gradients=true"]),
     "ddp": ("ddp", []),
 }
+SEVERAL_COPIES = {"hsdp": ("fsdp2", ["finetune.shard_ranks=2"])}
+"""Engines for four ranks."""
 
 
 def run_ranks(
     out: Path, world_size: int, engine: str, model: Path, *, accelerator: str = "cpu", **job: Any
 ) -> list[dict[str, float]]:
     """Train with ``world_size`` processes; the metrics of each step."""
-    name, overrides = ENGINES[engine]
+    name, overrides = (ENGINES | SEVERAL_COPIES)[engine]
     overrides = [shard_everything(out.parent)] if engine == "zero3" else overrides
     job["accelerator"] = accelerator
     job |= {"engine": name, "overrides": overrides + job.pop("overrides", []), "model": str(model), "out": str(out)}

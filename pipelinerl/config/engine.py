@@ -80,7 +80,7 @@ TRAITS = {
     "fsdp2": EngineTraits(
         memory="pipelinerl.plan.training_memory.ShardedMemory",
         always_in_a_group=True,
-        reads=frozenset({"shard_gradients"}),
+        reads=frozenset({"shard_gradients", "shard_ranks"}),
     ),
 }
 """Traits of the built-in engines, whose classes name them, too."""

@@ -370,12 +370,13 @@ def engine_overrides_choice(config: Config) -> str | None:
     return None
 
 
-def gradient_shards_without_reader(config: Config) -> str | None:
+def engine_key_without_reader(config: Config) -> str | None:
     engine = engine_of(config, ranks=2)
-    if not config.finetune.shard_gradients or engine not in TRAITS or "shard_gradients" in TRAITS[engine].reads:
-        return None
-    readers = " or ".join(name for name, traits in TRAITS.items() if "shard_gradients" in traits.reads)
-    return f"`finetune.shard_gradients` has no effect: only finetune.engine={readers} reads it"
+    for key in sorted(frozenset[str]().union(*(traits.reads for traits in TRAITS.values()))):
+        if getattr(config.finetune, key) and engine in TRAITS and key not in TRAITS[engine].reads:
+            readers = " or ".join(name for name, traits in TRAITS.items() if key in traits.reads)
+            return f"`finetune.{key}` has no effect: only finetune.engine={readers} reads it"
+    return None
 
 
 def cluster_without_ray(config: Config) -> str | None:
@@ -399,6 +400,6 @@ HINTS: tuple[Rule, ...] = (
     interval_without_pipeline,
     warmup_without_schedule,
     engine_overrides_choice,
-    gradient_shards_without_reader,
+    engine_key_without_reader,
     cluster_without_ray,
 )

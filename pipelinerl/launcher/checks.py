@@ -20,6 +20,7 @@ from pipelinerl.config.debug import WITH_ROLLOUTS, started_kinds
 from pipelinerl.config.engine import ADAMW, engine_of, traits_of
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import EXPERT_PARALLEL, requests_per_worker, server_options
+from pipelinerl.config.versions import unsupported
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.inference.args import vllm_arguments
 from pipelinerl.launcher import preflight
@@ -155,6 +156,12 @@ def engine(start: Start) -> list[str]:
             f"`finetune.engine` is {name}, which trains on at most {traits.max_ranks} rank(s), but this world has "
             f"{ranks}: lower world.finetune_fraction, or choose another engine"
         )
+    sharing = start.config.finetune.shard_ranks
+    if sharing and "shard_ranks" in traits.reads and ranks % sharing:
+        raise ConfigError(
+            f"`finetune.shard_ranks` is {sharing}, which does not divide the trainer's {ranks} ranks: set it to a "
+            "divisor, such as the GPUs of a node, or to null"
+        )
     return []
 
 
@@ -286,7 +293,7 @@ def store_of_weights(start: Start) -> list[str]:
 
 def libraries(start: Start) -> list[str]:
     preflight.check_companions()
-    return []
+    return unsupported()
 
 
 def model(start: Start) -> list[str]:

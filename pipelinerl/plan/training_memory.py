@@ -126,12 +126,13 @@ class ReplicatedMemory(EngineMemory):
 
 
 class ShardedMemory(EngineMemory):
-    """`fsdp2`."""
+    """`fsdp2`. Ranks of several copies hold as much as those of one."""
 
     def state_bytes(self, parameters: int, trained: int | None = None) -> tuple[int, int, int]:
         weights, gradient, states = super().state_bytes(parameters, trained)
-        shares = self.ranks if self.cfg.finetune.shard_gradients else 1
-        return weights // self.ranks, gradient // shares, states // self.ranks
+        sharing = self.cfg.finetune.shard_ranks or self.ranks
+        shares = sharing if self.cfg.finetune.shard_gradients else 1
+        return weights // sharing, gradient // shares, states // sharing
 
     def whole_weights(self, shape: ModelShape) -> int:
         """Embedding and head for the whole step, and two layers at a time."""

@@ -174,5 +174,11 @@ class FinetuneSection(Section):
         "micro-batch instead of one per step",
         may_change=True,
     )
+    shard_ranks: PositiveInt | None = key(
+        None,
+        "fsdp2: ranks that share one copy of the weights, a divisor of the trainer's ranks. Others hold further "
+        "copies, and only gradients cross from copy to copy, e.g. from node to node (HSDP). Null = all ranks share one",
+        may_change=True,
+    )
     lora: LoraSection
     rl: RLSection

@@ -3,6 +3,9 @@
 Parameters are kept in float32. bfloat16 is a mixed-precision policy with float32 reduction. Each decoder layer is one
 group, embedding and head are another. Gradients are reduce-scattered in the last micro-batch of a step, or in every one
 with `finetune.shard_gradients`, which never holds the whole gradient.
+
+With `finetune.shard_ranks` (HSDP) the ranks are a mesh of copies × shards. Neighbours share a copy. Every copy has the
+same shards, and gradients are summed over both dimensions.
 """
 
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +28,9 @@ from pipelinerl.finetune.engines.stepping import SteppingEngine
 from pipelinerl.finetune.model import DTYPES, Policy, PolicyOutput, Tokens, decoder_layers, is_empty
 from pipelinerl.finetune.pieces import Piece
 from pipelinerl.finetune.rl.objective import LossSettings
+
+COPIES, SHARDS = "copies", "shards"
+"""Dimensions of the mesh."""
 
 
 class ShardedEngine(SteppingEngine):
@@ -39,6 +45,7 @@ class ShardedEngine(SteppingEngine):
         self.device = device
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.shards_gradients = finetune.shard_gradients
+        self.mesh = make_mesh(device, self.world_size, finetune.shard_ranks)
         self._shard(MixedPrecisionPolicy(param_dtype=DTYPES[finetune.dtype], reduce_dtype=torch.float32))
         if empty:
             _make_shards(self.policy, device)
@@ -47,12 +54,11 @@ class ShardedEngine(SteppingEngine):
 
     def _shard(self, precision: MixedPrecisionPolicy) -> None:
         """Shard the policy. Its inputs are not cast, because the constants of the loss are float32."""
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in decoder_layers(self.policy.lm):
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, mesh=self.mesh, mp_policy=precision)
         if self.policy.value_head is not None:
-            fully_shard(self.policy.value_head, mesh=mesh)
-        fully_shard(self.policy, mesh=mesh, mp_policy=replace(precision, cast_forward_inputs=False))
+            fully_shard(self.policy.value_head, mesh=self.mesh)
+        fully_shard(self.policy, mesh=self.mesh, mp_policy=replace(precision, cast_forward_inputs=False))
 
     def forward(self, batch: Batch, settings: LossSettings) -> PolicyOutput:
         return self.policy(batch, settings)
@@ -81,7 +87,15 @@ class ShardedEngine(SteppingEngine):
         sizes = {name: parameter.numel() * kinds[name].itemsize for name, parameter in self.parameters.items()}
         memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
         for name, parameter in self.parameters.items():
-            yield name, _gather(parameter.detach(), memory[: sizes[name]].view(kinds[name]))
+            yield name, _gather(parameter.detach(), memory[: sizes[name]].view(kinds[name]), self.mesh)
+
+    def own_pieces(self) -> dict[str, Piece]:
+        """As in ``Engine``. Ranks of several copies divide each shard that they have in common."""
+        if self.mesh.ndim == 1:
+            return self.pieces()
+        copy, copies = self.mesh.get_local_rank(COPIES), self.mesh.size(0)
+        shares = {name: piece.cut(copy, copies) for name, piece in self.pieces().items()}
+        return {name: piece for name, piece in shares.items() if len(piece.tensor)}
 
     def local_piece(self, tensor: DTensor) -> Piece | None:
         """This rank's rows of ``tensor``."""
@@ -106,14 +120,31 @@ def check_states(optimizer: torch.optim.Optimizer, name: str) -> None:
                 )
 
 
-def _gather(parameter: DTensor, flat: Tensor) -> Tensor:
-    """Fill ``flat`` with all ranks' rows of ``parameter``, cast to its dtype. Collective. Returns the full tensor."""
-    rows = flat.view(len(parameter), -1)
-    shares = rows.split(-(-len(rows) // dist.get_world_size()))
+def make_mesh(device: torch.device, world_size: int, shard_ranks: int | None) -> DeviceMesh:
+    """The mesh of the ranks: one dimension, or copies × the ranks that share one.
+
+    Raises:
+        ConfigError: `finetune.shard_ranks` does not divide the ranks.
+    """
+    sharing = shard_ranks or world_size
+    if world_size % sharing:
+        raise ConfigError(
+            f"`finetune.shard_ranks` is {sharing}, but the trainer has {world_size} ranks, which is no multiple: set "
+            "it to a divisor, such as the GPUs of a node, or to null"
+        )
+    if sharing == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARDS,))
+    return init_device_mesh(device.type, (world_size // sharing, sharing), mesh_dim_names=(COPIES, SHARDS))
+
+
+def _gather(parameter: DTensor, flat: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Fill ``flat`` with all shards' rows of ``parameter``, cast to its dtype. Collective. Returns the full tensor."""
+    rows, group = flat.view(len(parameter), -1), mesh.get_group(SHARDS)
+    shares = rows.split(-(-len(rows) // dist.get_world_size(group)))
     for rank, share in enumerate(shares):  # the last ranks have none if there are few rows
-        if rank == dist.get_rank():
+        if rank == dist.get_rank(group):
             share.copy_(parameter.to_local().view(share.shape))
-        dist.broadcast(share, rank)
+        dist.broadcast(share, group=group, group_src=rank)
     return flat.view(parameter.shape)
 
 

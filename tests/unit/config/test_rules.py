@@ -318,7 +318,7 @@ HINTED = {
     "interval_without_pipeline": {"schedule": "conventional", "finetune__weight_update_interval": 2},
     "warmup_without_schedule": {"finetune__lr_scheduler_type": "constant"},
     "engine_overrides_choice": {"finetune__engine": "ddp"},
-    "gradient_shards_without_reader": {"finetune__shard_gradients": True},
+    "engine_key_without_reader": {"finetune__shard_gradients": True},
     "store_without_backend": {"weights__store": "/shared/weights"},
     "cluster_without_ray": {"launcher__ray_address": "auto"},
 }
