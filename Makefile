@@ -7,7 +7,7 @@ RUN ?= results/quickstart
 WORKERS ?= 2
 PACKAGES := pipelinerl conf tests benchmarks assets tools
 
-.PHONY: install quickstart test test-fast test-slow test-mutation gpu-check check advice format docs redis browser clean lock
+.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build gpu-check check advice format docs redis browser clean lock
 
 # Asked every time: it does nothing where .venv is what is asked for.
 install:
@@ -42,9 +42,17 @@ test-mutation: EXTRAS := $(EXTRAS),mutation
 test-mutation: install
 	$(PY) -m tests.mutation $(MODULES)
 
-# For a machine with a GPU and EXTRAS=gpu,test. Neither CI nor any run of this project's authors has had one yet.
+# For a machine with a GPU and EXTRAS=gpu,test: docs/testing.md, "On a GPU".
 gpu-check: install
-	$(PY) -m benchmarks.gpu_check --out results/gpu_check.json
+	$(PY) -m pipelinerl gpu-check --out results/gpu-check
+
+# Without a GPU: what it would be started with, checked by the GPU build's own parser. 3 minutes and 9 GB once.
+test-gpu-build:
+	@"$(PYTHON)" tools/install.py gpu,redis,lora --venv .venv-gpu
+	.venv-gpu/bin/python -m tools.gpu_build
+
+test-gpu: install
+	$(PY) -m benchmarks.gpu_tests --out results/gpu_tests.json
 
 check: install
 	$(PY) -m ruff check $(PACKAGES)

@@ -37,6 +37,7 @@ COMMANDS = {
     "exporter": Command("pipelinerl.inspect.exporter", "a run's figures for Prometheus, and a Grafana dashboard"),
     "streams": Command("pipelinerl.streams", "the records of a run's streams"),
     "plan": Command("pipelinerl.plan", "recommend the split of devices, concurrency and lag"),
+    "gpu-check": Command("pipelinerl.launcher.gpu_check", "verdicts on this machine's GPU, to paste into an issue"),
     "migrate": Command("pipelinerl.config.migrate", "an experiment of ServiceNow's PipelineRL as one of this project"),
     "model": Command("pipelinerl.tiny_model", "build a tiny model from a recipe"),
 }

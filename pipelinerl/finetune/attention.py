@@ -9,6 +9,7 @@ With sequence parallelism a rank has slices of documents and gathers the keys an
 Shapes: B rows, H query heads, G key-value heads, L tokens of a row or document, D head size.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -265,6 +266,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     value = F.pad(value, (0, query.shape[-1] - size))
     window = (-1 if scoring.window is None else scoring.window - 1, 0)
     query_LHD, key_LGD, value_LGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    grouped = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 wants a key head per query head
+        key_LGD, value_LGD = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key_LGD, value_LGD))
+        grouped = {}
     output = varlen_attn(
         query_LHD,
         key_LGD,
@@ -274,7 +279,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
         max(documents.keys),
         scale=scoring.scale,
         window_size=window,
-        enable_gqa=True,
+        **grouped,
     )
     assert isinstance(output, Tensor), "no log-sum-exp was asked for"
     return output.transpose(0, 1)[None, ..., :size]

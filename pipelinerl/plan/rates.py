@@ -4,6 +4,8 @@ Assumed rates are a roofline with the efficiencies below. They are good enough f
 measured rates when there are some (``python -m pipelinerl.plan compare RUN``).
 """
 
+from functools import partial
+
 import msgspec
 import numpy as np
 
@@ -87,24 +89,26 @@ def assumed_rates(shape: ModelShape, gpu: Gpu, *, mean_context: float, devices_p
     """
     weight_bytes = 2 * shape.parameters / devices_per_server
     cache_bytes = shape.kv_bytes_per_token() * mean_context
-    bandwidth = DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth
-    flops = DECODE_COMPUTE_EFFICIENCY * gpu.flops
     free = VLLM_SHARE * gpu.memory - weight_bytes - RUNTIME_BYTES
     if free < cache_bytes:
         raise ValueError(
             f"a server of {devices_per_server} GPU(s) of {gpu.memory / 1e9:.0f} GB cannot hold "
             f"{shape.parameters / 1e9:.1f}B parameters and one sequence: use more GPUs per server (--gpus-per-llm)"
         )
-
-    def decode(h: np.ndarray | float) -> np.ndarray:
-        h = np.asarray(h, dtype=np.float64)
-        reading = (weight_bytes + h * cache_bytes) / bandwidth
-        computing = 2 * shape.active_parameters * h / flops
-        return h / np.maximum(reading, computing)
-
     return Rates(
-        decode=decode,
+        decode=partial(decode_rate, shape, gpu, mean_context=mean_context, devices_per_server=devices_per_server),
         train=TRAIN_COMPUTE_EFFICIENCY * gpu.flops / (TRAIN_FLOPS_PER_PARAMETER * shape.active_parameters),
         max_concurrency=max(int(free / cache_bytes), 1),
         source="assumed",
     )
+
+
+def decode_rate(
+    shape: ModelShape, gpu: Gpu, sequences: np.ndarray | float, *, mean_context: float, devices_per_server: int = 1
+) -> np.ndarray:
+    """tokens/s of one device that decodes this number of sequences at a time."""
+    h = np.asarray(sequences, dtype=np.float64)
+    read_bytes = 2 * shape.parameters / devices_per_server + h * shape.kv_bytes_per_token() * mean_context
+    reading = read_bytes / (DECODE_BANDWIDTH_EFFICIENCY * gpu.bandwidth)
+    computing = 2 * shape.active_parameters * h / (DECODE_COMPUTE_EFFICIENCY * gpu.flops)
+    return h / np.maximum(reading, computing)

@@ -11,8 +11,9 @@ from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, version_bytes
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
+from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_speed
 from pipelinerl.plan.training_memory import GIB
-from pipelinerl.world.cluster import gpu_memory_bytes
+from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
 from pipelinerl.world.map import Job, WorldMap
 
 
@@ -102,6 +103,20 @@ def memory_table(plans: tuple[DevicePlan, ...], gpu_bytes: int, assumed: bool) -
     return table
 
 
+def speed_table(speeds: tuple[RoleSpeed, ...], gpu: str, assumed: bool) -> Table:
+    """Return a table with one line per kind of job. `assumed`: the GPU is not on this machine."""
+    title = f"Predicted speed ({gpu}{' assumed' if assumed else ''}; rooflines, not measured)"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("job", overflow="fold")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("MFU", justify="right")
+    table.add_column("notes", overflow="fold")
+    for speed in speeds:
+        name = f"{speed.kind} × {speed.devices}"
+        table.add_row(name, f"{speed.tokens_per_s:,.0f}", f"{speed.mfu:.1%}", speed.note)
+    return table
+
+
 def store_line(cfg: Config, shape: ModelShape | None) -> str:
     """Describe what `weights.backend=store` writes."""
     url = without_credentials(weight_store(cfg.weights.store, Path(cfg.output_dir)))
@@ -130,4 +145,10 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
     detected = gpu_memory_bytes()
     gpu_bytes = min(detected) if detected else ASSUMED_GPU_BYTES
     plans = memory_plan(cfg, world, shape, gpu_bytes)
-    return Group(jobs, memory_table(plans, gpu_bytes, assumed=not detected))
+    name, gpu = gpu_named(next(iter(gpu_names()), None))
+    speeds = predicted_speed(cfg, world, shape, gpu, gpu_bytes)
+    return Group(
+        jobs,
+        memory_table(plans, gpu_bytes, assumed=not detected),
+        speed_table(speeds, name, assumed=not detected),
+    )

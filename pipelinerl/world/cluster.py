@@ -9,13 +9,14 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from pipelinerl.config.sections import WorldSection
 from pipelinerl.errors import WorldError
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 
@@ -286,6 +287,20 @@ def count_visible_gpus(env: Mapping[str, str]) -> int:
 
 def gpu_memory_bytes() -> tuple[int, ...]:
     """Return the total memory of each GPU of this machine in bytes. The result is empty without NVIDIA's driver."""
+    return tuple(memory.total for memory in _of_each_gpu(_nvml_memory))
+
+
+def gpu_used_bytes() -> tuple[int, ...]:
+    """Return the memory of each GPU of this machine that all processes together use, in bytes."""
+    return tuple(memory.used for memory in _of_each_gpu(_nvml_memory))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the name of each GPU of this machine, such as `NVIDIA H100 80GB HBM3`."""
+    return _of_each_gpu(_nvml_name)
+
+
+def _of_each_gpu(ask: Callable[[ctypes.CDLL, int], T]) -> tuple[T, ...]:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -296,7 +311,7 @@ def gpu_memory_bytes() -> tuple[int, ...]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return ()
-        return tuple(_nvml_memory(nvml, index) for index in range(count.value))
+        return tuple(ask(nvml, index) for index in range(count.value))
     finally:
         nvml.nvmlShutdown()
 
@@ -305,11 +320,20 @@ class _NvmlMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _nvml_memory(nvml: ctypes.CDLL, index: int) -> int:
+def _nvml_memory(nvml: ctypes.CDLL, index: int) -> _NvmlMemory:
+    """All fields are 0 where the driver does not say."""
     handle, memory = ctypes.c_void_p(), _NvmlMemory()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
-        return 0
-    return memory.total if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
+        return _NvmlMemory()
+    return memory if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else _NvmlMemory()
+
+
+def _nvml_name(nvml: ctypes.CDLL, index: int) -> str:
+    """Empty where the driver does not say."""
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+        return ""
+    return text.value.decode() if nvml.nvmlDeviceGetName(handle, text, ctypes.c_uint(len(text))) == 0 else ""
 
 
 def visible_devices(gpus: tuple[int, ...], env: Mapping[str, str]) -> str:

@@ -1,29 +1,31 @@
-"""A whole run on one shared GPU: real vLLM, weights over CUDA IPC. Written without a GPU."""
+"""The quickstart on one shared GPU, with both of vLLM's model runners: it learns, and every update is swapped in place.
+
+Its twin on the CPU is `tests/integration/test_gpu_check.py`, which judges a run by the same facts.
+"""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.observability.metrics import read_metrics
+from pipelinerl.launcher.gpu_check.checks import experiment, find_machine
+from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, judge_quickstart
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-ON_ONE_GPU = (
-    *("world.accelerator=cuda", "world.gpus_per_node=1", "world.share_devices=true", "finetune.dtype=bfloat16"),
-    *("vllm_config.vllm_kwargs.dtype=bfloat16", "vllm_config.vllm_kwargs.gpu-memory-utilization=0.3"),
-    *("weights.backend=ipc", "weights.probe_tolerance=0.2", "finetune.max_train_steps=40"),
-)
 
 
-def test_quickstart_learns_on_one_shared_gpu(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}"]
-    done = subprocess.run([*command, *ON_ONE_GPU], capture_output=True, text=True, timeout=1000, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert max(point["step"] for point in read_metrics(run_dir, "finetune")) == 40
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_quickstart_learns_on_one_shared_gpu(runner: str, tmp_path: Path) -> None:
+    machine, imports = find_machine("cuda", 300)
+    assert machine is not None, imports
+    options = [f"finetune.max_train_steps={LEARNING_STEPS}"]
+    env = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    facts = experiment(f"runner {runner}", machine, tmp_path / "run", options, 1000, env)
+    assert not facts["problem"], facts
+    assert [verdict.outcome for verdict in judge_quickstart(machine, facts)] == ["passed", "passed"], facts
+    assert facts["attention_backend"], "vLLM's log does not name the attention backend"
+    assert facts["has_graphs"]

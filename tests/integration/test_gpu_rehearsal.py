@@ -13,7 +13,7 @@ from tests.engine_runs import ROOT
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ("rl_step or receiver or attention", "12 passed, 4 skipped"),
+        ("rl_step or receiver or attention or transport", "13 passed, 4 skipped"),
         pytest.param("engines", "10 passed", marks=pytest.mark.slow),
     ],
 )

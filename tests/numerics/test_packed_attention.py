@@ -1,5 +1,6 @@
 """Attention per document against a float64 oracle that writes the mask of all tokens by all tokens out."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -142,3 +143,40 @@ def test_a_model_s_own_mask_is_refused():
     query = torch.zeros(1, 1, 4, 4)
     with pytest.raises(ConfigError, match="use sdpa or eager"):
         packed_attention(torch.nn.Identity(), query, query, query, torch.ones(4, 4))
+
+
+def fake_kernel(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size=(-1, -1)):
+    """torch 2.11's kernel as a softmax per document: [L, H, D], a key head for every query head."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    assert longest == int(starts.diff().max())
+    outputs = []
+    for (a, b), (c, d) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
+        distance = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)[None]
+        hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
+        outputs.append(((q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def fake_grouped_kernel(query, key, value, *rest, enable_gqa=False, **options):
+    """torch 2.13's: it repeats key heads itself where it is asked to."""
+    assert enable_gqa
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return fake_kernel(query, key, value, *rest, **options)
+
+
+@pytest.mark.parametrize("kernel", [fake_kernel, fake_grouped_kernel])
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_kernel_s_heads_are_repeated_where_it_takes_no_groups(
+    kernel: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    torch.manual_seed(0)
+    documents = attention.Documents((5, 3), (9, 3), CPU)
+    query, key = torch.randn(1, 4, 8, 6, dtype=torch.float64), torch.randn(1, 2, 12, 6, dtype=torch.float64)
+    value = torch.randn(1, 2, 12, 4, dtype=torch.float64)
+    scoring = attention._Scoring(scale=0.4, window=window, softcap=None, sinks_H=None, dropout=0.0)
+    found = attention._varlen(query, key, value, scoring, documents)
+    expected = attention._attend_documents(query, key, value, scoring, documents)
+    assert found.shape == expected.shape == (1, 4, 8, 4)
+    assert (found - expected).abs().max() <= 1e-12

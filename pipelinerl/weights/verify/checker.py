@@ -329,6 +329,8 @@ class WeightChecker:
             self._mark_verified(state, question)  # beyond the bytes, log-probabilities are asked of few versions
         if expected.scores is not None:
             verdict = self._judge(state, version, expected.scores)
+            if verdict is not None:
+                log.info("event=server_scored server=%s version=%d %s", state.server.name, version, _figures(verdict))
             if verdict is not None and verdict.fault:
                 return f"{verdict.fault}: {_figures(verdict)}"
             passed = passed or verdict is not None

@@ -1,6 +1,6 @@
 """Runs the GPU tests, prints a table of their results and writes it as JSON.
 
-    python -m benchmarks.gpu_check --out results/gpu_check.json
+    python -m benchmarks.gpu_tests --out results/gpu_tests.json
 
 Each module of tests runs in a process of its own, the quick ones first, and the file is written again after each. A
 module that crashes, hangs or finds no time left costs only its own results. Needs pytest, but none of its plugins. Ends
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all tests together")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device, so there is nothing to check", file=sys.stderr)
+        print("gpu_tests: torch sees no CUDA device, so there is nothing to check", file=sys.stderr)
         return 2
     results = run_all(modules(), args.out, args.limit_s)
     table = Table(title=f"GPU tests on {device_name()}")

@@ -1,0 +1,229 @@
+"""The checks: what each runs, within which time, and who judges its facts.
+
+Each returns facts as plain data. `problem` says why its processes failed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config.load import load_run
+from pipelinerl.launcher.gpu_check import verdicts
+from pipelinerl.launcher.gpu_check.machine import Machine
+from pipelinerl.launcher.gpu_check.run_facts import run_facts
+from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, Verdict
+from pipelinerl.launcher.run_dir import last_error_line
+from pipelinerl.plan.memory import trainer_items, utilization
+from pipelinerl.plan.speed import gpu_named, server_speed
+from pipelinerl.world.cluster import gpu_used_bytes
+
+HERE = "pipelinerl.launcher.gpu_check"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WANDB_MODE": "disabled"}
+LOOK_S = 0.5
+STOP_S = 20
+UPDATES = 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. ``facts`` gets the machine, a folder of its own, and the seconds that it may take."""
+
+    name: str
+    limit_s: float
+    facts: Callable[[Machine, Path, float], Facts]
+    judge: Callable[[Machine, Facts], list[Verdict]]
+    needs_devices: int = 1
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The end of a process."""
+
+    problem: str
+    """Empty: it ended well."""
+    output: str
+
+
+def run_module(
+    module: str, arguments: Sequence[str], timeout_s: float, job: Any = None, env: Mapping[str, str] | None = None
+) -> Ended:
+    """Run one of this project's modules. After its time, or at Ctrl-C, it and all that it started are asked to end."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            text=True,
+            env=os.environ | OFFLINE | dict(env or {}),
+            start_new_session=True,
+        )
+        problem = ""
+        try:
+            process.communicate(None if job is None else json.dumps(job), timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            problem = f"did not end within {timeout_s:.0f} s"
+        finally:
+            stop(process)
+        for stream in (output, errors):
+            stream.seek(0)
+        told = [line for line in errors.read().splitlines() if line.strip()]
+        if not problem and process.returncode:
+            problem = f"ended with {process.returncode}: {told[-1][:300] if told else 'no message'}"
+        return Ended(problem, output.read())
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """A launcher ends its roles by itself when it is asked."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def one_device(env: Mapping[str, str]) -> dict[str, str]:
+    """The first of the devices that this process may use."""
+    return {"CUDA_VISIBLE_DEVICES": env.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
+
+
+def last_json(ended: Ended) -> dict[str, Any]:
+    """What a module of this package printed last, or why it did not."""
+    lines = ended.output.strip().splitlines()
+    return {"problem": ended.problem} if ended.problem else {"problem": ""} | json.loads(lines[-1])
+
+
+def find_machine(accelerator: str, timeout_s: float) -> tuple[Machine | None, Facts]:
+    """The machine and the facts of its imports. None: it cannot be checked, the facts say why."""
+    facts = last_json(run_module(f"{HERE}.machine", [accelerator], timeout_s))
+    return (msgspec.convert(facts["machine"], Machine) if facts.get("machine") else None), facts
+
+
+def trial_model(machine: Machine, folder: Path, timeout_s: float) -> tuple[Path, str]:
+    """The model with random weights, and why it could not be made."""
+    path = folder.parent / "trial_model"
+    if path.exists():
+        return path, ""
+    job = {
+        "folder": str(path),
+        "accelerator": machine.accelerator,
+        "shape": msgspec.to_builtins(machine.shape),
+    }
+    return path, run_module(f"{HERE}.trial_model", [], timeout_s, job, one_device(os.environ)).problem
+
+
+def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Path, float], Facts]:
+    """Check one length of micro-batches."""
+
+    def facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+        model, problem = trial_model(machine, folder, limit_s)
+        if problem:
+            return {"problem": f"the model with random weights was not made: {problem}"}
+        tokens = tokens_of(machine)
+        overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}"]
+        job = {"model": str(model), "tokens": tokens, "accelerator": machine.accelerator, "overrides": overrides}
+        return last_json(run_module(f"{HERE}.trainer_trial", [], limit_s, job, one_device(os.environ)))
+
+    return facts
+
+
+def experiment(
+    name: str, machine: Machine, run_dir: Path, options: Sequence[str], limit_s: float, env: Mapping[str, str]
+) -> Facts:
+    """Run the quickstart with these options. Facts of its folder, and the most memory in use on its device."""
+    arguments = ["--config-name=quickstart", f"output_dir={run_dir}", *machine.run_options, *options]
+    before = max(gpu_used_bytes(), default=0)
+    peak, over = [before], threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            peak[0] = max(peak[0], *gpu_used_bytes(), 0)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        ended = run_module("pipelinerl.launch", arguments, limit_s, env=one_device(os.environ) | dict(env))
+    finally:
+        over.set()
+        looking.join()
+    problem = ended.problem
+    if problem:
+        logs = {path.parent.name: path for path in sorted(run_dir.glob("*/log.txt"))}
+        problem += "".join(
+            f"; {job}: {last_error_line(path)[:200]}" for job, path in logs.items() if path.stat().st_size
+        )
+    measured = None if machine.is_rehearsal else peak[0] - before
+    return {"name": name, "problem": problem, "device_bytes": measured, **run_facts(run_dir)}
+
+
+def quickstart_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+    """The quickstart as it is. A rehearsal stops early, before it has learned."""
+    steps = 12 if machine.is_rehearsal else LEARNING_STEPS
+    return experiment("quickstart", machine, folder / "run", [f"finetune.max_train_steps={steps}"], limit_s, {})
+
+
+def other_runner_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+    """The beginning of the quickstart with vLLM's first model runner, which the default replaced."""
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    steps = 4 if machine.is_rehearsal else UPDATES
+    options = [f"finetune.max_train_steps={steps}", "eval.at_start=false", "eval.at_end=false"]
+    return experiment("model runner V1", machine, folder / "run", options, limit_s, env)
+
+
+def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+    """A run of random weights whose gradient is that of the entropy bonus, with answers of one length."""
+    model, problem = trial_model(machine, folder, limit_s)
+    if problem:
+        return {"problem": f"the model with random weights was not made: {problem}"}
+    length, rollouts = (16, 32) if machine.is_rehearsal else (512, 256)
+    run_dir = folder / "run"
+    sampling = f"{{max_tokens: {length}, temperature: 1.0}}"
+    options = [
+        *(f"model_path={model}", "tiny_model=null", f"llm.parameters={sampling}", f"test_llm.parameters={sampling}"),
+        *(f"actor.llm_max_rollouts={rollouts}", f"finetune.max_train_steps={UPDATES}", "finetune.seq_length=4096"),
+        *("eval.at_start=false", "eval.at_end=false", "finetune.rl.entropy_bonus=0.01", "weights.bucket_mb=128"),
+        *("finetune.learning_rate=1e-6", "vllm_config.vllm_kwargs.max_model_len=1024", "weights.timeout_s=120"),
+    ]
+    facts = dict(experiment("serving", machine, run_dir, options, limit_s, {}))
+    if facts["problem"]:
+        return facts
+    cfg = load_run(run_dir)
+    decoding = server_speed(cfg, machine.shape, gpu_named(machine.name)[1], 1, machine.memory_bytes)
+    trainer = sum(item.num_bytes for item in trainer_items(cfg, machine.shape, 1))
+    return facts | {
+        "predicted_per_s": None if decoding is None else decoding.tokens_per_s / 2,
+        "planned_pause_ms": None,
+        "planned_device_bytes": int(utilization(cfg) * machine.memory_bytes) + trainer,
+    }
+
+
+def communicator_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
+    """Two processes on two cards."""
+    module, meeting = f"{HERE}.communicator_trial", str(folder / "meeting")
+    second = threading.Thread(target=run_module, args=(module, ["1", meeting], limit_s))
+    second.start()
+    first = run_module(module, ["0", meeting], limit_s)
+    second.join()
+    return last_json(first)
+
+
+CHECKS = (
+    Check("trainer, short", 90, trainer_facts(lambda machine: machine.trained_lengths[0]), verdicts.judge_trainer),
+    Check("trainer, long", 90, trainer_facts(lambda machine: machine.trained_lengths[1]), verdicts.judge_trainer),
+    Check("quickstart", 200, quickstart_facts, verdicts.judge_quickstart),
+    Check("serving", 200, serving_facts, verdicts.judge_serving),
+    Check("model runner V1", 150, other_runner_facts, verdicts.judge_quickstart),
+    Check("communicators", 60, communicator_facts, verdicts.judge_communicators, needs_devices=2),
+)
+"""In the order in which they are run. What shows most in the least time comes first."""

@@ -1,0 +1,47 @@
+"""`python -m pipelinerl.launcher.gpu_check.communicator_trial RANK FILE`: memory of NCCL communicators, on two GPUs.
+
+Rank 0 prints one JSON object: what each further group of two ranks takes from the device.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+GROUPS = 3
+TIMEOUT_S = 60
+
+
+def free_bytes(device: torch.device, used: torch.Tensor) -> int:
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    assert used.is_cuda
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def measure(rank: int, meeting: str) -> dict[str, Any]:
+    """Bytes that the first and each further communicator take. One that has not sent anything takes none yet."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    box = torch.ones(1 << 20, device=device)
+    before = torch.cuda.mem_get_info(device)[0]
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("nccl", f"file://{meeting}", rank=rank, world_size=2, timeout=timeout)
+    dist.all_reduce(box)
+    taken = [before - free_bytes(device, box)]
+    for _ in range(GROUPS):
+        left = free_bytes(device, box)
+        dist.all_reduce(box, group=dist.new_group([0, 1], timeout=timeout))
+        taken.append(left - free_bytes(device, box))
+    dist.destroy_process_group()
+    return {"first_bytes": taken[0], "further_bytes": taken[1:], "nccl": ".".join(map(str, nccl.version()))}
+
+
+if __name__ == "__main__":
+    facts = measure(int(sys.argv[1]), sys.argv[2])
+    if sys.argv[1] == "0":
+        print(json.dumps(facts))

@@ -1,0 +1,66 @@
+"""`python -m pipelinerl.launcher.gpu_check.trial_model < job as JSON`: a model with random weights.
+
+A folder for what depends on sizes and not on what a model knows.
+
+The last norm is scaled so that logits have a standard deviation of 4, as those of trained models do: the noise between
+server and trainer grows with it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.plan.model_shape import ModelShape
+from pipelinerl.tiny_model.builder import sample_texts
+from pipelinerl.tiny_model.recipes import make_recipe
+from pipelinerl.tiny_model.tokenizer import train_tokenizer
+
+LOGIT_DEVIATION = 4.0
+POSITIONS = 32_768
+
+
+def write_trial_model(folder: Path, shape: ModelShape, device: torch.device) -> None:
+    """Write tokenizer, configuration and weights. The tokenizer is that of the quickstart's model.
+
+    Args:
+        folder: does not exist.
+        device: on which the values are drawn.
+    """
+    recipe = make_recipe("largest", {})
+    tokenizer = train_tokenizer(sample_texts(recipe, Random(0)), recipe.tags, recipe.max_number)
+    config = Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+        architectures=["Qwen2ForCausalLM"],
+    )
+    torch.manual_seed(0)
+    with device:
+        model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(LOGIT_DEVIATION / (config.initializer_range * shape.hidden**0.5))
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
+    weights = {name: p.detach().to(torch.bfloat16).cpu() for name, p in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    job = json.load(sys.stdin)
+    write_trial_model(Path(job["folder"]), msgspec.convert(job["shape"], ModelShape), torch.device(job["accelerator"]))

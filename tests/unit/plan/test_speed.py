@@ -1,0 +1,81 @@
+"""Predicted rates by hand, for the shape of Qwen2.5-7B on an H100."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pipelinerl.config import load
+from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
+from pipelinerl.plan.rates import GPUS
+from pipelinerl.plan.speed import gpu_named, predicted_speed, server_speed, trainer_speed, training_flops
+from pipelinerl.plan.world_table import render_world
+from pipelinerl.world import Cluster, Node, map_world
+
+REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
+SHAPE, H100 = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"], GPUS["H100"]
+PARAMETERS = 7_615_487_488
+"""Of a Qwen2.5-7B without the biases of its attention."""
+
+
+def make_config(*overrides: str):
+    return load.parse(load.compose("base", [*REQUIRED, *overrides]))
+
+
+def make_world(cfg, devices: int):
+    return map_world(
+        cfg, Cluster(accelerator="cuda", nodes=(Node(rank=0, hostname="a", devices=devices),)), check=False
+    )
+
+
+def test_operations_of_a_token_are_those_of_parameters_and_half_of_the_keys() -> None:
+    """Forward: 2 per parameter; per layer and head 2 products × 2 × 128 for each of 8,000 / 2 keys. Backward: twice."""
+    forward = 2 * PARAMETERS + 28 * 28 * 2 * 2 * 128 * 4000
+    assert training_flops(SHAPE, 8000, recomputed=False) == 3 * forward
+    assert training_flops(SHAPE, 8000, recomputed=True) == 4 * forward
+
+
+def test_recomputation_and_attention_lower_the_mfu_of_the_trainer() -> None:
+    cfg = make_config("finetune.gradient_checkpointing=false", "llm.parameters={max_tokens: 500, temperature: 1.0}")
+    speed = trainer_speed(cfg, SHAPE, H100, 4)
+    forward = 2 * PARAMETERS + 28 * 28 * 2 * 2 * 128 * 500
+    assert speed.tokens_per_s == pytest.approx(4 * 0.35 * 989e12 / (3 * forward))
+    assert speed.mfu == pytest.approx(0.35 * 2 * PARAMETERS / forward)
+    assert trainer_speed(make_config(), SHAPE, H100, 4).mfu < 0.75 * speed.mfu
+
+
+def test_a_server_decodes_what_its_cache_holds_and_the_configuration_allows() -> None:
+    few = server_speed(make_config("actor.llm_max_rollouts=8"), SHAPE, H100, 2, 80 * 2**30)
+    many = server_speed(make_config(), SHAPE, H100, 2, 80 * 2**30)
+    assert few is not None
+    assert many is not None
+    assert few.note.startswith("8 sequences")
+    read = 2 * PARAMETERS + 8 * 57344 * float(few.note.split(", ")[1].split()[0])  # tokens, rounded in the note
+    assert few.tokens_per_s == pytest.approx(2 * 8 * 0.6 * 3.35e12 / read, rel=1e-3)
+    assert many.tokens_per_s > 10 * few.tokens_per_s
+    assert server_speed(make_config(), SHAPE, H100, 2, 16 * 2**30) is None, "the weights alone have 15 GB"
+
+
+def test_jobs_on_one_gpu_share_its_time() -> None:
+    shared, apart = (make_config(*keys, "actor.llm_max_rollouts=8") for keys in (["world.share_devices=true"], []))
+    [alone] = predicted_speed(apart, make_world(apart, 8), SHAPE, H100, 80 * 2**30)[:1]
+    [half] = predicted_speed(shared, make_world(shared, 4), SHAPE, H100, 80 * 2**30)[:1]
+    assert (alone.devices, half.devices) == (4, 4)
+    assert half.tokens_per_s == alone.tokens_per_s / 2
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    assert gpu_named("NVIDIA H200")[0] == "H200"
+    assert gpu_named("NVIDIA A100-SXM4-80GB") == ("A100", GPUS["A100"])
+    assert gpu_named("NVIDIA GeForce RTX 4090") == gpu_named(None) == ("H100", H100)
+
+
+def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
+    cfg = make_config()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_world(cfg, make_world(cfg, 8)))
+    printed = console.file.getvalue()
+    assert "Predicted speed (H100 assumed" in printed
+    for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30):
+        assert f"{speed.tokens_per_s:,.0f}" in printed
+        assert f"{speed.mfu:.1%}" in printed
