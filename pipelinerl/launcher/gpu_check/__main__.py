@@ -24,9 +24,9 @@ from rich.table import Table
 
 from pipelinerl.errors import EXIT_REFUSED
 from pipelinerl.inspect.reading import command_parser
-from pipelinerl.launcher.gpu_check.checks import CHECKS, Check, find_machine
+from pipelinerl.launcher.gpu_check.checks import CHECKS, GpuCheck, find_machine
 from pipelinerl.launcher.gpu_check.machine import Machine
-from pipelinerl.launcher.gpu_check.verdicts import Facts, Verdict, failed, judge_imports
+from pipelinerl.launcher.gpu_check.verdicts import Facts, GpuVerdict, failed, judge_imports
 
 LIMIT_S = 600
 IMPORTS_LIMIT_S = 120
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(verdict.outcome == "failed" for verdict in found))
 
 
-def run_check(check: Check, machine: Machine, folder: Path, left_s: float) -> Facts:
+def run_check(check: GpuCheck, machine: Machine, folder: Path, left_s: float) -> Facts:
     """The facts of one check, with the seconds that it took."""
     if machine.devices < check.needs_devices:
         return {"not_run": f"needs {check.needs_devices} devices, this machine has {machine.devices}"}
@@ -77,13 +77,13 @@ def run_check(check: Check, machine: Machine, folder: Path, left_s: float) -> Fa
     return facts | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def verdicts_of(check: Check, machine: Machine, facts: Facts) -> list[Verdict]:
+def verdicts_of(check: GpuCheck, machine: Machine, facts: Facts) -> list[GpuVerdict]:
     ended = failed(check.name, facts)
     return check.judge(machine, facts) if ended is None else [ended]
 
 
 def write_results(
-    out: Path, machine: Machine, found: Sequence[Verdict], facts: dict[str, Facts], seconds: float
+    out: Path, machine: Machine, found: Sequence[GpuVerdict], facts: dict[str, Facts], seconds: float
 ) -> None:
     """Write the page and the JSON file."""
     everything: dict[str, Any] = {
@@ -98,7 +98,7 @@ def write_results(
         print_page(Console(file=file, width=PAGE_WIDTH), machine, found, seconds)
 
 
-def print_page(console: Console, machine: Machine, found: Sequence[Verdict], seconds: float) -> None:
+def print_page(console: Console, machine: Machine, found: Sequence[GpuVerdict], seconds: float) -> None:
     kind = "REHEARSAL on the CPU: no figure says anything about a GPU" if machine.is_rehearsal else machine.name
     memory = f"{machine.devices} × {machine.memory_bytes / 2**30:.0f} GiB"
     counts = ", ".join(

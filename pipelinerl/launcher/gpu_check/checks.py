@@ -21,7 +21,7 @@ from pipelinerl.config.load import load_run
 from pipelinerl.launcher.gpu_check import verdicts
 from pipelinerl.launcher.gpu_check.machine import Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
-from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, Verdict
+from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, GpuVerdict
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.plan.memory import trainer_items, utilization
 from pipelinerl.plan.speed import gpu_named, server_speed
@@ -35,13 +35,13 @@ UPDATES = 20
 
 
 @dataclass(frozen=True)
-class Check:
+class GpuCheck:
     """One check. ``facts`` gets the machine, a folder of its own, and the seconds that it may take."""
 
     name: str
     limit_s: float
     facts: Callable[[Machine, Path, float], Facts]
-    judge: Callable[[Machine, Facts], list[Verdict]]
+    judge: Callable[[Machine, Facts], list[GpuVerdict]]
     needs_devices: int = 1
 
 
@@ -124,7 +124,7 @@ def trial_model(machine: Machine, folder: Path, timeout_s: float) -> tuple[Path,
 
 
 def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Path, float], Facts]:
-    """Check one length of micro-batches."""
+    """GpuCheck one length of micro-batches."""
 
     def facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
         model, problem = trial_model(machine, folder, limit_s)
@@ -219,11 +219,11 @@ def communicator_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
 
 
 CHECKS = (
-    Check("trainer, short", 90, trainer_facts(lambda machine: machine.trained_lengths[0]), verdicts.judge_trainer),
-    Check("trainer, long", 90, trainer_facts(lambda machine: machine.trained_lengths[1]), verdicts.judge_trainer),
-    Check("quickstart", 200, quickstart_facts, verdicts.judge_quickstart),
-    Check("serving", 200, serving_facts, verdicts.judge_serving),
-    Check("model runner V1", 150, other_runner_facts, verdicts.judge_quickstart),
-    Check("communicators", 60, communicator_facts, verdicts.judge_communicators, needs_devices=2),
+    GpuCheck("trainer, short", 90, trainer_facts(lambda machine: machine.trained_lengths[0]), verdicts.judge_trainer),
+    GpuCheck("trainer, long", 90, trainer_facts(lambda machine: machine.trained_lengths[1]), verdicts.judge_trainer),
+    GpuCheck("quickstart", 200, quickstart_facts, verdicts.judge_quickstart),
+    GpuCheck("serving", 200, serving_facts, verdicts.judge_serving),
+    GpuCheck("model runner V1", 150, other_runner_facts, verdicts.judge_quickstart),
+    GpuCheck("communicators", 60, communicator_facts, verdicts.judge_communicators, needs_devices=2),
 )
 """In the order in which they are run. What shows most in the least time comes first."""

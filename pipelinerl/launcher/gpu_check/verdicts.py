@@ -28,7 +28,7 @@ LEARNING_STEPS = 160
 """Optimizer steps after which the quickstart has learned."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GpuVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the page."""
 
     check: str
@@ -38,22 +38,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def failed(check: str, facts: Facts) -> Verdict | None:
+def failed(check: str, facts: Facts) -> GpuVerdict | None:
     """The verdict on a check whose process failed or was not run. None: it ended well."""
     if "not_run" in facts:
-        return Verdict(check=check, outcome="not run", note=facts["not_run"])
-    return Verdict(check=check, outcome="failed", note=facts["problem"]) if facts.get("problem") else None
+        return GpuVerdict(check=check, outcome="not run", note=facts["not_run"])
+    return GpuVerdict(check=check, outcome="failed", note=facts["problem"]) if facts.get("problem") else None
 
 
-def judge_imports(machine: Machine, facts: Facts) -> list[Verdict]:
+def judge_imports(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     missing = facts["missing"]
     note = "; ".join([*missing[:3], *facts["unsupported"]]) + (f"; {len(missing)} missing" if missing[3:] else "")
     outcome: Outcome = "failed" if missing else "noted" if facts["unsupported"] else "passed"
-    return [Verdict(check="imports", outcome=outcome, measured=versions, note=note)]
+    return [GpuVerdict(check="imports", outcome=outcome, measured=versions, note=note)]
 
 
-def judge_trainer(machine: Machine, facts: Facts) -> list[Verdict]:
+def judge_trainer(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     """Speed and memory of an optimizer step. On a CPU neither is compared."""
     name = f"trainer, {facts['tokens'] // 1000}k tokens" if facts["tokens"] >= 1000 else f"trainer, {facts['tokens']}"
     label, gpu = gpu_named(machine.name)
@@ -63,7 +63,7 @@ def judge_trainer(machine: Machine, facts: Facts) -> list[Verdict]:
     planned = "" if machine.is_rehearsal else f"{predicted:,.0f} tokens/s ({label})"
     is_slow = not machine.is_rehearsal and facts["tokens_per_s"] < ENOUGH_SPEED * predicted
     sane = facts["loss_is_finite"]
-    speed = Verdict(
+    speed = GpuVerdict(
         check=f"{name}: speed",
         outcome="failed" if not sane else "slow" if is_slow else "noted" if machine.is_rehearsal else "passed",
         measured=measured,
@@ -73,24 +73,24 @@ def judge_trainer(machine: Machine, facts: Facts) -> list[Verdict]:
     return [speed, judge_memory(f"{name}: memory", facts["peak_bytes"], facts["planned_bytes"])]
 
 
-def judge_memory(check: str, measured: int | None, planned: int) -> Verdict:
+def judge_memory(check: str, measured: int | None, planned: int) -> GpuVerdict:
     """`failed` where the plan is too small."""
     if measured is None:
-        return Verdict(check=check, outcome="noted", planned=gib(planned), note="this device counts no tensors")
+        return GpuVerdict(check=check, outcome="noted", planned=gib(planned), note="this device counts no tensors")
     outcome: Outcome = "passed" if measured <= MOST_MEMORY * planned else "failed"
-    return Verdict(
+    return GpuVerdict(
         check=check, outcome=outcome, measured=gib(measured), planned=gib(planned), note=f"{measured / planned:.2f} ×"
     )
 
 
-def judge_quickstart(machine: Machine, facts: Facts) -> list[Verdict]:
+def judge_quickstart(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     """Whether it learned, and every version was swapped in."""
     before, after = facts["success_before"], facts["success_after"]
     is_long = facts["steps"] >= LEARNING_STEPS
     known = before is not None and after is not None
     learned = known and after - before >= LEAST_GAIN
     return [
-        Verdict(
+        GpuVerdict(
             check=facts["name"],
             outcome="noted" if not is_long else "passed" if learned else "failed",
             measured=f"success {before:.2f} → {after:.2f}" if known else "no evaluation",
@@ -101,10 +101,10 @@ def judge_quickstart(machine: Machine, facts: Facts) -> list[Verdict]:
     ]
 
 
-def judge_swaps(check: str, facts: Facts) -> Verdict:
+def judge_swaps(check: str, facts: Facts) -> GpuVerdict:
     """Every update must go live in place: no failed swap, no missed probe, no pointer that moved under a CUDA graph."""
     faults, live = facts["faults"], facts["swaps"]
-    return Verdict(
+    return GpuVerdict(
         check=check,
         outcome="failed" if faults or not live else "passed",
         measured=f"{live} live" + (", CUDA graphs captured" if facts["has_graphs"] else ", no CUDA graphs"),
@@ -112,7 +112,7 @@ def judge_swaps(check: str, facts: Facts) -> Verdict:
     )
 
 
-def judge_serving(machine: Machine, facts: Facts) -> list[Verdict]:
+def judge_serving(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     """Swaps, pause, decoding, probe noise and device memory of the run with random weights."""
     return [
         judge_swaps("serving: swaps", facts),
@@ -123,15 +123,15 @@ def judge_serving(machine: Machine, facts: Facts) -> list[Verdict]:
     ]
 
 
-def judge_pause(pauses_ms: Sequence[float], planned_ms: float | None) -> Verdict:
+def judge_pause(pauses_ms: Sequence[float], planned_ms: float | None) -> GpuVerdict:
     if not pauses_ms:
-        return Verdict(check="serving: pause", outcome="failed", note="no update was measured")
+        return GpuVerdict(check="serving: pause", outcome="failed", note="no update was measured")
     middle = statistics.median(pauses_ms)
     measured = f"{middle:.0f} ms, at most {max(pauses_ms):.0f}"
     if planned_ms is None:
-        return Verdict(check="serving: pause", outcome="noted", measured=measured, note=f"{len(pauses_ms)} updates")
+        return GpuVerdict(check="serving: pause", outcome="noted", measured=measured, note=f"{len(pauses_ms)} updates")
     is_slow = middle > SLOW_PAUSE * planned_ms
-    return Verdict(
+    return GpuVerdict(
         check="serving: pause",
         outcome="slow" if is_slow else "passed",
         measured=measured,
@@ -140,13 +140,13 @@ def judge_pause(pauses_ms: Sequence[float], planned_ms: float | None) -> Verdict
     )
 
 
-def judge_decoding(machine: Machine, rates: Sequence[float], predicted: float | None) -> Verdict:
+def judge_decoding(machine: Machine, rates: Sequence[float], predicted: float | None) -> GpuVerdict:
     if not rates:
-        return Verdict(check="serving: decoding", outcome="failed", note="no rate was measured")
+        return GpuVerdict(check="serving: decoding", outcome="failed", note="no rate was measured")
     best = max(rates)
     if predicted is None or machine.is_rehearsal:
-        return Verdict(check="serving: decoding", outcome="noted", measured=f"{best:,.0f} tokens/s")
-    return Verdict(
+        return GpuVerdict(check="serving: decoding", outcome="noted", measured=f"{best:,.0f} tokens/s")
+    return GpuVerdict(
         check="serving: decoding",
         outcome="passed" if best >= ENOUGH_SPEED * predicted else "slow",
         measured=f"{best:,.0f} tokens/s",
@@ -155,12 +155,12 @@ def judge_decoding(machine: Machine, rates: Sequence[float], predicted: float | 
     )
 
 
-def judge_noise(noise: Sequence[float], limit: float) -> Verdict:
+def judge_noise(noise: Sequence[float], limit: float) -> GpuVerdict:
     """Differences of log-probabilities between server and trainer at equal weights, one per scored version."""
     if not noise:
-        return Verdict(check="serving: probe noise", outcome="failed", note="no version was scored")
+        return GpuVerdict(check="serving: probe noise", outcome="failed", note="no version was scored")
     middle, largest = statistics.median(noise), max(noise)
-    return Verdict(
+    return GpuVerdict(
         check="serving: probe noise",
         outcome="passed" if largest <= limit else "failed",
         measured=f"median {middle:.2g}, largest {largest:.2g} nats",
@@ -169,17 +169,19 @@ def judge_noise(noise: Sequence[float], limit: float) -> Verdict:
     )
 
 
-def judge_device(machine: Machine, measured: int | None, planned: int) -> Verdict:
+def judge_device(machine: Machine, measured: int | None, planned: int) -> GpuVerdict:
     if measured is None or machine.is_rehearsal:
-        return Verdict(check="serving: device memory", outcome="noted", planned=gib(planned), note="not measured here")
+        return GpuVerdict(
+            check="serving: device memory", outcome="noted", planned=gib(planned), note="not measured here"
+        )
     return judge_memory("serving: device memory", measured, planned)
 
 
-def judge_communicators(machine: Machine, facts: Facts) -> list[Verdict]:
+def judge_communicators(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     """Memory of a further communicator of two ranks, at NCCL's default number of channels."""
     further = statistics.median(facts["further_bytes"])
     measured = f"{further / 2**20:,.0f} MiB each, the first {facts['first_bytes'] / 2**20:,.0f}"
-    return [Verdict(check="communicators", outcome="noted", measured=measured, note=f"NCCL {facts['nccl']}")]
+    return [GpuVerdict(check="communicators", outcome="noted", measured=measured, note=f"NCCL {facts['nccl']}")]
 
 
 def gib(num_bytes: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config import versions
-from pipelinerl.config.versions import SUPPORTED, Library, missing_names, series, unsupported
+from pipelinerl.config.versions import SUPPORTED, SupportedLibrary, missing_names, series, unsupported
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def test_what_the_package_requires_was_tested() -> None:
 
 
 def test_a_series_that_nobody_tried_is_named_with_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.SUPPORTED, "torch", Library(tested=("1.0",), read=("1.1",)))
+    monkeypatch.setitem(versions.SUPPORTED, "torch", SupportedLibrary(tested=("1.0",), read=("1.1",)))
     [line] = unsupported()
     assert line.startswith("torch 2.13")
     assert line.endswith("1.0, 1.1")

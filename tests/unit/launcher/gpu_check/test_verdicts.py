@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.launcher.gpu_check import __main__ as command
 from pipelinerl.launcher.gpu_check import verdicts
-from pipelinerl.launcher.gpu_check.checks import Check, last_json, run_module
+from pipelinerl.launcher.gpu_check.checks import GpuCheck, last_json, run_module
 from pipelinerl.launcher.gpu_check.machine import REAL_SHAPE, CudaMeter, Machine
 from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.plan.speed import gpu_named, training_rate
@@ -160,8 +160,8 @@ def test_a_module_that_fails_or_hangs_costs_only_its_own_facts() -> None:
 
 
 def test_checks_without_time_or_cards_are_named_and_the_results_are_kept(tmp_path: Path) -> None:
-    two_cards = Check("communicators", 60, lambda *_: {}, verdicts.judge_communicators, needs_devices=2)
-    one_card = Check("trainer", 60, lambda *_: {"problem": "broken"}, verdicts.judge_trainer)
+    two_cards = GpuCheck("communicators", 60, lambda *_: {}, verdicts.judge_communicators, needs_devices=2)
+    one_card = GpuCheck("trainer", 60, lambda *_: {"problem": "broken"}, verdicts.judge_trainer)
     facts = {
         "communicators": command.run_check(two_cards, CARD, tmp_path, 100),
         "late": command.run_check(one_card, CARD, tmp_path, 3),
