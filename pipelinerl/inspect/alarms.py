@@ -419,7 +419,8 @@ def flat_evaluation(history: History) -> Iterable[Alarm]:
 
 def low_ess(history: History) -> Iterable[Alarm]:
     """Alarm if importance ratios leave less than half of the tokens effective."""
-    points = _with(history.finetune, TrainerMetric.ESS, fewest=WINDOW)
+    known = _with(history.finetune, TrainerMetric.ESS, fewest=WINDOW)
+    points = [point for point in known if point[TrainerMetric.ESS] > 0]  # 0: nothing was sampled, so there is no ratio
     now = statistics.fmean(point[TrainerMetric.ESS] for point in points[-WINDOW:]) if points else 1.0
     if now < LOW_ESS:
         first = next(point[STEP] for point in points if point[TrainerMetric.ESS] < LOW_ESS)

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.inspect.alarms import CHECKS, WINDOW, Alarm, History, Settings, alarms
 from pipelinerl.inspect.page.build import collect
-from pipelinerl.records import CalibrationExceeded, ProbeMissed, WeightUpdateSuccess
+from pipelinerl.records import CalibrationExceeded, EvaluationDone, ProbeMissed, WeightUpdateSuccess
 from pipelinerl.streams import set_streams_backend
 from tests.run_folder import Story, make_run
 from tests.says import says
@@ -148,6 +148,57 @@ def test_bad_tokenizer_by_its_text_and_by_its_answers() -> None:
     assert alarm.name == "bad tokenizer"
     learned = points(no_answer=[0.97] * 20 + [0.1] * 20, success=RISING, reward=RISING)
     assert found(actor=learned) == [], "a model that learns the format"
+
+
+def evaluated(*successes: float, rollouts: int = 512) -> list[EvaluationDone]:
+    return [
+        EvaluationDone(version=40 * place, success=success, reward=success, num_rollouts=rollouts, metrics={})
+        for place, success in enumerate(successes)
+    ]
+
+
+STILL = points(reward=[0.4] * N, success=[0.4] * N)
+
+
+def test_flat_evaluation_is_one_whose_interval_shows_no_progress() -> None:
+    """Of 512 rollouts 0.40 is 0.358 to 0.443 and 0.47 is 0.427 to 0.513: they overlap. 0.50 begins at 0.457."""
+    (alarm,) = found(actor=STILL, evaluations=evaluated(0.40, 0.47))
+    assert alarm.name == "flat evaluation"
+    assert "0.358–0.443 and 0.427–0.513" in alarm.text
+    assert found(actor=STILL, evaluations=evaluated(0.40, 0.50)) == []
+    (alarm,) = found(actor=STILL, evaluations=evaluated(0.40, 0.30))
+    assert alarm.name == "falling evaluation"
+    assert found(actor=STILL, evaluations=evaluated(0.99, 0.99)) == [], "it is solved"
+
+
+def test_evaluation_of_few_problems_does_not_contradict_training() -> None:
+    assert found(evaluations=evaluated(0.4, 0.5, rollouts=30)) == [], "success on training problems rises"
+    (alarm,) = found(actor=STILL, evaluations=evaluated(0.4, 0.5, rollouts=30))
+    assert "more test problems" in alarm.cure
+
+
+def test_low_effective_sample_size_names_what_is_not_set_already() -> None:
+    falling = points(ess=[0.97] * 20 + [0.3] * 20)
+    (alarm,) = found(finetune=falling, settings=Settings(max_lag_steps=0, learning_rate=3e-5))
+    assert (alarm.name, alarm.step) == ("low effective sample size", 20)
+    assert alarm.cure == "You could set finetune.rl.proximal_every or lower finetune.learning_rate (it is 3e-05)"
+    assert found(finetune=points(ess=[0.0] * N)) == [], "nothing was sampled"
+
+
+def test_rising_entropy_beyond_its_noise_without_success() -> None:
+    noisy = [1.0 + (0.1 if place % 2 else 0.0) for place in range(N)]
+    rising = [value + 0.5 * place / N for place, value in enumerate(noisy)]
+    (alarm,) = found(finetune=points(entropy=rising), actor=STILL)
+    assert alarm.name == "rising entropy"
+    assert found(finetune=points(entropy=noisy), actor=STILL) == []
+    assert found(finetune=points(entropy=rising)) == [], "it succeeds"
+
+
+@pytest.mark.parametrize(("never", "always", "name"), [(0.95, 0.0, "never"), (0.02, 0.93, "always")])
+def test_groups_without_signal(never: float, always: float, name: str) -> None:
+    solved = {"groups_never_solved": [0.5] * 30 + [never] * 10, "groups_always_solved": [0.1] * 30 + [always] * 10}
+    (alarm,) = found(actor=points(reward=RISING, success=RISING, **solved))
+    assert (alarm.name, alarm.step) == (f"groups {name} solved", 30)
 
 
 def test_every_alarm_is_one_line_with_its_cure() -> None:
