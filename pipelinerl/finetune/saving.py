@@ -23,6 +23,7 @@ from pipelinerl.finetune.export import StagedExport, export_root, stage_export, 
 from pipelinerl.finetune.pieces import Piece, Pieces
 from pipelinerl.finetune.rendezvous import Peers
 from pipelinerl.observability.status import RoleStatus
+from pipelinerl.weights.pinned import pin_exactly
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class Saver:
     def _stage(self) -> dict[str, Piece]:
         """Copy the state to host memory, which is page-locked for a GPU and reused for the next state."""
         on_gpu = self._engine.device.type == "cuda"
+        if on_gpu:
+            pin_exactly()
         for name, piece in {**self._engine.own_pieces(), **_rng_of(self._engine)}.items():
             if name not in self._host:
                 memory = torch.empty_like(piece.tensor, device="cpu", pin_memory=on_gpu)

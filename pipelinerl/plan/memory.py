@@ -26,6 +26,7 @@ from pipelinerl.plan.training_memory import (
     lora_parameters,
     step_items,
 )
+from pipelinerl.weights.staging_memory import fits_on_device, reserve_bytes
 from pipelinerl.world.map import WorldMap
 
 ASSUMED_GPU_BYTES = 80 * GIB
@@ -41,8 +42,6 @@ ONLY_FOR_RANKS = ("finetune.engine", "finetune.shard_gradients")
 """Those of them that do nothing for one rank."""
 LARGER_CHUNKS = (1024, 512)
 MAX_RANKS_POWER = 11
-STAGING_RESERVE_BYTES = GIB
-"""Device memory that staging keeps free (`pipelinerl.weights.load.worker.DEVICE_RESERVE_BYTES`)."""
 VLLM_BATCH = {"max-num-batched-tokens": 8192, "max-num-seqs": 256}
 """vLLM's options that bound its activations, with its defaults."""
 
@@ -92,7 +91,7 @@ def memory_plan(
                 on_node = max(
                     sum(job.num_ranks for job in world.on_node(node.rank) if job.kind == kind) for node in world.nodes
                 )
-                note = _staging_note(cfg, shape, servers[0].num_ranks, gpu_bytes, on_node)
+                note = _staging_note(cfg, world, shape, gpu_bytes, on_node)
                 plan = msgspec.structs.replace(plan, note=plan.note + note)
             plans.append(plan)
     return tuple(plans)
@@ -257,14 +256,16 @@ def staged_bytes(cfg: Config, shape: ModelShape, ranks: int) -> int:
     return _server_weights(cfg, shape, ranks) * _element(cfg)
 
 
-def _staging_note(cfg: Config, shape: ModelShape, ranks: int, gpu_bytes: int, on_node: int) -> str:
+def _staging_note(cfg: Config, world: WorldMap, shape: ModelShape, gpu_bytes: int, on_node: int) -> str:
     """Where a server of its own GPUs stages updates, with the sum of a node that has ``on_node`` of its devices."""
     if cfg.world.share_devices:
         return ""
-    staged = staged_bytes(cfg, shape, ranks)
-    fits = gpu_bytes * (1 - utilization(cfg)) > staged + STAGING_RESERVE_BYTES
+    staged = staged_bytes(cfg, shape, world.get("actor_llm")[0].num_ranks)
+    transport = world.transfer_backend(cfg.weights.backend)
+    fits = fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), transport)
     place = "beside vLLM's share" if fits else "in pinned host memory"
-    return f"; an update is staged {place}: {staged / GIB:.1f} GiB per GPU, {on_node * staged / GIB:.0f} GiB per node"
+    note = f"; an update is staged {place}: {staged / GIB:.1f} GiB per GPU, {on_node * staged / GIB:.0f} GiB per node"
+    return f"{note}, {reserve_bytes(transport) / GIB:.1f} GiB of the GPU are left to communicators and others"
 
 
 def _server_weights(cfg: Config, shape: ModelShape, ranks: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pipelinerl.weights.layout import Layout, StripeBuffer
+from pipelinerl.weights.pinned import pinned
 from pipelinerl.weights.protocol import payload_key
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.buffers import BufferRegistry
@@ -97,5 +98,6 @@ class Snapshots:
         if fitting is not None:
             return fitting
         first, end = dict(enumerate(model_stripes(layout, self._ranks))).get(self._rank, (0, 0))
-        buffer = torch.zeros(end - first, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        size, on_gpu = end - first, self._device.type == "cuda"
+        buffer = pinned(size) if on_gpu else torch.zeros(size, dtype=torch.uint8)
         return StripeBuffer(layout, buffer, first)

@@ -319,12 +319,18 @@ def test_server_keeps_for_the_cache_what_weights_and_runtime_leave():
 def test_staged_updates_are_summed_per_node():
     cfg = make_config("vllm_config.vllm_kwargs.tensor-parallel-size=2")
     shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    trainer, server = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 90 * GIB)
+    trainer, server = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 110 * GIB)
     version = 2 * shape.parameters / GIB
     assert f"{2 * version:.1f} GiB of it for updates on their way to servers" in trainer.note
     # two servers of two GPUs, each of which stages its half of the bfloat16 weights beside vLLM's nine tenths
     expected = f"an update is staged beside vLLM's share: {version / 2:.1f} GiB per GPU, {2 * version:.0f} GiB per node"
     assert expected in server.note
+    # a tenth of the GPU has to hold its half, 1 GiB, and three communicators of four channels of 16 MB
+    assert "1.2 GiB of the GPU are left to communicators" in server.note
+    largest = 10 * (version / 2 + 1 + 3 * 4 * 16e6 / GIB)
+    for gib, place in ((largest + 0.1, "beside vLLM's share"), (largest - 0.1, "in pinned host memory")):
+        plan = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, int(gib * GIB))[1]
+        assert f"an update is staged {place}" in plan.note
     small = memory_plan(cfg, map_world(cfg, one_node(8), check=False), shape, 80 * GIB)[1]
     assert "staged in pinned host memory" in small.note
 

@@ -1,0 +1,23 @@
+"""Page-locked host memory that takes just as many bytes as were asked for."""
+
+import torch
+
+EXACT_ABOVE_MB = 1
+_KEY = "pinned_max_round_threshold_mb"
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Returns zeros, flat uint8, that a GPU reads and writes directly."""
+    pin_exactly()
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def pin_exactly() -> None:
+    """Has torch take page-locked memory of more than 1 MiB as it is asked for, in this process.
+
+    By default each allocation is rounded up to a power of two: 17 GiB take 32. What the environment sets stays.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()  # noqa: SLF001 — torch has no public way in a running process
+    if _KEY not in settings:
+        exact = f"{_KEY}:{EXACT_ABOVE_MB}"
+        torch._C._accelerator_setAllocatorSettings(f"{settings},{exact}" if settings else exact)  # noqa: SLF001 — as above
