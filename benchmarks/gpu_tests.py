@@ -26,7 +26,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
-QUICK_FIRST = ("receiver", "bucket_transport", "attention", "rl_step", "engines", "quickstart", "images")
+QUICK_FIRST = ("receiver", "bucket_transport", "swap", "attention", "rl_step", "engines", "quickstart", "images")
 PLUGINS = ("pytest_asyncio", "pytest_timeout", "xdist")
 """What the project's pytest settings need. Without them the settings are left out."""
 LIMIT_S = 1200

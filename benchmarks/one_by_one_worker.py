@@ -9,7 +9,7 @@ from vllm.config import set_current_vllm_config
 
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.weights.layout import torch_dtype
-from pipelinerl.weights.load.shadow_copy import reload_in_place
+from pipelinerl.weights.load.swap import reload_in_place
 from pipelinerl.weights.load.worker import WeightUpdateExtension
 from pipelinerl.weights.protocol import Address, Get, ParamSpec
 from pipelinerl.weights.transfer.wire import Connection, view_of

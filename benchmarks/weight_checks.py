@@ -23,9 +23,10 @@ from torch import nn
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.weights.layout import Layout, StripeBuffer, spec_of
-from pipelinerl.weights.load.live_check import differing, learn
+from pipelinerl.weights.load.learning import learn
+from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.transfer.checksum import checksum
-from pipelinerl.weights.transfer.shard import LoadPlan
+from pipelinerl.weights.transfer.shard import LoadPlan, staged_copies
 from pipelinerl.weights.verify.calibration import calibrate, check_version
 
 LAYERS, HIDDEN, VOCAB, WORKERS = 24, 64, 512, 2
@@ -198,9 +199,9 @@ class StandIn:
         StripeBuffer(self.layout, expected).fill(self.sent().items())
         if checksum(self.staged) != checksum(expected):
             return True
-        staged = dict(self.layout.views(self.staged))
         return any(
-            next(differing(plan.copies, dict(worker.named_parameters()), staged), None) is not None
+            next(differing(staged_copies(self.layout, plan, None), dict(worker.named_parameters()), self.staged), None)
+            is not None
             for plan, worker in zip(self.plans, self.workers, strict=True)
         )
 

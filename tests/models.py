@@ -12,6 +12,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
@@ -20,6 +21,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
 """Families whose weights vLLM splits over the workers of a server, each in another way."""
+
+
+def _attention(heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads} | others
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2.5-7B": {"model_type": "qwen2", "num_hidden_layers": 28, "vocab_size": 152064, "hidden_size": 3584}
+    | {"intermediate_size": 18944}
+    | _attention(28, 4),
+    "Qwen2.5-72B": {"model_type": "qwen2", "num_hidden_layers": 80, "vocab_size": 152064, "hidden_size": 8192}
+    | {"intermediate_size": 29568}
+    | _attention(64, 8),
+    "Mixtral-8x7B": {"model_type": "mixtral", "num_hidden_layers": 32, "vocab_size": 32000, "hidden_size": 4096}
+    | {"intermediate_size": 14336, "num_local_experts": 8}
+    | _attention(32, 8),
+    "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "vocab_size": 151936, "hidden_size": 2048}
+    | {"intermediate_size": 6144, "num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    | _attention(32, 4, head_dim=128),
+    "Qwen3-235B-A22B": {"model_type": "qwen3_moe", "num_hidden_layers": 94, "vocab_size": 151936, "hidden_size": 4096}
+    | {"intermediate_size": 12288, "num_experts": 128, "moe_intermediate_size": 1536, "num_experts_per_tok": 8}
+    | _attention(64, 4, head_dim=128),
+    "GLM-4.5-Air": {"model_type": "glm4_moe", "num_hidden_layers": 46, "vocab_size": 151552, "hidden_size": 4096}
+    | {"intermediate_size": 10944, "n_routed_experts": 128, "moe_intermediate_size": 1408, "num_experts_per_tok": 8}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1}
+    | _attention(96, 8, head_dim=128, attention_bias=True),
+}
+"""Published models: what of their configurations decides the shapes of their tensors."""
+
+
+def save_published(folder: Path, name: str, *, layers: int | None = None) -> Path:
+    """Writes the configuration of a published model, with all of its layers or so many, and no weights."""
+    sizes = PUBLISHED[name] | {"tie_word_embeddings": False, "max_position_embeddings": 4096, "dtype": "bfloat16"}
+    config = AutoConfig.for_model(**(sizes | ({} if layers is None else {"num_hidden_layers": layers})))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    return folder
 
 
 def make_family(name: str) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pipelinerl.weights.transfer.shard import Shard, gather_runs
+from pipelinerl.weights.transfer.shard import LoadPlan, Shard, gather_runs, staged_copies
 
 PADDING = 64
 """vLLM pads vocabularies to a multiple of this."""
@@ -105,3 +105,11 @@ def gathered(shard: Shard, whole: torch.Tensor, bucket: int = 1 << 20) -> torch.
             upto = min(place + bucket, high)
             buffer[place:upto] = gather_runs(shard.stripes[start], whole[start:end], start, place, upto)
     return buffer
+
+
+@torch.no_grad()
+def put(model: nn.Module, plan: LoadPlan, shard: Shard, buffer: torch.Tensor) -> None:
+    """Copies a shard to where the model's loaders would put it."""
+    live = dict(model.named_parameters())
+    for one in staged_copies(shard.layout, plan, shard):
+        one.target_view.read(live[one.target].data).copy_(one.source(buffer))

@@ -1,4 +1,4 @@
-"""Shards of real vLLM models at tensor-parallel size 4, learned without an engine: exactly the worker's parameters."""
+"""Shards of real vLLM models, learned without an engine: just the worker's parameters, which a swap puts in place."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.models import FAMILIES, make_family
+from tests.models import FAMILIES, PUBLISHED, make_family, save_published
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 480
+BUCKET_BYTES = 8 << 20
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("families")
     for name in FAMILIES:
         make_family(name).save_pretrained(folder / name)
-    output, models = folder / "shards.jsonl", [str(folder / name) for name in FAMILIES]
+    for name in PUBLISHED:
+        save_published(folder / name, name, layers=2)
+    output, models = folder / "shards.jsonl", [str(folder / name) for name in (*FAMILIES, *PUBLISHED)]
     subprocess.run(
         [sys.executable, "-m", "tests.recorded_loaders", str(output), *models],
         check=True,
@@ -30,10 +33,36 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loaders_find_their_parameters_in_a_shard_of_just_their_size(name: str, shards: list[dict[str, Any]]) -> None:
+def test_swap_puts_a_shard_of_just_their_size_where_vllm_loads_it(name: str, shards: list[dict[str, Any]]) -> None:
     workers = [shard for shard in shards if shard["model"] == name]
-    assert [worker["rank"] for worker in workers] == [0, 1, 2, 3]
+    kinds = ["tp", "ep"] if "num_experts" in FAMILIES[name] else ["tp"]
+    assert [(worker["kind"], worker["rank"]) for worker in workers] == [(kind, n) for kind in kinds for n in range(4)]
     for worker in workers:
-        assert (worker["whole"], worker["unlearned"], worker["differing"]) == ([], [], [])
+        assert (worker["whole"], worker["unlearned"]) == ([], [])
+        assert (worker["differing"], worker["compared"], worker["moved"], worker["packed"]) == ([], [], [], [])
         assert worker["shard"] == worker["parameters"] < 0.3 * worker["of"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cpu_worker_multiplies_with_the_sent_weights_as_if_vllm_had_loaded_them(
+    name: str, shards: list[dict[str, Any]]
+) -> None:
+    """Its large layers and experts are packed. The second of two versions, too."""
+    workers = [shard for shard in shards if shard["model"] == name and "unlike" in shard]
+    assert len(workers) == (2 if "num_experts" in FAMILIES[name] else 1)
+    for worker in workers:
+        assert worker["unlike"] == []
+        assert worker["checks"] == [[worker["shard"], True, [], []]] * 2
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shard_of_a_published_model_is_what_its_worker_holds(name: str, shards: list[dict[str, Any]]) -> None:
+    workers = [shard for shard in shards if shard["model"] == name]
+    kinds = ["tp", "ep"] if "experts" in str(PUBLISHED[name]) else ["tp"]
+    assert [(worker["kind"], worker["rank"]) for worker in workers] == [(kind, n) for kind in kinds for n in range(2)]
+    for worker in workers:
+        assert (worker["whole"], worker["unlearned"]) == ([], [])
+        assert abs(worker["shard"] - worker["parameters"]) <= BUCKET_BYTES
+        assert worker["shard"] < 0.6 * worker["of"]

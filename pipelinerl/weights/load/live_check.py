@@ -1,9 +1,9 @@
 """Checks exactly that the live tensors are the sent bytes, also for updates too small for log-probabilities to show.
 
 The check has two steps. The checksum of the staged bytes equals the trainer's, so the right bytes arrived. `differing`
-finds no live tensor that differs from its staged bytes, so they are in use. `learn` finds out once which live elements
-come from which bytes: it runs the model's own loaders on tensors without memory and records every copy. Values that a
-loader computes instead of copying are not learned. Only the log-probabilities check those.
+finds no live tensor that differs from its staged bytes, so they are in use. Which live elements come from which bytes
+stands in the load plan (`learning.learn`). Values that a loader computes instead of copying are not in it. Only the
+log-probabilities check those.
 
 `LiveCheck` compares every version that becomes live, in the background.
 """
@@ -11,110 +11,33 @@ loader computes instead of copying are not learned. Only the log-probabilities c
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from pipelinerl.weights.layout import torch_dtype
-from pipelinerl.weights.protocol import ParamSpec, WeightCheck
-from pipelinerl.weights.transfer.shard import Copy, LoadPlan, View
+from pipelinerl.weights.protocol import WeightCheck
+from pipelinerl.weights.transfer.shard import StagedCopy
 
 log = logging.getLogger(__name__)
 
 
-class _Recorder(TorchDispatchMode):
-    """Records every assignment to an existing tensor, and which sent tensors go elsewhere.
+def differing(copies: Iterable[StagedCopy], live: Mapping[str, torch.Tensor], staged: torch.Tensor) -> Iterator[str]:
+    """Yields names of live parameters that differ in any bit from the staged bytes, cast to the live dtype.
 
     Args:
-        sent: names of the sent tensors by their storage.
+        copies: those of live parameters that keep what was loaded into them.
+        staged: flat uint8.
     """
-
-    def __init__(self, sent: Mapping[int, str]) -> None:
-        super().__init__()
-        self._sent = sent
-        self.assignments: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.computed: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            self.assignments.append((args[0], args[1]))
-            return result
-        if not func.is_view:
-            given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-            self.computed |= {self._sent[storage] for storage in given & self._sent.keys()}
-        return result
-
-
-def learn(
-    model: nn.Module, load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any], specs: Sequence[ParamSpec]
-) -> LoadPlan:
-    """Returns the load plan of a model without memory (device `meta`).
-
-    Args:
-        load: the model's own function for loading named tensors, e.g. ``model.load_weights``.
-        specs: parameters as they are sent.
-    """
-    sources = [(spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")) for spec in specs]
-    sent = {_storage(tensor): name for name, tensor in sources}
-    live = {_storage(parameter): name for name, parameter in model.named_parameters()}
-    with _Recorder(sent) as recorder:
-        load(iter(sources))
-    copies, computed, used = [], set(), recorder.computed
-    for target, source in recorder.assignments:
-        name, origin = live.get(_storage(target)), source is not None and sent.get(_storage(source))
-        if name is None:
-            used |= {origin} if origin else set()
-            continue
-        if origin:
-            assert source is not None
-            copies.append(Copy(name, View.of(target), origin, View.of(source)))
-        else:
-            computed.add(name)
-    copied = {copy.target for copy in copies} - computed
-    used |= {copy.source for copy in copies if copy.target in computed}
-    unlearned = tuple(sorted(set(live.values()) - copied))
-    if set(unlearned) - computed:  # they may be replaced as a whole, by any tensor that is not copied
-        used |= {*sent.values()} - {copy.source for copy in copies}
-    return LoadPlan(tuple(copy for copy in copies if copy.target in copied), unlearned, frozenset(used))
-
-
-def learned(learning: Callable[[], LoadPlan], model: nn.Module, specs: Sequence[ParamSpec]) -> LoadPlan:
-    """Returns what ``learning`` returns, or the plan of unknown loaders if it fails.
-
-    A loader that looks at values, for instance, cannot run without memory. Then all tensors are kept whole.
-    """
-    try:
-        return learning()
-    except Exception as error:  # noqa: BLE001 — whatever a model's loaders raise: the log-probabilities decide alone
-        log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
-        return LoadPlan.unknown(model, specs)
-
-
-def differing(
-    copies: Iterable[Copy], live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
-    """Yields names of live parameters that differ in any bit from the staged ones, cast to the live dtype."""
     for copy in copies:
         target = copy.target_view.read(live[copy.target])
-        source = copy.source_view.read(staged[copy.source]).to(target)
-        if not _same_bits(target, source):
+        if not _same_bits(target, copy.source(staged).to(target)):
             yield copy.target
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Returns the identity of the storage, also for tensors without memory."""
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 — the identity of a storage without memory
 
 
 COMPARED = 32

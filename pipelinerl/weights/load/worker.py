@@ -7,7 +7,7 @@ swap. Nothing touches the model before `finish_weight_update`, so a sender may d
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +25,18 @@ from vllm.distributed.weight_transfer.base import (
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.layout import Layout
-from pipelinerl.weights.load.live_check import LiveCheck, differing, learn, learned
-from pipelinerl.weights.load.shadow_copy import ShadowCopy, bare_model, comparable, reload_in_place
+from pipelinerl.weights.load.learning import CPU, learn, learned, refuse_large
+from pipelinerl.weights.load.live_check import LiveCheck, differing
+from pipelinerl.weights.load.swap import Census, Swap, bare_model, captures_graphs, comparable, reload_in_place
+from pipelinerl.weights.pinned import pinned
 from pipelinerl.weights.protocol import Failed, WeightCheck, WeightUpdateRequest
+from pipelinerl.weights.staging_memory import fits_on_device
 from pipelinerl.weights.transfer.checksum import checksum
 from pipelinerl.weights.transfer.receiver import Receiver
-from pipelinerl.weights.transfer.shard import LoadPlan, Shard, ShardViews
+from pipelinerl.weights.transfer.shard import LoadPlan, Shard, StagedCopy, staged_copies, staged_wholes
 from pipelinerl.weights.transfer.wire import LOOPBACK
 
 log = logging.getLogger(__name__)
-
-DEVICE_RESERVE_BYTES = 1 << 30
-"""Device memory that staging keeps free. A model that does not fit is staged in pinned host memory."""
 
 
 @dataclass
@@ -61,7 +61,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._shadow = ShadowCopy.of(model, vllm_config) if device.type == "cpu" else None
+        self._bare: Any = None
+        self._swap: Swap | None = None
+        self._unknown = self._find_swap()
+        """Why there is no `Swap`, so that vLLM's own reload puts the weights into the model."""
+        self._census = Census(model)
+        self._copies: tuple[Layout, Shard | None, tuple[StagedCopy, ...]] | None = None
         parallel = vllm_config.parallel_config
         self._plan: tuple[Layout, LoadPlan] | None = None
         self._shard: tuple[Layout, tuple[int, ...], Shard | None] | None = None
@@ -93,26 +98,44 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def finish_weight_update(self) -> None:
         """Swaps the weights. Runs in the engine's loop while generation is paused."""
         layout, buffer = self.receiver.staged(self.receiver.transfer.request.version)
-        if self._shadow is not None:
-            self._shadow.swap()
+        before = self._census.take()
+        if self._swap is not None:
+            self._swap.swap()
         else:
-            reload_in_place(self.model, self.model_config, self._tensors(layout, buffer).items())
+            reload_in_place(self.model, self.model_config, layout.views(buffer))
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the next transfer may then write into the buffer
+        self._census.check(before, captures_graphs=captures_graphs(self.vllm_config))
 
     def shutdown(self) -> None:
         self.receiver.close()
 
+    def _find_swap(self) -> str:
+        """Makes the swap. Returns why that is not possible, else ""."""
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._bare = bare_model(self.vllm_config)
+            self._swap = Swap.of(self.model, self._bare, self.model_config, self.device)
+        except Exception as error:  # noqa: BLE001 — whatever a model raises that is made without memory
+            log.warning("event=weights_are_reloaded reason=%s: %s", type(error).__name__, error)
+            return str(error)
+        return ""
+
     @torch.no_grad()
     def _prepare(self, layout: Layout, buffer: torch.Tensor) -> None:
         plan = self._plan_of(layout)
-        if self._shadow is not None:
-            self._shadow.load(self._tensors(layout, buffer), plan)
+        if self._swap is not None:
+            shard = self._shard_in(layout, buffer)
+            wholes = staged_wholes(layout, plan, shard, buffer)
+            self._swap.prepare(self._copies_of(layout, shard), buffer, plan.unlearned, wholes)
 
     def _learn_shard(self, layout: Layout, starts: Sequence[int]) -> Shard | None:
         """Returns the shard that this worker keeps of a version. None = all of it."""
         if self._shard is None or self._shard[:2] != (layout, tuple(starts)):
-            shard = Shard.of(layout, self._plan_of(layout), starts)
+            plan = self._plan_of(layout)
+            if self._swap is None:  # vLLM's reload takes whole tensors
+                return None
+            shard = Shard.of(layout, plan, starts)
             self._shard = (layout, tuple(starts), shard if shard.is_small else None)
             log.info(
                 "event=shard_learned bytes=%d of=%d kept_whole=%d first=%s",
@@ -120,27 +143,31 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             )
         return self._shard[2]
 
-    def _tensors(self, layout: Layout, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Returns the staged tensors. Those of a shard are defined where this worker reads them."""
-        shard = self._shard_in(layout, buffer)
-        return dict(layout.views(buffer)) if shard is None else ShardViews(shard, buffer)
-
     def _shard_in(self, layout: Layout, buffer: torch.Tensor) -> Shard | None:
         """Returns the shard that is staged. None = the whole version, as from a store."""
         return self._shard[2] if self._shard is not None and buffer.numel() != layout.num_bytes else None
 
+    def _copies_of(self, layout: Layout, shard: Shard | None) -> tuple[StagedCopy, ...]:
+        if self._copies is None or self._copies[0] != layout or self._copies[1] is not shard:
+            self._copies = (layout, shard, staged_copies(layout, self._plan_of(layout), shard))
+        return self._copies[2]
+
     @torch.no_grad()
     def _plan_of(self, layout: Layout) -> LoadPlan:
         if self._plan is None or self._plan[0] != layout:
-            self._plan = (layout, learned(lambda: self._learn(layout), self.model, layout.specs))
+            self._plan = (layout, self._learn(layout))
         return self._plan[1]
 
     def _learn(self, layout: Layout) -> LoadPlan:
-        if self._shadow is not None:
-            return self._shadow.learn(layout.specs)
         with set_current_vllm_config(self.vllm_config):
-            model = bare_model(self.vllm_config)
-            return learn(model, model.load_weights, layout.specs)
+            if self._swap is not None:
+                return learned(self._bare, lambda: bare_model(self.vllm_config, CPU), layout)
+            refuse_large(layout, self._unknown)
+            try:
+                return learn(self._bare, self._bare.load_weights, layout.specs)
+            except Exception as error:  # noqa: BLE001 — whatever a model's loaders raise: the log-probabilities decide alone
+                log.warning("event=load_plan_unknown error=%s: %s", type(error).__name__, error)
+                return LoadPlan((), tuple(name for name, _ in self.model.named_parameters()))
 
     @torch.no_grad()
     def compare(self, version: int) -> WeightCheck:
@@ -149,15 +176,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             if staged is None or self._plan is None:
                 return WeightCheck(is_checked=False)
             layout, buffer = staged
-            plan, live = self._plan[1], comparable(self.model)
-            packed = self._shadow.packed if self._shadow is not None else frozenset()
-            copies = [copy for copy in plan.copies if copy.target in live]
-            wrong = {*differing(copies, live, self._tensors(layout, buffer))}
-            if self._shadow is not None:
-                wrong |= {*self._shadow.unused()}
-            known = {copy.target for copy in plan.copies} & (live.keys() | packed)
-            unlearned = {name for name, _ in self.model.named_parameters()} - known
+            live = comparable(self.model)
             shard = self._shard_in(layout, buffer)
+            copies = [one for one in self._copies_of(layout, shard) if one.target in live]
+            wrong = {*differing(copies, live, buffer)}
+            known = {one.target for one in copies}
+            if self._swap is not None:
+                wrong |= {*self._swap.unused()}
+                known |= self._swap.packed
+            unlearned = {name for name, _ in self.model.named_parameters()} - known
             whole = checksum(buffer) if shard is None else ""
         is_sent = self.receiver.is_sent(version, shard) if shard is not None else True
         if is_sent is False:
@@ -170,12 +197,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         )
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._swap is not None:
+            self._swap.forget()
         if self.device.type == "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if free > num_bytes + DEVICE_RESERVE_BYTES:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        is_on_device = fits_on_device(num_bytes, free, self.receiver.transfer.request.transport)
+        log.info(
+            "event=staging_allocated bytes=%d on=%s free=%d", num_bytes, "device" if is_on_device else "host", free
+        )
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) if is_on_device else pinned(num_bytes)
 
 
 class WeightUpdateExtension:

@@ -1,23 +1,22 @@
 """The part of a version that one worker keeps: the bytes that vLLM's own loaders copy into its parameters. Pure.
 
 A tensor-parallel worker needs a slice of most tensors, a pipeline-parallel one some tensors only. The load plan, which
-`load.live_check.learn` has recorded, says which elements the loaders copy. Here these become runs of bytes at equal
+`load.learning.learn` has recorded, says which elements the loaders copy. Here these become runs of bytes at equal
 distances in the version, which lie one after the other in the shard. What a loader computes with is kept whole. A
 source that has the whole version gathers the runs from it (`gather_runs`). One that has the same shard gives its bytes
-as they are.
+as they are. `staged_copies` says where each copy of the plan finds its elements in what is staged.
 """
 
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 
 import msgspec
 import torch
-from torch import nn
 
 from pipelinerl.weights.layout import ALIGNMENT, Layout, spec_bytes, torch_dtype
 from pipelinerl.weights.protocol import ParamSpec, Runs
@@ -60,10 +59,20 @@ class LoadPlan:
     computed: frozenset[str] = frozenset()
     """Sent parameters that a loader computes with, or of which nobody knows where they go."""
 
-    @classmethod
-    def unknown(cls, model: nn.Module, specs: Sequence[ParamSpec]) -> "LoadPlan":
-        """Returns the plan of a model whose loaders cannot run without memory."""
-        return cls((), tuple(name for name, _ in model.named_parameters()), frozenset(spec.name for spec in specs))
+
+@dataclass(frozen=True)
+class StagedCopy:
+    """An assignment by a loader, out of the bytes that are staged."""
+
+    target: str
+    target_view: View
+    dtype: torch.dtype
+    source_view: View
+    """Of the staged bytes, as elements of ``dtype``."""
+
+    def source(self, staged: torch.Tensor) -> torch.Tensor:
+        """Returns the elements, as a view of the flat uint8 buffer."""
+        return self.source_view.read(staged.view(self.dtype))
 
 
 WHOLE_SHARE = 0.9
@@ -77,6 +86,8 @@ class Shard:
     layout: Layout
     stripes: Mapping[int, tuple[Runs, ...]]
     """First byte of each stripe → runs in it, in the order of their places."""
+    kept: Mapping[str, tuple[Runs, ...]]
+    """Sent tensor → its runs, which are not cut by stripes: each lies in the shard without a gap."""
     whole: tuple[str, ...] = ()
     """Sent tensors that are kept whole, because a loader computes with them."""
 
@@ -92,13 +103,23 @@ class Shard:
         for copy in plan.copies:
             if 0 not in copy.source_view.size:  # a worker that has only the padding of a vocabulary copies no row
                 wanted[copy.source].add(runs_of(copy.source_view, sizes[copy.source]))
-        runs: list[Runs] = []
-        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-            runs += (
-                msgspec.structs.replace(part, first=part.first + offset)
-                for part in _disjoint(spec, sorted(wanted[spec.name], key=_first), is_whole=spec.name in plan.computed)
-            )
-        return cls(layout, _placed(runs, [*starts, layout.num_bytes]), tuple(sorted(plan.computed)))
+        edges, whole = [*starts, layout.num_bytes], plan.computed
+        kept = _kept(layout, wanted, whole)
+        stripes, torn = _placed(kept, edges)
+        if torn:  # a run with a gap in the shard would be no view of it
+            kept = _kept(layout, wanted, whole | torn)
+            stripes, torn = _placed(kept, edges)
+            assert not torn
+        placed = {part.first: part.place for parts in stripes.values() for part in parts}
+        return cls(
+            layout,
+            stripes,
+            {
+                name: tuple(msgspec.structs.replace(run, place=placed[run.first]) for run in runs)
+                for name, runs in kept.items()
+            },
+            tuple(sorted(whole)),
+        )
 
     @cached_property
     def num_bytes(self) -> int:
@@ -137,39 +158,33 @@ class Shard:
             words[targets.to(words.device)] = values[low:high][inside].to(words.device)
 
 
-class ShardViews(Mapping[str, torch.Tensor]):
-    """The sent tensors in full shape, of which only what the shard keeps is defined. Each is made when it is asked for.
-
-    vLLM's loaders take their slices out of them as out of whole ones.
-    """
-
-    def __init__(self, shard: Shard, buffer: torch.Tensor):
-        self._buffer = buffer
-        starts = shard.layout.offsets
-        self._places = {spec.name: (spec, start) for spec, start in zip(shard.layout.specs, starts, strict=True)}
-        self._runs: dict[str, list[Runs]] = {name: [] for name in self._places}
-        for runs in chain.from_iterable(shard.stripes.values()):
-            self._runs[shard.layout.specs[bisect_right(starts, runs.first) - 1].name].append(runs)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        (spec, start), kept = self._places[name], self._runs[name]
+def staged_copies(layout: Layout, plan: LoadPlan, shard: Shard | None) -> tuple[StagedCopy, ...]:
+    """Returns where each copy of the plan finds its elements in the staged bytes. ``shard``: None = all are staged."""
+    places = {spec.name: (spec, first) for spec, first in zip(layout.specs, layout.offsets, strict=True)}
+    copies = []
+    for copy in plan.copies:
+        if 0 in copy.source_view.size:
+            continue
+        spec, first = places[copy.source]
         dtype = torch_dtype(spec.dtype)
-        if not kept:
-            return torch.empty((), dtype=dtype, device=self._buffer.device).expand(spec.shape)
-        if kept[0].num_bytes == spec_bytes(spec):
-            flat = _held(kept[0], self._buffer)
-        else:
-            flat = torch.empty(spec_bytes(spec), dtype=torch.uint8, device=self._buffer.device)
-            for runs in kept:
-                target = _strided(runs, flat, start, 0, runs.count)
-                target.copy_(_held(runs, self._buffer).view(target.shape))
-        return flat.view(dtype).view(spec.shape)
+        runs = Runs(first, first, spec_bytes(spec), spec_bytes(spec), 1)
+        if shard is not None:
+            runs = _holding(shard.kept[copy.source], runs_of(copy.source_view, dtype.itemsize), first)
+        view = _within(runs, copy.source_view, first, dtype.itemsize)
+        copies.append(StagedCopy(copy.target, copy.target_view, dtype, view))
+    return tuple(copies)
+
+
+def staged_wholes(layout: Layout, plan: LoadPlan, shard: Shard | None, staged: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the tensors that loaders compute with, as views of the staged bytes."""
+    wholes = {}
+    for spec, first in zip(layout.specs, layout.offsets, strict=True):
+        if spec.name in plan.computed:
+            kept = () if shard is None else shard.kept[spec.name]
+            place = first if shard is None else kept[0].place if kept else 0
+            flat = staged[place : place + spec_bytes(spec)]
+            wholes[spec.name] = flat.view(torch_dtype(spec.dtype)).view(spec.shape)
+    return wholes
 
 
 def end_of(runs: Sequence[Runs]) -> int:
@@ -250,20 +265,57 @@ def _copy_bytes(runs: Runs, stripe: torch.Tensor, first: int, start: int, target
             target[a - start : b - start].copy_(stripe[at : at + b - a])
 
 
-def _placed(runs: Sequence[Runs], edges: Sequence[int]) -> dict[int, tuple[Runs, ...]]:
-    """Cuts runs into the stripes between ``edges``, and gives them places one after the other, stripe by stripe."""
-    cuts: list[list[Runs]] = [[] for _ in edges[1:]]
-    for part in runs:
-        for stripe in range(bisect_right(edges, part.first) - 1, bisect_left(edges, part.end)):
-            cuts[stripe] += _cut(part, *edges[stripe : stripe + 2])
-    place, stripes = 0, {}
+def _holding(kept: Sequence[Runs], wanted: Runs, first: int) -> Runs:
+    """Returns those of a tensor's runs that hold the wanted ones. ``first``: of the tensor, in the version."""
+    wanted = msgspec.structs.replace(wanted, first=wanted.first + first)
+    same = (run for run in kept if msgspec.structs.replace(run, place=0) == wanted)
+    return next(same, None) or next(run for run in kept if run.count == 1)
+
+
+def _within(runs: Runs, view: View, first: int, itemsize: int) -> View:
+    """Returns a tensor's view as one of the shard. ``runs`` hold it. ``first``: of the tensor, in the version."""
+    behind = first + view.offset * itemsize - runs.first
+    if runs.count == 1:
+        return View((runs.place + behind) // itemsize, view.size, view.stride)
+    row, rest = divmod(behind, runs.stride)
+    steps = (step * itemsize for step in view.stride)
+    stride = (step // runs.stride * runs.length if step >= runs.stride else step for step in steps)
+    offset = (runs.place + row * runs.length + rest) // itemsize
+    return View(offset, view.size, tuple(step // itemsize for step in stride))
+
+
+def _kept(layout: Layout, wanted: Mapping[str, set[Runs]], whole: Set[str]) -> dict[str, tuple[Runs, ...]]:
+    """Returns the runs of every tensor, without their places in the shard."""
+    kept = {}
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        runs = _disjoint(spec, sorted(wanted.get(spec.name, ()), key=_first), is_whole=spec.name in whole)
+        kept[spec.name] = tuple(msgspec.structs.replace(part, first=part.first + offset) for part in runs)
+    return kept
+
+
+def _placed(kept: Mapping[str, Sequence[Runs]], edges: Sequence[int]) -> tuple[dict[int, tuple[Runs, ...]], set[str]]:
+    """Cuts runs into the stripes between ``edges``, and gives them places one after the other, stripe by stripe.
+
+    Returns:
+        The runs of each stripe, and the tensors of which a run has a gap in the shard where it was cut.
+    """
+    cuts: list[list[tuple[str, Runs, Runs]]] = [[] for _ in edges[1:]]
+    for name, runs in kept.items():
+        for run in runs:
+            for stripe in range(bisect_right(edges, run.first) - 1, bisect_left(edges, run.end)):
+                cuts[stripe] += ((name, run, part) for part in _cut(run, *edges[stripe : stripe + 2]))
+    place, stripes, torn = 0, {}, set()
+    ends: dict[Runs, int] = {}
     for start, parts in zip(edges, cuts, strict=False):
         placed = []
-        for part in parts:
+        for name, run, part in parts:
+            if ends.get(run, place) != place:
+                torn.add(name)
             placed.append(msgspec.structs.replace(part, place=place))
+            ends[run] = place + part.num_bytes
             place = end_of(placed)
         stripes[start] = tuple(placed)
-    return stripes
+    return stripes, torn
 
 
 def _cut(runs: Runs, start: int, end: int) -> Iterator[Runs]:

@@ -9,12 +9,23 @@ import torch
 from torch import nn
 
 from pipelinerl.weights.layout import ALIGNMENT, Layout, StripeBuffer, spec_of
-from pipelinerl.weights.load.live_check import differing, learn
+from pipelinerl.weights.load.learning import learn
+from pipelinerl.weights.load.live_check import differing
 from pipelinerl.weights.protocol import Runs
 from pipelinerl.weights.transfer.delta import encode_delta
-from pipelinerl.weights.transfer.shard import LoadPlan, Shard, ShardViews, View, end_of, gather_runs, runs_of
+from pipelinerl.weights.transfer.shard import (
+    Copy,
+    LoadPlan,
+    Shard,
+    View,
+    end_of,
+    gather_runs,
+    runs_of,
+    staged_copies,
+    staged_wholes,
+)
 from tests.says import says
-from tests.tensor_parallel import gathered
+from tests.tensor_parallel import gathered, put
 
 Weights = dict[str, torch.Tensor]
 
@@ -83,39 +94,80 @@ def same(a: Model, b: Model) -> bool:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bucket", [64, 192, 1 << 20])
 @pytest.mark.parametrize("starts", [(0,), (0, 1024, 1088, 5056), tuple(range(0, 19_000, 64))])
-def test_loaders_find_in_the_shard_what_they_find_in_the_whole(rank: int, bucket: int, starts: tuple[int, ...]) -> None:
+def test_copies_out_of_the_shard_are_what_loaders_copy_out_of_the_whole(
+    rank: int, bucket: int, starts: tuple[int, ...]
+) -> None:
     shard, plan = planned(rank, starts)
     given = weights()
     buffer = gathered(shard, flat(given), bucket)
-    model = loaded(rank, ShardViews(shard, buffer).items())
+    model = Model(rank)
+    put(model, plan, shard, buffer)
     assert same(model, loaded(rank, given.items()))
-    assert not [*differing(plan.copies, dict(model.named_parameters()), ShardViews(shard, buffer))]
+    assert not [*differing(staged_copies(shard.layout, plan, shard), dict(model.named_parameters()), buffer)]
     kept, pieces = sum(parameter.nbytes for parameter in model.parameters()), sum(map(len, shard.stripes.values()))
     assert kept <= shard.num_bytes <= kept + ALIGNMENT * pieces
     assert shard.is_small
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_out_of_a_whole_version_are_what_loaders_copy(rank: int) -> None:
+    _, plan = planned(rank)
+    model, staged = Model(rank), flat(weights())
+    for one in staged_copies(layout_of(weights()), plan, None):
+        one.target_view.read(dict(model.named_parameters())[one.target].data).copy_(one.source(staged))
+    assert same(model, loaded(rank, weights().items()))
 
 
 def test_what_a_loader_computes_with_is_kept_whole_and_said() -> None:
     shard, plan = planned(1, computes=True)
     assert plan.unlearned == ("scaled",)
     assert shard.whole == ("gain",)
-    buffer = gathered(shard, flat(weights()))
-    assert same(
-        loaded(1, ShardViews(shard, buffer).items(), computes=True), loaded(1, weights().items(), computes=True)
-    )
+    plan, buffer = planned(1, computes=True)[1], gathered(shard, flat(weights()))
+    wholes = staged_wholes(shard.layout, plan, shard, buffer)
+    assert [*wholes] == ["gain"]
+    assert torch.equal(wholes["gain"], weights()["gain"])
 
 
-def test_unknown_loaders_keep_everything() -> None:
-    layout = layout_of(weights())
-    shard = Shard.of(layout, LoadPlan.unknown(Model(0), layout.specs), [0])
-    assert not shard.is_small
-    assert len(shard.whole) == len(layout.specs)
+CUTS = {
+    "columns": lambda t: [t[:, 16:32]],
+    "two windows of columns": lambda t: [t[:, 0:8], t[:, 32:40]],
+    "rows, transposed": lambda t: [t[4:12].t()],
+    "columns, transposed": lambda t: [t[:, 16:32].t()],
+    "window": lambda t: [t[3:9, 8:40]],
+    "repeated": lambda t: [t[2:4, :1].expand(2, 5)],
+    "all, and a part of it": lambda t: [t, t[:, 3:5]],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("edges", [(0,), (0, 640), (0, 704, 1984), (0, 64, 128, 192)])
+def test_every_kind_of_view_is_found_in_a_shard_that_stripes_cut(cut: str, edges: tuple[int, ...]) -> None:
+    """Rows of 64 numbers are 128 bytes, so edges lie between rows and within them."""
+    given = {"w": torch.arange(20 * 64, dtype=torch.float32).bfloat16().view(20, 64), "other": torch.ones(7, 3)}
+    layout, parts = layout_of(given), CUTS[cut](given["w"])
+    copies = [Copy(str(n), View.of(torch.empty(part.shape)), "w", View.of(part)) for n, part in enumerate(parts)]
+    plan = LoadPlan(tuple(copies), ())
+    shard = Shard.of(layout, plan, edges)
+    buffer = gathered(shard, flat(given))
+    found = [one.source(buffer) for one in staged_copies(layout, plan, shard)]
+    assert [*map(torch.Tensor.tolist, found)] == [*map(torch.Tensor.tolist, parts)]
+
+
+def test_run_that_a_stripe_tears_at_no_multiple_of_the_alignment_is_kept_whole() -> None:
+    given = {"w": torch.randn(20, 48).bfloat16()}
+    layout, part = layout_of(given), given["w"][:, 8:24]
+    plan = LoadPlan((Copy("0", View.of(torch.empty(part.shape)), "w", View.of(part)),), ())
+    assert Shard.of(layout, plan, [0]).num_bytes == part.numel() * 2
+    shard = Shard.of(layout, plan, [0, 320])
+    assert shard.num_bytes == layout.num_bytes
+    [copy] = staged_copies(layout, plan, shard)
+    assert torch.equal(copy.source(gathered(shard, flat(given))), part)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_differences_of_two_stripes_reach_the_shard(rank: int) -> None:
     edge = 1024
-    shard, _ = planned(rank, (0, edge))
+    shard, plan = planned(rank, (0, edge))
     old, new = weights(), weights()
     for number, tensor in enumerate(new.values()):
         tensor.view(-1)[number::7] += 1.0
@@ -125,7 +177,9 @@ def test_differences_of_two_stripes_reach_the_shard(rank: int) -> None:
         payload = encode_delta(before[start:end], after[start:end])
         assert payload is not None
         shard.apply_delta(buffer, payload, start, end)
-    assert same(loaded(rank, ShardViews(shard, buffer).items()), loaded(rank, new.items()))
+    model = Model(rank)
+    put(model, plan, shard, buffer)
+    assert same(model, loaded(rank, new.items()))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pipelinerl.weights.publish.snapshot import model_stripes
 from pipelinerl.weights.publish.versions import SnapshotPlan
 from pipelinerl.weights.transfer.chain import Route, chain, join
 from pipelinerl.weights.transfer.receiver import Receiver
-from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, ShardViews, View
+from pipelinerl.weights.transfer.shard import Copy, LoadPlan, Shard, View, staged_copies
 
 SECRET = "unit-test-secret"
 BUCKET = 64 << 10
@@ -39,10 +39,14 @@ def mine(given: Weights, rank: int, size: int = 2) -> Weights:
     return {"rows": given["rows"].chunk(size, 0)[rank], "columns": given["columns"].chunk(size, 1)[rank]}
 
 
-def shard_of(layout: Layout, starts: list[int], rank: int, size: int = 2) -> Shard:
+def plan_of(layout: Layout, rank: int, size: int = 2) -> LoadPlan:
     parts = mine({spec.name: torch.empty(spec.shape, dtype=torch.bfloat16) for spec in layout.specs}, rank, size)
     copies = [Copy(name, View.of(torch.empty(0)), name, View.of(part)) for name, part in parts.items()]
-    return Shard.of(layout, LoadPlan(tuple(copies), ()), starts)
+    return LoadPlan(tuple(copies), ())
+
+
+def shard_of(layout: Layout, starts: list[int], rank: int, size: int = 2) -> Shard:
+    return Shard.of(layout, plan_of(layout, rank, size), starts)
 
 
 class Worker:
@@ -70,9 +74,8 @@ class Worker:
         if not self.is_learned:
             return all(torch.equal(view, given[name]) for name, view in layout.views(buffer))
         assert buffer.numel() == LAYOUT.num_bytes // 2
-        views = ShardViews(self.shard, buffer)
-        kept, expected = mine({name: views[name] for name in views}, self.rank), mine(given, self.rank)
-        return all(torch.equal(kept[name], expected[name]) for name in views)
+        copies, expected = staged_copies(layout, plan_of(layout, self.rank), self.shard), mine(given, self.rank)
+        return all(torch.equal(one.source(buffer), expected[one.target]) for one in copies)
 
 
 class Update:
