@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from pipelinerl.weights.staging_memory import COMMUNICATOR_BYTES, COMMUNICATORS
+from pipelinerl.weights.staging_memory import CHANNELS, COMMUNICATOR_BYTES, COMMUNICATORS
 from pipelinerl.weights.transfer.chain import bucket_bytes
-from pipelinerl.weights.transfer.nccl import CHANNELS
 
 
 @dataclass(frozen=True, kw_only=True)

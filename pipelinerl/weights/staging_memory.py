@@ -5,10 +5,11 @@ decides in the same way.
 """
 
 from pipelinerl.config.backends import TransportName
-from pipelinerl.weights.transfer.nccl import CHANNELS
 
 RESERVE_BYTES = 1 << 30
 """Device memory that staging leaves free in any case."""
+CHANNELS = 4
+"""NCCL takes up to 32 for a communicator, each with buffers. Sending between two members needs no more than a few."""
 COMMUNICATORS = 3
 """A worker's communicators of NCCL: with the trainer's ranks, to a server, from a server."""
 COMMUNICATOR_BYTES = CHANNELS * 16_000_000

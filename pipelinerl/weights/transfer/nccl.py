@@ -19,12 +19,11 @@ import torch
 
 from pipelinerl.errors import WeightUpdateError
 from pipelinerl.weights.protocol import Address, JoinGroup
+from pipelinerl.weights.staging_memory import CHANNELS
 from pipelinerl.weights.transfer.wire import Connection, WireError
 
 log = logging.getLogger(__name__)
 
-CHANNELS = 4
-"""NCCL takes up to 32 for a communicator, each with buffers. Sending between two members needs no more than a few."""
 END_S = 5.0
 """An end of a communicator that takes longer goes on in its thread."""
 _UNSET, _MAGIC, _CONFIG_VERSION = -(2**31), 0xCAFEBEEF, 21700
