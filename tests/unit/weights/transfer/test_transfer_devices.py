@@ -11,9 +11,10 @@ import torch
 
 from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import ParamSpec, PayloadRange, Staged, WeightUpdateRequest
+from pipelinerl.weights.staging_memory import CHANNELS
 from pipelinerl.weights.transfer.bucket import TcpTransport
 from pipelinerl.weights.transfer.buffers import BufferRegistry
-from pipelinerl.weights.transfer.nccl import CHANNELS, VllmNccl
+from pipelinerl.weights.transfer.nccl import VllmNccl
 from pipelinerl.weights.transfer.receiver import Receiver
 from pipelinerl.weights.transfer.source import SourceServer
 from pipelinerl.weights.transfer.wire import Connection, WireError
