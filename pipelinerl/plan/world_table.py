@@ -13,6 +13,7 @@ from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, v
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
 from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_speed
 from pipelinerl.plan.training_memory import GIB
+from pipelinerl.plan.update_time import communicators
 from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
 from pipelinerl.world.map import Job, WorldMap
 
@@ -117,6 +118,15 @@ def speed_table(speeds: tuple[RoleSpeed, ...], gpu: str, assumed: bool) -> Table
     return table
 
 
+def communicators_line(world: WorldMap) -> str:
+    """Describe the NCCL communicators that weight updates keep in a GPU."""
+    servers = world.get("actor_llm")
+    if world.weight_backend != "nccl" or not servers:
+        return f"Weight updates go over {world.weight_backend}: no NCCL communicators."
+    most = communicators(len(servers))
+    return f"Weight updates go over nccl: at most {most} communicator(s) in a server's GPU and 1 in a trainer rank's."
+
+
 def store_line(cfg: Config, shape: ModelShape | None) -> str:
     """Describe what `weights.backend=store` writes."""
     url = without_credentials(weight_store(cfg.weights.store, Path(cfg.output_dir)))
@@ -151,4 +161,5 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
         jobs,
         memory_table(plans, gpu_bytes, assumed=not detected),
         speed_table(speeds, name, assumed=not detected),
+        communicators_line(world),
     )

@@ -9,7 +9,7 @@ from pipelinerl.config import load
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.rates import GPUS
 from pipelinerl.plan.speed import gpu_named, predicted_speed, server_speed, trainer_speed, training_flops
-from pipelinerl.plan.world_table import render_world
+from pipelinerl.plan.world_table import communicators_line, render_world
 from pipelinerl.world import Cluster, Node, map_world
 
 REQUIRED = ["output_dir=/nowhere", "actor.rollout_policy=a.b", "dataset_loader=a.b"]
@@ -79,3 +79,10 @@ def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
     for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30):
         assert f"{speed.tokens_per_s:,.0f}" in printed
         assert f"{speed.mfu:.1%}" in printed
+    assert "at most 3 communicator(s) in a server's GPU" in printed
+
+
+def test_communicators_are_those_of_the_transport_and_the_number_of_servers() -> None:
+    one, shared = make_config("world.actor_fraction=1"), make_config("world.share_devices=true")
+    assert "at most 1 communicator(s)" in communicators_line(make_world(one, 8))
+    assert "no NCCL communicators" in communicators_line(make_world(shared, 4))
