@@ -11,9 +11,11 @@ import msgspec
 from pipelinerl.config.sections import Config
 from pipelinerl.config.servers import devices_per_server, most_rollouts
 from pipelinerl.plan.lengths import Lengths
-from pipelinerl.plan.memory import kv_cache_bytes
+from pipelinerl.plan.memory import kv_cache_bytes, staged_bytes, utilization
 from pipelinerl.plan.model_shape import ModelShape
 from pipelinerl.plan.rates import GPUS, TRAIN_COMPUTE_EFFICIENCY, Gpu, decode_rate
+from pipelinerl.plan.update_time import SwapSpeed, pause_s
+from pipelinerl.weights.staging_memory import fits_on_device
 from pipelinerl.world.map import WorldMap
 
 ASSUMED_GPU = "H100"
@@ -22,6 +24,10 @@ TRAINED_FLOPS, DECODED_FLOPS = 6, 2
 MEAN_SHARE = 0.3
 """Mean length of a completion as a share of `max_tokens`, as `pipelinerl plan` assumes it."""
 PROMPT_TOKENS = 500
+COPY_SHARE = 0.39
+"""Speed of a copy within a GPU over its bandwidth: 1.3 of 3.35 TB/s on an H100, as in `update_time`."""
+HOST_BYTES_PER_S = 50e9
+"""From pinned host memory to a GPU, over PCIe 5."""
 
 
 class RoleSpeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +92,23 @@ def server_speed(cfg: Config, shape: ModelShape, gpu: Gpu, num_servers: int, gpu
         mfu=DECODED_FLOPS * shape.active_parameters * each / gpu.flops,
         note=f"{sequences} sequences at a time per server, {context:.0f} tokens each on average",
     )
+
+
+def checkpoint_tensors(shape: ModelShape) -> int:
+    """Tensors of a model of Qwen's kind: 9 of a layer beside its feed-forward network, and 3 of each expert."""
+    return shape.layers * (9 + 3 * shape.experts) + 3
+
+
+def predicted_pause_s(cfg: Config, shape: ModelShape, gpu: Gpu, ranks: int, gpu_bytes: int) -> float:
+    """Seconds for which a weight update stops a server's decoding, where it is staged as planned.
+
+    Args:
+        ranks: devices of the server.
+    """
+    staged = staged_bytes(cfg, shape, ranks)
+    is_near = cfg.world.share_devices or fits_on_device(staged, int(gpu_bytes * (1 - utilization(cfg))), "nccl")
+    rate = COPY_SHARE * gpu.bandwidth if is_near else HOST_BYTES_PER_S
+    return pause_s(staged, checkpoint_tensors(shape), SwapSpeed(bytes_per_s=rate))
 
 
 def predicted_speed(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> tuple[RoleSpeed, ...]:

@@ -11,7 +11,8 @@ from pipelinerl.config.paths import weight_store, without_credentials
 from pipelinerl.config.sections import Config
 from pipelinerl.plan.memory import ASSUMED_GPU_BYTES, DevicePlan, memory_plan, version_bytes
 from pipelinerl.plan.model_shape import ModelShape, find_model_shape
-from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_speed
+from pipelinerl.plan.rates import Gpu
+from pipelinerl.plan.speed import RoleSpeed, gpu_named, predicted_pause_s, predicted_speed
 from pipelinerl.plan.training_memory import GIB
 from pipelinerl.plan.update_time import communicators
 from pipelinerl.world.cluster import gpu_memory_bytes, gpu_names
@@ -118,6 +119,15 @@ def speed_table(speeds: tuple[RoleSpeed, ...], gpu: str, assumed: bool) -> Table
     return table
 
 
+def pause_line(cfg: Config, world: WorldMap, shape: ModelShape, gpu: Gpu, gpu_bytes: int) -> str:
+    """Describe for how long a weight update stops a server."""
+    servers = world.get("actor_llm")
+    if not servers:
+        return "Weight updates stop no server."
+    pause_ms = 1e3 * predicted_pause_s(cfg, shape, gpu, servers[0].num_ranks, gpu_bytes)
+    return f"A weight update stops a server's decoding for {pause_ms:.0f} ms beside the step under way (predicted)."
+
+
 def communicators_line(world: WorldMap) -> str:
     """Describe the NCCL communicators that weight updates keep in a GPU."""
     servers = world.get("actor_llm")
@@ -161,5 +171,6 @@ def render_world(cfg: Config, world: WorldMap) -> RenderableType:
         jobs,
         memory_table(plans, gpu_bytes, assumed=not detected),
         speed_table(speeds, name, assumed=not detected),
+        pause_line(cfg, world, shape, gpu, gpu_bytes),
         communicators_line(world),
     )

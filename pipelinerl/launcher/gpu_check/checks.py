@@ -24,7 +24,7 @@ from pipelinerl.launcher.gpu_check.run_facts import run_facts
 from pipelinerl.launcher.gpu_check.verdicts import LEARNING_STEPS, Facts, GpuVerdict
 from pipelinerl.launcher.run_dir import last_error_line
 from pipelinerl.plan.memory import trainer_items, utilization
-from pipelinerl.plan.speed import gpu_named, server_speed
+from pipelinerl.plan.speed import gpu_named, predicted_pause_s, server_speed
 from pipelinerl.world.cluster import gpu_used_bytes
 
 HERE = "pipelinerl.launcher.gpu_check"
@@ -199,11 +199,12 @@ def serving_facts(machine: Machine, folder: Path, limit_s: float) -> Facts:
     if facts["problem"]:
         return facts
     cfg = load_run(run_dir)
-    decoding = server_speed(cfg, machine.shape, gpu_named(machine.name)[1], 1, machine.memory_bytes)
+    gpu = gpu_named(machine.name)[1]
+    decoding = server_speed(cfg, machine.shape, gpu, 1, machine.memory_bytes)
     trainer = sum(item.num_bytes for item in trainer_items(cfg, machine.shape, 1))
     return facts | {
         "predicted_per_s": None if decoding is None else decoding.tokens_per_s / 2,
-        "planned_pause_ms": None,
+        "planned_pause_ms": 1e3 * predicted_pause_s(cfg, machine.shape, gpu, 1, machine.memory_bytes),
         "planned_device_bytes": int(utilization(cfg) * machine.memory_bytes) + trainer,
     }
 

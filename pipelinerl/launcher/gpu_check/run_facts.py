@@ -12,7 +12,13 @@ LIVE = re.compile(r"event=weights_live version=(\d+) pause_ms=([\d.]+)")
 SCORED = re.compile(r"event=server_scored server=\S+ version=\d+ ([\d.e+-]+) nats, ([\d.e+-]+) are allowed")
 BACKEND = re.compile(r"Using (\S+) (?:attention )?backend", re.IGNORECASE)
 GRAPHS = re.compile(r"Graph capturing finished|Capturing CUDA graphs", re.IGNORECASE)
-FAULTS = ("event=swap_failed", "event=probe_missed", "event=calibration_exceeded", "event=weight_update_failed")
+FAULTS = (
+    "event=swap_failed",
+    "event=weights_moved",
+    "event=probe_missed",
+    "event=calibration_exceeded",
+    "event=weight_update_failed",
+)
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def judge_serving(machine: Machine, facts: Facts) -> list[GpuVerdict]:
     """Swaps, pause, decoding, probe noise and device memory of the run with random weights."""
     return [
         judge_swaps("serving: swaps", facts),
-        judge_pause(facts["pauses_ms"], facts["planned_pause_ms"]),
+        judge_pause(facts["pauses_ms"], None if machine.is_rehearsal else facts["planned_pause_ms"]),
         judge_decoding(machine, facts["generated_per_s"], facts["predicted_per_s"]),
         judge_noise(facts["noise"], facts["noise_limit"]),
         judge_device(machine, facts["device_bytes"], facts["planned_device_bytes"]),

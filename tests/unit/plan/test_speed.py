@@ -8,7 +8,15 @@ from rich.console import Console
 from pipelinerl.config import load
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES
 from pipelinerl.plan.rates import GPUS
-from pipelinerl.plan.speed import gpu_named, predicted_speed, server_speed, trainer_speed, training_flops
+from pipelinerl.plan.speed import (
+    checkpoint_tensors,
+    gpu_named,
+    predicted_pause_s,
+    predicted_speed,
+    server_speed,
+    trainer_speed,
+    training_flops,
+)
 from pipelinerl.plan.world_table import communicators_line, render_world
 from pipelinerl.world import Cluster, Node, map_world
 
@@ -80,6 +88,14 @@ def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
         assert f"{speed.tokens_per_s:,.0f}" in printed
         assert f"{speed.mfu:.1%}" in printed
     assert "at most 3 communicator(s) in a server's GPU" in printed
+
+
+def test_the_pause_is_the_copy_of_what_a_server_stages() -> None:
+    """15.2 GB beside 8 GiB of free memory come from the host at 50 GB/s; half of the card's memory free: 1.3 TB/s."""
+    near = make_config("vllm_config.vllm_kwargs.gpu-memory-utilization=0.5")
+    assert predicted_pause_s(make_config(), SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / 50e9)
+    assert predicted_pause_s(near, SHAPE, H100, 1, 80 * 2**30) == pytest.approx(2 * PARAMETERS / (0.39 * 3.35e12))
+    assert checkpoint_tensors(SHAPE) == 339
 
 
 def test_communicators_are_those_of_the_transport_and_the_number_of_servers() -> None:
