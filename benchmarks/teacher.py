@@ -23,7 +23,7 @@ from pipelinerl.observability.metrics import read_metrics
 from pipelinerl.records import EvaluationDone
 from pipelinerl.records.messages import EvaluationMessage
 from pipelinerl.records.topics import EVALUATION
-from pipelinerl.streams import SingleStreamSpec, open_reader
+from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.tiny_model import build
 
 MAX_NUMBER, BATCH, ROUND = 30, 64, 50
@@ -106,6 +106,7 @@ def run(way: str, seed: int, student: Path, teacher: Path, steps: int, target: f
 
 def read_curve(folder: Path) -> list[tuple[int, float]]:
     """(version, held-out success) of every evaluation."""
+    set_streams_backend("files")
     with open_reader(SingleStreamSpec(folder, EVALUATION), EvaluationMessage, name=None) as reader:
         found = [message for _, message in reader.read_all() if isinstance(message, EvaluationDone)]
     return [(done.version, done.success) for done in found if done.success is not None]
