@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -199,7 +200,15 @@ def commands(page: Path, start: str) -> list[list[str]]:
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.partition(" #")[0] for line in lines if start in line.partition(" #")[0]]
-    return [line[line.index(start) :].split() for line in found]
+    return [words_of(line[line.index(start) :]) for line in found]
+
+
+def words_of(line: str) -> list[str]:
+    """The words as a shell would part them. A line with one quote only is part of a longer command."""
+    try:
+        return shlex.split(line)
+    except ValueError:
+        return line.split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
