@@ -266,7 +266,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
     value = F.pad(value, (0, query.shape[-1] - size))
     window = (-1 if scoring.window is None else scoring.window - 1, 0)
     query_LHD, key_LGD, value_LGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = {"enable_gqa": True}
+    grouped: dict[str, Any] = {"enable_gqa": True}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11 wants a key head per query head
         key_LGD, value_LGD = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key_LGD, value_LGD))
         grouped = {}

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pipelinerl.inspect.alarms import FEWEST_POINTS, SIGNAL, SOLVED, Alarm, History, alarms, given, success_shift
 from pipelinerl.inspect.curves import CERTAIN, ends_of, shift_of, wilson
 from pipelinerl.observability.catalogue import STEP, ActorMetric, TrainerMetric
-from pipelinerl.observability.metrics import Points
+from pipelinerl.observability.metrics import Point, Points
 
 MOST = 0.5
 """Share of the attempts beyond which a fault is that of the run."""
@@ -458,7 +458,7 @@ def trailing(attempts: Sequence[Attempt], holds: Callable[[Attempt], bool]) -> i
     return next((n for n, attempt in enumerate(reversed(attempts)) if not holds(attempt)), len(attempts))
 
 
-def per_step(point: Mapping[str, float]) -> float | None:
+def per_step(point: Point) -> float | None:
     """Mean size of the log-ratio of a token for each step of its lag. None where the lag is less than half a step."""
     ratio, lag = point.get(TrainerMetric.LOGRATIO_ABS_MEAN), point.get(TrainerMetric.LAG_MEAN)
     return None if ratio is None or lag is None or lag < 0.5 else ratio / lag

@@ -80,9 +80,10 @@ def test_a_gpu_is_known_by_its_name() -> None:
 
 def test_a_dry_run_prints_rates_and_mfu_of_every_role() -> None:
     cfg = make_config()
-    console = Console(file=io.StringIO(), width=200)
+    written = io.StringIO()
+    console = Console(file=written, width=200)
     console.print(render_world(cfg, make_world(cfg, 8)))
-    printed = console.file.getvalue()
+    printed = written.getvalue()
     assert "Predicted speed (H100 assumed" in printed
     for speed in predicted_speed(cfg, make_world(cfg, 8), SHAPE, H100, 80 * 2**30):
         assert f"{speed.tokens_per_s:,.0f}" in printed
