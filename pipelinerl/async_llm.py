@@ -8,7 +8,6 @@ log-probability for every token counts as a server failure. It never becomes a s
 """
 
 import asyncio
-import copy
 import json
 import random
 from collections.abc import Iterable
@@ -19,10 +18,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from pipelinerl.chat import ChatRenderer, ReadText, Rendered, Turn, extend, renderer_of
+from pipelinerl.chat import ChatRenderer, ReadText, Rendered, Turn, answers_of, extend, history_of, is_fork, renderer_of
+from pipelinerl.chat.continuation import History
 from pipelinerl.chat.images import check_expansion, images_of
+from pipelinerl.chat.reading import reader_of
 from pipelinerl.chat.rendering import NO_SPANS
-from pipelinerl.chat.tool_calls import read_plain, reader_of
 from pipelinerl.errors import DomainError, ServerError, StreamError, TransportError
 from pipelinerl.llm import (
     FunctionCall,
@@ -82,7 +82,8 @@ async def llm_async_generate(
     llm.load_tokenizer()
     _refuse_constraint(prompt)
     renderer = renderer_of(llm.tokenizer)
-    rendered, prefix_version = _prompt_tokens(renderer, llm, prompt)
+    history = history_of(prompt.messages) if llm.state.turns is not None else ()
+    rendered, prefix_version = _prompt_tokens(renderer, llm, prompt, history)
     request = GenerateRequest(
         token_ids=rendered.token_ids,
         images=rendered.images,
@@ -104,7 +105,7 @@ async def llm_async_generate(
         raise
     state.add_prompt_tokens(len(tokens.prompt_ids), tokens.cached_tokens)
     texts = await _texts(renderer, tokens)
-    return _to_call(renderer, llm, prompt, rendered.text, tokens, texts, index, prefix_version)
+    return _to_call(llm, prompt, history, rendered.text, tokens, texts, index, prefix_version)
 
 
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
@@ -304,7 +305,9 @@ def _version_spans(spans: np.ndarray | None, count: int) -> np.ndarray:
     return spans
 
 
-def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) -> tuple[Rendered, int | None]:
+def _prompt_tokens(
+    renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt, history: History
+) -> tuple[Rendered, int | None]:
     """Returns the prompt, and the weight version of the first token of the conversation that it continues."""
     if prompt.token_ids:
         if images_of(prompt.messages):
@@ -314,11 +317,12 @@ def _prompt_tokens(renderer: ChatRenderer, llm: TrainableLLM, prompt: Prompt) ->
         return Rendered(renderer.decode(prompt.token_ids), np.array(prompt.token_ids, dtype=np.int32)), None
     if not prompt.messages:
         raise DomainError("the prompt has neither messages nor token_ids")
-    if llm.state.turns:
-        extended = extend(renderer, llm.state.turns, prompt.messages, prompt.tools, llm.chat_template_kwargs)
-        if extended is not None:
-            rendered, turn = extended
-            return rendered, turn.prefix_version
+    turns = llm.state.turns or ()
+    extended = extend(renderer, turns, prompt.messages, history, prompt.tools, llm.chat_template_kwargs)
+    llm.state.num_forks += is_fork(turns, prompt.messages, history, extended[1] if extended else None)
+    if extended is not None:
+        rendered, turn = extended
+        return rendered, turn.prefix_version
     return renderer.render(prompt.messages, prompt.tools, llm.chat_template_kwargs), None
 
 
@@ -331,9 +335,9 @@ def _refuse_constraint(prompt: Prompt) -> None:
 
 
 def _to_call(
-    renderer: ChatRenderer,
     llm: TrainableLLM,
     prompt: Prompt,
+    history: History,
     prompt_text: str,
     tokens: CallTokens,
     texts: tuple[str, str],
@@ -341,22 +345,21 @@ def _to_call(
     prefix_version: int | None,
 ) -> LLMCall:
     sampled_text, end_text = texts
-    read = reader_of(llm.tool_parser, llm.tokenizer, prompt.tools) if prompt.tools else read_plain
+    read = reader_of(llm.tool_parser, llm.reasoning_parser, llm.tokenizer, prompt.tools, llm.chat_template_kwargs)
     said = read(sampled_text)
     spans = tokens.version_spans
     if prefix_version is None and len(spans):
         prefix_version = int(spans[0, 2])
     if llm.state.turns is not None:
+        stop = llm.parameters.get("stop") or []
         llm.state.turns.append(
             Turn(
-                copy.deepcopy(prompt.messages),  # the domain may edit its list later
+                history,
+                answers_of(sampled_text, end_text, said, [stop] if isinstance(stop, str) else stop),
                 prompt.tools,
                 tokens.prompt_ids,
                 tokens.completion_ids,
-                sampled_text,
                 end_text,
-                said,
-                read,
                 prefix_version,
                 NO_SPANS if tokens.image_spans is None else tokens.image_spans,
             )
@@ -375,7 +378,7 @@ def _to_call(
         },
     )
     call.attach(tokens)
-    call.attach_texts(prompt_text, sampled_text + end_text)
+    call.attach_texts(prompt_text, sampled_text + end_text, said)
     return call
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from pipelinerl.chat import Turn, renderer_of
+from pipelinerl.chat import ReadText, Turn, renderer_of
 from pipelinerl.errors import DomainError
 from pipelinerl.rollouts import CallTokens, LazyModel
 
@@ -161,15 +161,21 @@ class LLMCall(LazyModel):
     logprobs: list[TokenLogprob] = Field(default_factory=list, exclude=True)
 
     _texts: tuple[str, str] | None = PrivateAttr(default=None)
+    _said: ReadText | None = PrivateAttr(default=None)
 
     @property
     def texts(self) -> tuple[str, str]:
         """The rendered prompt, and the sampled text with the token that ended it."""
         return self._texts or ("", "")
 
-    def attach_texts(self, prompt: str, output: str) -> None:
-        """Sets ``texts``."""
-        self._texts = (prompt, output)
+    @property
+    def said(self) -> ReadText:
+        """What was read in the sampled text: content, tool calls, thought (``TrainableLLM.reasoning_parser``)."""
+        return self._said or ReadText(self.output.content or "", [])
+
+    def attach_texts(self, prompt: str, output: str, said: ReadText) -> None:
+        """Sets ``texts`` and ``said``."""
+        self._texts, self._said = (prompt, output), said
 
     @classmethod
     def _lazy_fields(cls) -> dict[str, Callable[[CallTokens], list]]:
@@ -257,6 +263,8 @@ class RolloutState:
     name: str = ""
     """The rollout in the actor. A seed in ``TrainableLLM.parameters`` is combined with it and the call's index."""
     num_calls: int = 0
+    num_forks: int = 0
+    """Prompts that left sampled tokens of their conversation behind (``chat.is_fork``)."""
     sent_tokens: int = 0
     """Prompt tokens of all calls, of which the server took ``cached_tokens`` from its prefix cache."""
     cached_tokens: int = 0
@@ -300,6 +308,8 @@ class TrainableLLM(BaseModel):
     chat_template_kwargs: dict = Field(default_factory=dict)
     tool_parser: str = ""
     """Format of tool calls. Empty: Hermes. Otherwise the name of vLLM's parser (``--tool-call-parser``)."""
+    reasoning_parser: str = ""
+    """Format of thoughts. Empty: they stay in the content. Otherwise the name of vLLM's (``--reasoning-parser``)."""
     api_token: str = Field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""), exclude=True)
     max_retries: int = 5
     """How often a request that failed in transport is repeated."""

@@ -203,6 +203,7 @@ class Executor:
             num_llm_calls=llm.state.num_calls,
             sent_tokens=llm.state.sent_tokens,
             cached_tokens=llm.state.cached_tokens,
+            num_forks=llm.state.num_forks,
             fallback_version=start.version,
             seq_length=self._rules.seq_length,
             rewards=self._rules.rewards,

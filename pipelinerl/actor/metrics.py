@@ -41,6 +41,7 @@ class _Seen:
     sent_tokens: int
     cached_tokens: int
     num_unmerged_turns: int
+    num_forks: int
     cut: bool
     num_versions: int
 
@@ -160,6 +161,7 @@ class ActorMetrics:
             ActorMetric.PREFIX_HIT_RATE: sum(seen.cached_tokens for seen in recent)
             / max(1, sum(seen.sent_tokens for seen in recent)),
             ActorMetric.UNMERGED_TURNS: sum(seen.num_unmerged_turns for seen in recent) / count,
+            ActorMetric.FORKS: sum(seen.num_forks for seen in recent) / count,
             ActorMetric.CUT_BY_LENGTH: sum(seen.cut for seen in recent) / count,
         }
         values |= _domain_means(recent) | _domain_spread(recent)
@@ -214,6 +216,7 @@ def _see(rollout: Rollout, subset: str) -> _Seen:
         sent_tokens=rollout.sent_tokens,
         cached_tokens=rollout.cached_tokens,
         num_unmerged_turns=rollout.num_unmerged_turns,
+        num_forks=rollout.num_forks,
         cut=any(sequence.finish_reason == "length" for sequence in rollout.sequences),
         num_versions=len({int(version) for sequence in rollout.sequences for version in sequence.spans[:, 2]}),
     )

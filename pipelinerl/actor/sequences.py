@@ -50,6 +50,7 @@ def to_rollout(
     num_llm_calls: int,
     sent_tokens: int = 0,
     cached_tokens: int = 0,
+    num_forks: int = 0,
     fallback_version: int,
     seq_length: int,
     rewards: RewardMode = "rollout",
@@ -62,6 +63,7 @@ def to_rollout(
         latency_s: duration of the attempt.
         num_llm_calls: number of completions of the attempt.
         sent_tokens: prompt tokens of all its calls. ``cached_tokens`` of them came from the server's prefix cache.
+        num_forks: calls among them that left sampled tokens of their conversation behind.
         fallback_version: oldest possible weight version, for tokens of a text that the domain built itself.
         seq_length: ``finetune.seq_length``, the largest number of tokens of a training sequence.
         rewards: reward mode of a result that sets none (``actor.rewards``).
@@ -87,6 +89,7 @@ def to_rollout(
         sent_tokens=sent_tokens,
         cached_tokens=cached_tokens,
         num_unmerged_turns=max(0, len(merged) - 1),
+        num_forks=num_forks,
         rewards=mode,
         text_rewards=() if mode == "rollout" else rewards_t,
         images=images,

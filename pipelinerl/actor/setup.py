@@ -12,6 +12,7 @@ from pipelinerl.config.load import load_run, load_run_dictconfig
 from pipelinerl.config.sections import Config, LLMSection
 from pipelinerl.config.servers import max_model_len, most_rollouts
 from pipelinerl.domains.contract import domains_of
+from pipelinerl.errors import ConfigError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.world import WorldMap
 from pipelinerl.world.process import connections_of, raise_open_files
@@ -46,9 +47,32 @@ def make_llm(cfg: Config, section: LLMSection) -> TrainableLLM:
         collect_logprobs=True,
         chat_template_kwargs=section.chat_template_kwargs,
         tool_parser=section.tool_parser or "",
+        reasoning_parser=section.reasoning_parser or "",
     )
     llm.load_tokenizer()
+    if section.chat_template is not None:
+        template = chosen_template(section.chat_template, llm.tokenizer.chat_template)
+        llm.chat_template_kwargs = {**llm.chat_template_kwargs, "chat_template": template}
     return llm
+
+
+def chosen_template(chosen: str, known: str | dict[str, str] | None) -> str:
+    """Returns a chat template.
+
+    Args:
+        chosen: ``llm.chat_template``, a file or a name.
+        known: the tokenizer's template, or all of them by name.
+    """
+    named = known if isinstance(known, dict) else {}
+    if chosen in named:
+        return named[chosen]
+    try:
+        return Path(chosen).read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"`llm.chat_template` is {chosen!r}, which is no file ({error.strerror}); the tokenizer's templates are "
+            f"{sorted(named) or 'not named'}: give the path of a Jinja template"
+        ) from error
 
 
 def context_size(cfg: Config) -> int:

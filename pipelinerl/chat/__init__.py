@@ -1,6 +1,19 @@
-"""Converts messages to tokens and back: `rendering` applies a chat template, `tool_calls` parses tool calls."""
+"""Converts messages to tokens and back: `rendering` applies a chat template, `continuation` continues sampled tokens,
+`reading` reads thoughts and tool calls."""
 
-from pipelinerl.chat.rendering import ChatRenderer, Rendered, Turn, extend, plain_message, renderer_of
-from pipelinerl.chat.tool_calls import ReadText
+from pipelinerl.chat.continuation import Turn, answers_of, extend, history_of, is_fork
+from pipelinerl.chat.reading import ReadText
+from pipelinerl.chat.rendering import ChatRenderer, Rendered, plain_message, renderer_of
 
-__all__ = ["ChatRenderer", "ReadText", "Rendered", "Turn", "extend", "plain_message", "renderer_of"]
+__all__ = [
+    "ChatRenderer",
+    "ReadText",
+    "Rendered",
+    "Turn",
+    "answers_of",
+    "extend",
+    "history_of",
+    "is_fork",
+    "plain_message",
+    "renderer_of",
+]

@@ -1,12 +1,6 @@
-"""Converts messages to tokens and back, such that every trained token is one that the server processed.
+"""Converts messages to tokens and back: renders whole conversations with a chat template, and caches the newest.
 
-This module renders a conversation once (with a cache) and finds the tokens of a follow-up turn that EXTEND the tokens
-already sampled. It is pure except for the tokenizer, and never talks to a server.
-
-Prefix extension: the new messages may continue an earlier call of the same rollout, including its answer. The new
-prompt is then ``earlier prompt ids + sampled ids + ids of the text that the template adds after the answer``. The added
-text is found by rendering the conversation with and without the new messages. If the template changed anything before
-that point, the whole turn is rendered again and starts another training sequence.
+It is pure except for the tokenizer, and never talks to a server. ``continuation`` finds the tokens of a later turn.
 """
 
 import contextlib
@@ -19,7 +13,6 @@ import msgspec
 import numpy as np
 
 from pipelinerl.chat.images import images_of, is_image, placeholder_spans, required_placeholder
-from pipelinerl.chat.tool_calls import CallReader, ReadText
 from pipelinerl.errors import DomainError
 
 NO_SPANS = np.empty((0, 2), dtype=np.int32)
@@ -42,28 +35,6 @@ class Rendered:
     """int32 [I, 2]: (start, end exclusive) of the tokens that stand for each image."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """An earlier call of the rollout, with everything needed to continue it in a later prompt."""
-
-    messages: list[dict]
-    tools: list[dict] | None
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
-    sampled_text: str
-    """The completion decoded, without the token that ended it."""
-    end_text: str
-    """Text of the token that ended it. Empty if the completion was cut."""
-    said: ReadText
-    """Content and tool calls found in the sampled text."""
-    read: CallReader
-    """The reader that found them."""
-    prefix_version: int | None = None
-    """Weight version of the first token sampled in this conversation. None if the server reports none."""
-    image_spans: np.ndarray = field(default_factory=NO_SPANS.copy)
-    """int32 [I, 2]: (start, end exclusive) of the tokens of each image in the prompt."""
-
-
 class ChatRenderer:
     """Renders with one tokenizer's chat template and caches the newest prompts, within the limits above."""
 
@@ -71,7 +42,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         _keep_no_words(self._backend)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = frozenset(tokenizer.all_special_ids).union(id_ for id_, token in added if token.special)
         self._prompts: OrderedDict[bytes, Rendered] = OrderedDict()
         self._cached_bytes = 0
 
@@ -128,12 +100,17 @@ class ChatRenderer:
             kwargs: further variables of the chat template.
             ask: whether to add the opening of the assistant's next message.
         """
+        plain = [plain_message(message) for message in messages]
+        try:
+            return self._apply(plain, tools, kwargs, ask)
+        except TypeError:
+            if not any("tool_calls" in message for message in plain):
+                raise
+            return self._apply([_with_written_arguments(message) for message in plain], tools, kwargs, ask)
+
+    def _apply(self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any], ask: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            [plain_message(message) for message in messages],
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=ask,
-            **kwargs,
+            messages, tools=tools, tokenize=False, add_generation_prompt=ask, **kwargs
         )
 
 
@@ -212,92 +189,16 @@ def _plain_tool_call(call: dict) -> dict:
     return {**call, "function": function}
 
 
-def extend(
-    renderer: ChatRenderer,
-    turns: list[Turn],
-    messages: list[dict],
-    tools: list[dict] | None,
-    kwargs: dict[str, Any],
-) -> tuple[Rendered, Turn] | None:
-    """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None if no turn is continued.
-
-    Args:
-        renderer: of the policy's tokenizer.
-        turns: earlier turns of the rollout, oldest first.
-        messages: the new prompt's messages.
-        tools: the new prompt's tools.
-        kwargs: further variables of the chat template.
-    """
-    for turn in reversed(turns):
-        if _continues(turn, messages, tools):
-            suffix = _suffix_after_answer(renderer, turn, messages, kwargs)
-            if suffix is not None:
-                return _extended(renderer, turn, renderer.encode(suffix), messages), turn
-    return None
+def _with_written_arguments(message: dict) -> dict:
+    """Returns the message with its tool calls' arguments as JSON, which DeepSeek's templates join to other text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _written(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
-def _extended(renderer: ChatRenderer, turn: Turn, suffix_ids: np.ndarray, messages: list[dict]) -> Rendered:
-    """Returns the turn's tokens with ``suffix_ids`` after them, which hold the placeholders of the new images."""
-    images = images_of(messages)
-    added = renderer.with_images("", suffix_ids, images[len(turn.image_spans) :])
-    token_ids = np.concatenate((turn.prompt_ids, turn.completion_ids, suffix_ids))
-    spans = np.concatenate((turn.image_spans, added.image_spans + np.int32(len(token_ids) - len(suffix_ids))))
-    return Rendered(renderer.decode(token_ids.tolist()), token_ids, images, spans)
-
-
-def _continues(turn: Turn, messages: list[dict], tools: list[dict] | None) -> bool:
-    count = len(turn.messages)
-    return (
-        len(messages) > count
-        and turn.tools == tools
-        and messages[:count] == turn.messages
-        and _is_answer(messages[count], turn)
-    )
-
-
-def _is_answer(message: dict, turn: Turn) -> bool:
-    """Whether the message equals the turn's answer: the same text, or the same content and tool calls."""
-    if message.get("role") != "assistant":
-        return False
-    plain = plain_message(message)
-    content, calls = plain["content"], plain.get("tool_calls", [])
-    if not isinstance(content, str):
-        return False
-    if not calls:
-        return content.removesuffix(turn.end_text) == turn.sampled_text
-    named = [(call["function"].get("name"), call["function"].get("arguments")) for call in calls]
-    return named == turn.said.calls and content.strip() == turn.said.content.strip()
-
-
-def _suffix_after_answer(
-    renderer: ChatRenderer, turn: Turn, messages: list[dict], kwargs: dict[str, Any]
-) -> str | None:
-    """Returns the template's text after the sampled tokens. None if the template changed the text before."""
-    count = len(turn.messages)
-    answer = messages[count]
-    if turn.end_text and isinstance(answer.get("content"), str):
-        answer = {**answer, "content": answer["content"].removesuffix(turn.end_text)}
-    conversation = [*turn.messages, answer, *messages[count + 1 :]]
-    asked = renderer.render_text(turn.messages, turn.tools, kwargs, ask=True)
-    answered = renderer.render_text(conversation[: count + 1], turn.tools, kwargs, ask=False)
-    whole = renderer.render_text(conversation, turn.tools, kwargs, ask=True)
-    if not (answered.startswith(asked) and whole.startswith(answered)):
-        return None
-    closing = _closing(answered[len(asked) :], turn)
-    if closing is None:
-        return None
-    return closing + whole[len(answered) :]
-
-
-def _closing(answer_text: str, turn: Turn) -> str | None:
-    """Returns the part of the rendered answer after the sampled tokens (such as a newline). None if they differ."""
-    if answer_text.startswith(turn.sampled_text + turn.end_text):
-        return answer_text[len(turn.sampled_text) + len(turn.end_text) :]
-    if not turn.end_text or turn.end_text not in answer_text:
-        return None
-    written, _, closing = answer_text.rpartition(turn.end_text)
-    if not turn.said.calls:
-        return None
-    told = turn.read(written)
-    same = told.calls == turn.said.calls and told.content.strip() == turn.said.content.strip()
-    return closing if same else None
+def _written(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

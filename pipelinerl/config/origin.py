@@ -47,6 +47,10 @@ def absolute(container: Mapping[str, Any], base: Path) -> dict[str, Any]:
     deepspeed = found.get("deepspeed_config")
     if isinstance(deepspeed, str) and (base / deepspeed).is_file():
         found["deepspeed_config"] = _absolute(deepspeed, base)
+    for section in ("llm", "test_llm"):
+        template = (found.get(section) or {}).get("chat_template")
+        if isinstance(template, str) and (base / template).is_file():
+            found[section] = {**found[section], "chat_template": _absolute(template, base)}
     for section, key in (("debug", "streams_from"), ("weights", "store")):
         value = (found.get(section) or {}).get(key)
         if isinstance(value, str) and "://" not in value:

@@ -38,6 +38,8 @@ VERSIONS_BEHIND = 3
 FRESH_LOG_RATIO = 1.0
 """Nats between server and trainer on tokens that the present version sampled. Rounding in bfloat16 stays below."""
 UNREADABLE, NO_SUCCESS = 0.9, 0.02
+FORKS = 0.5
+"""Mean per rollout."""
 UNREADABLE_TEXT = 0.2
 """Share of sampled tokens that are no text."""
 
@@ -46,6 +48,8 @@ READ = (
     ActorMetric.CUT_BY_LENGTH,
     ActorMetric.GROUPS_ALWAYS_SOLVED,
     ActorMetric.GROUPS_NEVER_SOLVED,
+    ActorMetric.FORKS,
+    ActorMetric.LLM_CALLS,
     ActorMetric.NO_ANSWER,
     ActorMetric.OUTPUT_TOKENS,
     ActorMetric.REWARD,
@@ -264,6 +268,25 @@ def blocked_loops(history: History) -> Iterable[Alarm]:
             f"{last_at(history.blocked_at, domain)}: all their rollouts stood still",
             cure="Run the blocking call in a thread (await asyncio.to_thread(function, ...)) or use an async library; "
             "event=loop_blocked in actor_*/log.txt has the stack",
+        )
+
+
+def forked_conversations(history: History) -> Iterable[Alarm]:
+    """Alarm if conversations change what the model has already said or read."""
+    points = _with(history.actor, ActorMetric.FORKS, ActorMetric.LLM_CALLS)
+    recent = points[-WINDOW:]
+    if len(recent) < 3:
+        return
+    forks = statistics.fmean(point[ActorMetric.FORKS] for point in recent)
+    if forks >= FORKS:
+        calls = statistics.fmean(point[ActorMetric.LLM_CALLS] for point in recent)
+        yield Alarm(
+            name="forked conversations",
+            step=next(point[STEP] for point in points if point[ActorMetric.FORKS] >= FORKS),
+            text=f"{forks:.1f} of {calls:.1f} calls of a rollout change the history of their conversation: all is "
+            "computed again",
+            cure="Let the agent only append to its messages and keep its tools, or compact its history rarely; if it "
+            "does, the model's chat template refuses the order of messages (llm.chat_template)",
         )
 
 
@@ -494,6 +517,7 @@ CHECKS: tuple[Callable[[History], Iterable[Alarm]], ...] = (
     stalled_version,
     unreadable_output,
     blocked_loops,
+    forked_conversations,
     reward_without_success,
     entropy_collapse,
     length_explosion,

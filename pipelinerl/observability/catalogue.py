@@ -112,6 +112,11 @@ class ActorMetric(Metric):
     LLM_CALLS = "llm_calls", "calls", "of a rollout"
     PREFIX_HIT_RATE = "prefix_hit_rate", "share", "of the prompt tokens of all calls that servers found computed"
     UNMERGED_TURNS = "unmerged_turns", "turns", "of a rollout that became training sequences of their own"
+    FORKS = (
+        "forks",
+        "calls",
+        "of a rollout whose prompt changed its conversation's history, so that tokens are read again",
+    )
     CUT_BY_LENGTH = "cut_by_length", "share", "of rollouts with a completion that the server cut for its length"
     ROLLOUTS_UNDER_WAY = "rollouts_under_way", "rollouts", "at this time"
     ROLLOUTS_ENDED = "rollouts_ended", "rollouts", "of training that ended, whether their groups have ended or not"

@@ -70,6 +70,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """`texts`, `steps`: reward of every text, trained or not, indexed by ``turn``. Empty for `rollout`."""
     images: tuple[bytes, ...] = ()
     """The images that its sequences show, each once, as encoded files (PNG, JPEG, …)."""
+    num_forks: int = 0
+    """LLM calls whose prompt left sampled tokens of their own conversation behind: an answer in it was edited, say."""
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,10 +19,19 @@ class LLMSection(Section):
     chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the model's chat template, e.g. `{enable_thinking: false}`"
     )
+    chat_template: str | None = key(
+        None,
+        "chat template instead of the tokenizer's own: a file, or the name of one of the tokenizer's templates",
+    )
     tool_parser: str | None = key(
         None,
         "format of the model's tool calls. Null = Hermes (Qwen), `rl_tool` = PipelineRL's, else the name of one of "
         "vLLM's parsers (`--tool-call-parser`), e.g. `llama3_json`",
+    )
+    reasoning_parser: str | None = key(
+        None,
+        "format of the model's thoughts, which agents then get apart from the answer. Null = they stay in its text, "
+        "else the name of one of vLLM's parsers (`--reasoning-parser`), e.g. `qwen3`",
     )
 
 
@@ -35,7 +44,9 @@ class EvaluationLLMSection(LLMSection):
         may_change=True,
     )
     chat_template_kwargs: dict[str, Any] = key({}, "arguments of the model's chat template", may_change=True)
+    chat_template: str | None = key("${llm.chat_template}", "chat template", may_change=True)
     tool_parser: str | None = key("${llm.tool_parser}", "format of the model's tool calls", may_change=True)
+    reasoning_parser: str | None = key("${llm.reasoning_parser}", "format of the model's thoughts", may_change=True)
 
 
 class ActorSection(Section):

@@ -141,24 +141,22 @@ REWRITING = (
 )
 
 
-async def test_template_that_rewrites_history_starts_another_sequence() -> None:
+async def test_template_that_rewrites_history_is_continued_all_the_same() -> None:
     tokenizer = byte_tokenizer(REWRITING)
     llm = FakeLLM.saying(["<think>x</think>a", "b"], tokenizer=tokenizer)
     first = await say(llm, [USER])
     second = await say(llm, [USER, first.output.to_message(), USER])
-    rollout = trained(llm, first, second)
-    assert (len(rollout.sequences), rollout.num_unmerged_turns) == (2, 1)
-    history = [USER, first.output.to_message(), USER]
-    rendered = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-    assert second.call_tokens is not None
-    assert second.call_tokens.prompt_ids.tolist() == rendered
+    (sequence,) = trained(llm, first, second).sequences
+    question = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(sequence.token_ids) == f"{question}<think>x</think>a<|im_end|>\n{question}b<|im_end|>"
 
 
 async def test_edited_answer_is_a_new_prompt() -> None:
     llm = FakeLLM.saying(["a", "b"], tokenizer=TOKENIZER)
     first = await say(llm, [USER])
     second = await say(llm, [USER, {"role": "assistant", "content": "edited"}, USER])
-    assert len(trained(llm, first, second).sequences) == 2
+    rollout = trained(llm, first, second)
+    assert (len(rollout.sequences), rollout.num_unmerged_turns) == (2, 1)
 
 
 async def test_message_edited_after_the_call_is_a_new_prompt() -> None:

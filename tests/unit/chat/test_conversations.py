@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
+from pipelinerl.chat import ChatRenderer, ReadText, Turn, answers_of, extend, history_of
 from pipelinerl.chat.conversations import AnsweredText, answered_texts, batch_spans
-from pipelinerl.chat.rendering import ChatRenderer, Turn, extend
-from pipelinerl.chat.tool_calls import read_plain
 from pipelinerl.errors import DomainError
 from pipelinerl.testing import byte_tokenizer
 from tests.says import says
@@ -32,8 +31,10 @@ def test_two_turns_are_the_tokens_of_a_rollout_that_said_them() -> None:
     renderer = ChatRenderer(byte_tokenizer())
     first = renderer.render([ASKED], None, {})
     sampled = renderer.encode("yes<|im_end|>")
-    turn = Turn([ASKED], None, first.token_ids, sampled, "yes", "<|im_end|>", read_plain("yes"), read_plain)
-    extended = extend(renderer, [turn], [ASKED, SAID, AGAIN], None, {})
+    answers = answers_of("yes", "<|im_end|>", ReadText("yes", []), ())
+    turn = Turn(history_of([ASKED]), answers, None, first.token_ids, sampled, "<|im_end|>")
+    messages = [ASKED, SAID, AGAIN]
+    extended = extend(renderer, [turn], messages, history_of(messages), None, {})
     assert extended is not None
     expected = [*extended[0].token_ids.tolist(), *renderer.encode("no<|im_end|>").tolist()]
     (text,) = answered_texts(renderer, [ASKED, SAID, AGAIN, DONE, {"role": "user", "content": "?"}], None, {})

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.chat.rendering import ChatRenderer, Turn, extend
-from pipelinerl.chat.tool_calls import read_plain
+from pipelinerl.chat import ReadText, Turn, answers_of, extend, history_of
+from pipelinerl.chat.rendering import ChatRenderer
 from pipelinerl.errors import DomainError
 from pipelinerl.testing import byte_tokenizer
 from tests.says import says
@@ -59,11 +59,11 @@ def test_later_turn_keeps_the_tokens_of_its_images_and_finds_the_new_ones(tmp_pa
     expanded = np.concatenate((first.token_ids[:6], [7, first.token_ids[6], 7], first.token_ids[7:])).astype(np.int32)
     sampled = renderer.encode("<image>y<|im_end|>")
     turn = Turn(
-        asked, None, expanded, sampled, "<image>y", "<|im_end|>", read_plain("<image>y"), read_plain,
-        image_spans=np.array([[6, 9]], dtype=np.int32),
+        history_of(asked), answers_of("<image>y", "<|im_end|>", ReadText("<image>y", []), ()), None, expanded, sampled,
+        "<|im_end|>", image_spans=np.array([[6, 9]], dtype=np.int32),
     )  # fmt: skip
     messages = [*asked, {"role": "assistant", "content": "<image>y"}, {"role": "user", "content": [OTHER]}]
-    extended = extend(renderer, [turn], messages, None, {})
+    extended = extend(renderer, [turn], messages, history_of(messages), None, {})
     assert extended is not None
     rendered, continued = extended
     assert continued is turn

@@ -97,6 +97,14 @@ def test_clip_fraction_beyond_its_bound() -> None:
     assert (alarm.name, alarm.step) == ("clip fraction", 30)
 
 
+def test_forked_conversations_names_its_step_and_the_share_of_calls() -> None:
+    forking = points(forks=[0.0] * 30 + [3.0] * 10, llm_calls=[8.0] * N)
+    (alarm,) = found(actor=forking)
+    assert (alarm.name, alarm.step) == ("forked conversations", 30)
+    assert re.search(says("3.0 of 8.0", "llm.chat_template"), alarm.line())
+    assert found(actor=points(forks=[0.25] * N, llm_calls=[8.0] * N)) == []
+
+
 def test_mismatch_names_the_age_of_the_tokens_or_the_numerics() -> None:
     gap = [0.05] * 20 + [0.4] * 20
     (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.02] * N))

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from pipelinerl.async_llm import llm_async_generate
-from pipelinerl.chat.tool_calls import ReadText, read_hermes, reader_of
+from pipelinerl.chat.reading import ReadText, read_hermes, reader_of
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt
 from pipelinerl.testing import FakeLLM, byte_tokenizer
@@ -57,7 +57,7 @@ BARE = '{"name": "add", "arguments": {"a": 1}}'
     ],
 )
 def test_pipelinerls_calls_are_read_as_its_plugin_reads_them(text, content, calls):
-    assert reader_of("rl_tool", None, [])(text) == ReadText(content, calls)
+    assert reader_of("rl_tool", "", None, [TOOL], {})(text) == ReadText(content, calls)
 
 
 @vllm_is_imported
@@ -71,21 +71,40 @@ def test_pipelinerls_calls_are_read_as_its_plugin_reads_them(text, content, call
     ],
 )
 def test_formats_of_vllm_are_read_by_its_parsers(name, text):
-    read = reader_of(name, byte_tokenizer_with_calls(), [TOOL])
+    read = reader_of(name, "", byte_tokenizer_with_calls(), [TOOL], {})
     assert read(text) == ReadText("", [("add", {"a": 1})])
     assert read("3") == ReadText("3", [])
 
 
+@vllm_is_imported
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("deepseek_r1", f"add them\n</think>\n\n{CALL}", ReadText("", [("add", {"a": 1})], "add them")),
+        ("qwen3", "<think>\nadd them\n</think>\n\nIt is 3.", ReadText("It is 3.", [], "add them")),
+        ("deepseek_r1", "cut in the tho", ReadText("", [], "cut in the tho")),
+    ],
+)
+def test_thoughts_are_read_apart_by_vllms_parsers(name, text, read):
+    assert reader_of("", name, byte_tokenizer_with_calls(), [TOOL], {})(text) == read
+
+
+@vllm_is_imported
+def test_unknown_reasoning_parser_is_named_with_those_there_are():
+    with pytest.raises(DomainError, match=says("llm.reasoning_parser", "morse", "qwen3")):
+        reader_of("", "morse", byte_tokenizer(), None, {})
+
+
 def byte_tokenizer_with_calls():
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>"])
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"])
     return tokenizer
 
 
 @vllm_is_imported
 def test_unknown_parser_is_named_with_those_there_are():
     with pytest.raises(DomainError, match=says("llm.tool_parser", "morse", "hermes")):
-        reader_of("morse", byte_tokenizer(), [TOOL])
+        reader_of("morse", "", byte_tokenizer(), [TOOL], {})
 
 
 @vllm_is_imported

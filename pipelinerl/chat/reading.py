@@ -1,12 +1,13 @@
-"""Parses tool calls in sampled text: Hermes and PipelineRL's `rl_tool` here, any other format with vLLM's parser.
+"""Reads what a model said in its sampled text: a thought, tool calls, and the content.
 
-If the calls in a text cannot be parsed, the whole text becomes the content, so the domain sees what the model wrote.
+Tool calls in Hermes' format and PipelineRL's `rl_tool` are read here, others, and thoughts, by vLLM's parsers. Calls
+that cannot be parsed stay in the content, so the domain sees what the model wrote.
 """
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl.errors import DomainError
@@ -19,32 +20,48 @@ FINAL = re.compile(r"\[BEGIN FINAL RESPONSE\](.*?)\[END FINAL RESPONSE\]", re.DO
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """An answer's content and its tool calls as (name, arguments). Without calls, ``content`` is the whole text."""
+    """An answer's content and its tool calls as (name, arguments). Without either, ``content`` is the whole text."""
 
     content: str
     calls: list[tuple[str, Any]]
+    thought: str = ""
 
 
-CallReader = Callable[[str], ReadText]
+Reader = Callable[[str], ReadText]
 
 
-def reader_of(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
-    """Returns the reader of a format.
+def reader_of(
+    tool_parser: str, reasoning_parser: str, tokenizer: Any, tools: list[dict] | None, kwargs: dict[str, Any]
+) -> Reader:
+    """Returns the reader of a model's answers.
 
     Args:
-        name: "" for Hermes, `rl_tool` for PipelineRL's, otherwise one that vLLM accepts for ``--tool-call-parser``.
-        tokenizer: for vLLM's parser.
-        tools: the prompt's tools in OpenAI format, for vLLM's parser.
+        tool_parser: "" for Hermes, `rl_tool` for PipelineRL's, otherwise one of vLLM's ``--tool-call-parser``.
+        reasoning_parser: "" leaves thoughts in the content, otherwise a name for ``--reasoning-parser``.
+        tokenizer: for vLLM's parsers.
+        tools: the prompt's tools in OpenAI format. Without them nothing is read as a call.
+        kwargs: variables of the chat template, which say whether the model thinks.
     Raises:
         DomainError: vLLM is not installed, or has no parser of this name.
     """
-    if name in ("", RL_TOOL):
-        return read_rl_tool if name else read_hermes
-    return vllm_reader(name, tokenizer, tools)
+    read_calls: Reader = read_plain
+    if tools and tool_parser in ("", RL_TOOL):
+        read_calls = read_rl_tool if tool_parser else read_hermes
+    elif tools:
+        read_calls = vllm_reader(tool_parser, tokenizer, tools)
+    if not reasoning_parser:
+        return read_calls
+    split = thought_splitter(reasoning_parser, tokenizer, kwargs)
+
+    def read(text: str) -> ReadText:
+        thought, rest = split(text)
+        return replace(read_calls(rest), thought=thought)
+
+    return read
 
 
 def read_plain(text: str) -> ReadText:
-    """Returns the text as content without looking for calls. Used for prompts without tools."""
+    """Returns the text as content. Used for prompts without tools."""
     return ReadText(text, [])
 
 
@@ -91,8 +108,8 @@ def calls_in(text: str) -> list[tuple[str, Any]]:
     return [(str(entry["name"]), entry["arguments"]) for entry in entries]
 
 
-def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
-    """Makes a reader from vLLM's parser. The first import in a process takes seconds."""
+def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> Reader:
+    """Makes a reader from vLLM's parser of tool calls. The first import in a process takes seconds."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -112,6 +129,28 @@ def vllm_reader(name: str, tokenizer: Any, tools: list[dict]) -> CallReader:
         return ReadText((found.content or "").strip(), calls) if found.tools_called else ReadText(text, [])
 
     return read
+
+
+def thought_splitter(name: str, tokenizer: Any, kwargs: dict[str, Any]) -> Callable[[str], tuple[str, str]]:
+    """Makes a function from vLLM's parser that returns an answer's thought and the rest of its text."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.reasoning import ReasoningParserManager
+    except ImportError as error:
+        raise DomainError(f"`llm.reasoning_parser` is {name!r}: that needs vLLM on its machine ({error})") from error
+    try:
+        make = ReasoningParserManager.get_reasoning_parser(name)
+    except KeyError as error:
+        known = ", ".join(sorted(ReasoningParserManager.list_registered()))
+        raise DomainError(f"`llm.reasoning_parser` is {name!r}: vLLM has {known}") from error
+    request = ChatCompletionRequest(model="policy", messages=[])
+    parser = make(tokenizer, chat_template_kwargs=kwargs)
+
+    def split(text: str) -> tuple[str, str]:
+        thought, rest = parser.extract_reasoning(text, request)
+        return (thought or "").strip(), (rest or "").lstrip("\n")
+
+    return split
 
 
 def parsed_arguments(arguments: Any) -> Any:

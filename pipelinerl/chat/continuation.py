@@ -1,0 +1,196 @@
+"""Continues the tokens of an earlier call, whatever the chat template does to history.
+
+A prompt continues a call if it repeats the call's messages and its answer. Its tokens are then ``prompt ids of the call
++ sampled ids + ids of what the template writes between this answer and the next one``. The history is never rendered
+again, so a template that drops thoughts or writes arguments in its own way changes no token.
+
+What stands between two answers is found in a short conversation with a known answer: the text after that answer, with
+the new messages behind it. A prompt that continues no call is rendered whole and starts another training sequence.
+
+The module is pure except for the tokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from jinja2 import TemplateError
+
+from pipelinerl.chat.images import images_of, is_image
+from pipelinerl.chat.reading import ReadText
+from pipelinerl.chat.rendering import NO_SPANS, ChatRenderer, Rendered, plain_message
+from pipelinerl.errors import DomainError
+
+KNOWN_ANSWER = "PIPELINERL KNOWN ANSWER"
+QUESTION = {"role": "user", "content": "x"}
+
+History = tuple[bytes, ...]
+"""A digest of every message of a conversation. Equal digests mean equal messages, however a client writes them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """An earlier call of the rollout, with everything needed to continue it in a later prompt."""
+
+    history: History
+    """Of the prompt's messages."""
+    answers: frozenset[bytes]
+    """Digests of the messages that are its answer."""
+    tools: list[dict] | None
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    end_text: str
+    """Text of the token that ended the completion. Empty if it was cut."""
+    prefix_version: int | None = None
+    """Weight version of the first token sampled in this conversation. None if the server reports none."""
+    image_spans: np.ndarray = field(default_factory=NO_SPANS.copy)
+    """int32 [I, 2]: (start, end exclusive) of the tokens of each image in the prompt."""
+
+
+def history_of(messages: Sequence[dict]) -> History:
+    """Returns a digest of every message: of its role, text, images and tool calls.
+
+    Thoughts, white space around an answer, ids of tool calls, and the order and white space of arguments do not count.
+    """
+    return tuple(_digest(message) for message in messages)
+
+
+def answers_of(sampled_text: str, end_text: str, said: ReadText, stop: Sequence[str]) -> frozenset[bytes]:
+    """Returns the digests of the messages that may stand for an answer: as it was sampled, and as it was read.
+
+    Args:
+        sampled_text: the completion decoded, without the token that ended it.
+        end_text: text of that token.
+        said: what was read in the sampled text.
+        stop: stop strings of the call. OpenAI's API leaves the one that ended an answer out.
+    """
+    texts = {sampled_text, sampled_text + end_text, said.content}
+    texts |= {text.partition(end)[0] for text in tuple(texts) for end in stop if end}
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
+    if said.calls:
+        calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in said.calls]
+        messages += [{"role": "assistant", "content": text, "tool_calls": calls} for text in (said.content, "")]
+    return frozenset(map(_digest, messages))
+
+
+def extend(
+    renderer: ChatRenderer,
+    turns: Sequence[Turn],
+    messages: list[dict],
+    history: History,
+    tools: list[dict] | None,
+    kwargs: dict[str, Any],
+) -> tuple[Rendered, Turn] | None:
+    """Returns a prompt that continues an earlier turn's tokens exactly, and that turn. None if no turn is continued.
+
+    Args:
+        renderer: of the policy's tokenizer.
+        turns: earlier turns of the rollout, oldest first.
+        messages: the new prompt's messages.
+        history: of these messages.
+        tools: the new prompt's tools.
+        kwargs: further variables of the chat template.
+    """
+    continued = [turn for turn in reversed(turns) if turn.tools == tools and _continues(history, turn)]
+    for turn in sorted(continued, key=lambda turn: -len(turn.history)):
+        count = len(turn.history)
+        between = _between_answers(renderer, turn, messages[count], messages[count + 1 :], kwargs)
+        if between is not None:
+            return _extended(renderer, turn, renderer.encode(between), messages), turn
+    return None
+
+
+def is_fork(turns: Sequence[Turn], messages: Sequence[dict], history: History, continued: Turn | None) -> bool:
+    """Whether a prompt leaves sampled tokens behind that belong to its conversation.
+
+    That is so if an answer in it was edited or left out, or an earlier message or the tools changed after an answer.
+    The first prompt of another conversation is none.
+    """
+    if continued is not None:
+        return any(message.get("role") == "assistant" for message in messages[len(continued.history) + 1 :])
+    return any(len(history) > len(turn.history) and history[: len(turn.history)] == turn.history for turn in turns)
+
+
+def _continues(history: History, turn: Turn) -> bool:
+    count = len(turn.history)
+    return len(history) > count and history[count] in turn.answers and history[:count] == turn.history
+
+
+def _between_answers(
+    renderer: ChatRenderer, turn: Turn, answer: dict, new: list[dict], kwargs: dict[str, Any]
+) -> str | None:
+    """Returns the template's text between the turn's last token and the next answer. None if it cannot be told."""
+    for known in _known_answers(answer):
+        try:
+            closed = renderer.render_text([QUESTION, known], turn.tools, kwargs, ask=False)
+            asked = renderer.render_text([QUESTION, known, *new], turn.tools, kwargs, ask=True)
+        except (TemplateError, TypeError, ValueError):  # a template may refuse any order of messages
+            continue
+        closing, rest = closed.partition(KNOWN_ANSWER)[2], asked.partition(KNOWN_ANSWER)[2]
+        # The end token closes the answer or, in GLM's templates, opens the message after it.
+        end = rest.find(turn.end_text) if turn.end_text else -1
+        if 0 <= end <= len(closing):
+            return rest[end + len(turn.end_text) :]
+        if rest and "tool_calls" not in known:
+            return rest
+    return None
+
+
+def _known_answers(answer: dict) -> Iterator[dict]:
+    """Yields short answers in place of a real one: with its tool calls if it has some, then as text."""
+    calls = [
+        {"type": "function", **call, "function": dict(call["function"])} for call in answer.get("tool_calls") or []
+    ]
+    if calls:
+        calls[-1]["function"]["arguments"] = {"x": KNOWN_ANSWER}
+        yield {"role": "assistant", "content": "", "tool_calls": calls}
+    yield {"role": "assistant", "content": KNOWN_ANSWER}
+
+
+def _extended(renderer: ChatRenderer, turn: Turn, suffix_ids: np.ndarray, messages: list[dict]) -> Rendered:
+    """Returns the turn's tokens with ``suffix_ids`` after them, which hold the placeholders of the new images."""
+    images = images_of(messages)
+    added = renderer.with_images("", suffix_ids, images[len(turn.image_spans) :])
+    token_ids = np.concatenate((turn.prompt_ids, turn.completion_ids, suffix_ids))
+    spans = np.concatenate((turn.image_spans, added.image_spans + np.int32(len(token_ids) - len(suffix_ids))))
+    return Rendered(renderer.decode(token_ids.tolist()), token_ids, images, spans)
+
+
+def _digest(message: dict) -> bytes:
+    plain = plain_message(message)
+    role, content = plain.get("role"), plain["content"]
+    if isinstance(message.get("content"), list) and any(map(is_image, message["content"])):
+        content = [*content, *(hashlib.sha256(image).digest() for image in images_of([message]))]
+    if role == "assistant" and isinstance(content, str):
+        content = _spoken(content)
+    calls = [(call["function"].get("name"), _canonical(call["function"])) for call in plain.get("tool_calls", [])]
+    try:
+        encoded = msgspec.msgpack.encode((role, message.get("name"), content, calls))
+    except (TypeError, OverflowError) as error:
+        raise DomainError(f"a prompt's messages must be plain JSON values: {error}") from error
+    return hashlib.blake2b(encoded, digest_size=16).digest()
+
+
+def _spoken(text: str) -> str:
+    """Returns an answer without the thought before it."""
+    _, closed, answer = text.rpartition("</think>")
+    return "" if not closed and text.lstrip().startswith("<think>") else answer.strip()
+
+
+def _canonical(function: dict) -> str:
+    """Returns the arguments of a call in one spelling, for JSON that another language may have written."""
+    arguments = function.get("arguments")
+    return json.dumps(_whole_numbers(arguments) if arguments not in (None, "") else {}, sort_keys=True, default=str)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """JavaScript writes 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
