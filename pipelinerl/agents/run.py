@@ -98,7 +98,7 @@ async def run_agent_process(
     passed_variables: Sequence[str] = PASSED_VARIABLES,
     dataset_name: str | None = None,
 ) -> RolloutResult:
-    """Runs a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and rewards its output.
+    """Runs a program that reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or Anthropic's, and rewards its output.
 
     The program gets its own process group, and is killed when the rollout, the worker or the run ends. The rollout
     ends when no process holds the program's output open any more.
@@ -153,7 +153,13 @@ def agent_environment(
     """
     wanted = (*passed, RUN_VARIABLE, ROLE_VARIABLE)
     clean = {name: value for name, value in ours.items() if any(fnmatch.fnmatchcase(name, one) for one in wanted)}
-    return clean | {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key} | dict(extra)
+    addresses = {
+        "OPENAI_BASE_URL": recorded.base_url,
+        "OPENAI_API_KEY": recorded.api_key,
+        "ANTHROPIC_BASE_URL": recorded.anthropic_base_url,
+        "ANTHROPIC_API_KEY": recorded.api_key,
+    }
+    return clean | addresses | dict(extra)
 
 
 def _rewarded(recorded: RecordedAgent, answer: Any, score: Score, dataset_name: str | None) -> RolloutResult:

@@ -110,6 +110,7 @@ async def test_agent_environment_holds_what_is_passed():
     ours = {"MY_TOOL_URL": "u", "PATH": "p", "LC_ALL": "C", "OPENAI_API_KEY": "ours", "PIPELINERL_RUN": "m"}
     async with aiohttp.ClientSession() as session, record_agent(scripted("x"), session) as recorded:
         told = {"OPENAI_BASE_URL": recorded.base_url, "OPENAI_API_KEY": recorded.api_key, "PIPELINERL_RUN": "m"}
+        told |= {"ANTHROPIC_BASE_URL": recorded.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": recorded.api_key}
         assert agent_environment(ours, recorded, {}) == told | {"PATH": "p", "LC_ALL": "C"}
         assert agent_environment(ours, recorded, {"A": "b"}, ["MY_*"]) == told | {"MY_TOOL_URL": "u", "A": "b"}
 

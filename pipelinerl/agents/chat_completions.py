@@ -1,0 +1,136 @@
+"""OpenAI's Chat Completions: ``POST /v1/chat/completions``."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from pipelinerl.agents.dialect import ChatRequest, Event, Said, new_id, now, refuse_format, said_of
+from pipelinerl.llm import LLMCall
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+
+
+class _ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _ChatBody(msgspec.Struct):
+    """The fields of a request that are checked. Other fields are ignored here."""
+
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+
+class ChatCompletions:
+    """The dialect of ``/v1/chat/completions``.
+
+    Args:
+        model: name of the model in answers.
+        token_text: returns the text of a token, for log-probabilities.
+    """
+
+    def __init__(self, model: str, token_text: Callable[[int], str]):
+        self._model, self._token_text = model, token_text
+
+    def read(self, body: Any) -> ChatRequest:
+        request = msgspec.convert(body, _ChatBody)
+        refuse_format("response_format", request.response_format)
+        if request.top_logprobs:
+            raise ValueError(f"top_logprobs is {request.top_logprobs}: log-probabilities are of sampled tokens only")
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in body["messages"]]
+        return ChatRequest(
+            messages=messages,
+            tools=(request.tools or None) if request.tool_choice != "none" else None,
+            parameters=body,
+            stream=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            logprobs=bool(request.logprobs),
+        )
+
+    def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
+        said = said_of(call)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.tool_calls:
+            message["tool_calls"] = said.tool_calls
+        if said.thought:
+            message["reasoning_content"] = said.thought
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish_reason(said, call),
+            "logprobs": self._logprobs(call) if asked.logprobs else None,
+        }
+        return self._envelope("chat.completion") | {"choices": [choice], "usage": _usage(call)}
+
+    def events(self, call: LLMCall, asked: ChatRequest) -> Iterator[Event]:
+        """Yields role, thought, content, tool calls, end, and the usage if it was asked for."""
+        said = said_of(call)
+        envelope = self._envelope("chat.completion.chunk")
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if said.thought:
+            deltas.append({"reasoning_content": said.thought})
+        if said.content:
+            deltas.append({"content": said.content})
+        deltas += [{"tool_calls": [{"index": index} | one]} for index, one in enumerate(said.tool_calls)]
+        for delta in deltas:
+            yield "", envelope | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        end: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": finish_reason(said, call)}
+        if asked.logprobs:
+            end["logprobs"] = self._logprobs(call)
+        yield "", envelope | {"choices": [end]}
+        if asked.include_usage:
+            yield "", envelope | {"choices": [], "usage": _usage(call)}
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        return openai_error(status, message)
+
+    def _logprobs(self, call: LLMCall) -> dict[str, Any]:
+        """Returns the log-probability of every sampled token, thoughts and the end included."""
+        texts = [self._token_text(one.token_id) for one in call.logprobs]
+        tokens = [
+            {"token": text, "logprob": one.logprob, "bytes": [*text.encode()], "top_logprobs": []}
+            for one, text in zip(call.logprobs, texts, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": new_id("chatcmpl-"), "object": kind, "created": now(), "model": self._model}
+
+
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    """Returns an error as OpenAI's APIs write it."""
+    kind = {401: "authentication_error", 400: "invalid_request_error"}.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "code": None, "param": None}}
+
+
+def finish_reason(said: Said, call: LLMCall) -> str:
+    return "tool_calls" if said.tool_calls else str(call.llm_info.get("finish_reason") or "stop")
+
+
+def _usage(call: LLMCall) -> dict[str, int]:
+    prompt, output = call.prompt_length_tokens, call.output_length_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

@@ -1,0 +1,145 @@
+"""What the endpoint's dialects have in common: a request in plain form, and what of an answer an agent gets to see."""
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipelinerl.config.rules import DISTORTING
+from pipelinerl.llm import LLMCall
+
+PASSED_PARAMETERS = ("max_tokens", "max_completion_tokens", "stop", "seed")
+FIXED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A request of any dialect, in the form of Chat Completions."""
+
+    messages: list[dict[str, Any]]
+    num_instructions: int = 0
+    """Responses: messages at the beginning that hold for this request only."""
+    tools: list[dict[str, Any]] | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Its sampling parameters, by the names of Chat Completions."""
+    stream: bool = False
+    include_usage: bool = False
+    """Chat Completions: a streamed answer ends with its token counts."""
+    logprobs: bool = False
+    thoughts: bool = True
+    """Whether the agent wants to see thoughts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What an agent sees of an answer."""
+
+    thought: str
+    content: str | None
+    """None beside tool calls that stand alone."""
+    tool_calls: list[dict[str, Any]]
+    """In the format of Chat Completions."""
+    stop: str | None
+    """The stop string that ended it. OpenAI's and Anthropic's APIs leave it out of the content."""
+    cut: bool
+    """Whether it was cut for its length."""
+
+
+Event = tuple[str, dict[str, Any]]
+"""Name and data of a server-sent event. Chat Completions name none."""
+
+
+class Dialect(Protocol):
+    """One chat API: reads its requests and writes its answers. It samples nothing and does no I/O."""
+
+    def read(self, body: Any) -> ChatRequest:
+        """Returns the request. Raises ``ValueError`` if it is not valid, or asks for what the endpoint has not."""
+        ...
+
+    def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
+        """Returns the answer in one piece."""
+        ...
+
+    def events(self, call: LLMCall, asked: ChatRequest) -> Iterable[Event]:
+        """Returns the events of a streamed answer."""
+        ...
+
+    def error(self, status: int, message: str) -> dict[str, Any]:
+        """Returns the body of a refusal."""
+        ...
+
+
+def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Merges the parameters that an agent may choose (length, stop strings, seed) into the run's.
+
+    Args:
+        body: request body with OpenAI's names.
+        parameters: the run's sampling parameters.
+    Raises:
+        ValueError: the request would sample from another distribution than the one that is trained.
+    """
+    for name in FIXED_PARAMETERS:
+        wanted = body.get(name)
+        accepted = (parameters[name],) if name in parameters else DISTORTING.get(name, (1.0,))
+        if wanted is not None and wanted not in accepted:
+            raise ValueError(
+                f"{name} is {wanted!r} but this run samples with {accepted[0]!r}: leave it out of the request, "
+                f"or set llm.parameters.{name} for the whole run"
+            )
+    if body.get("n") not in (None, 1):
+        raise ValueError(f"n is {body['n']!r}: one completion per request; the run's attempts are separate rollouts")
+    chosen = {name: body[name] for name in PASSED_PARAMETERS if body.get(name) is not None}
+    if "max_completion_tokens" in chosen:
+        chosen["max_tokens"] = chosen.pop("max_completion_tokens")
+    return parameters | chosen
+
+
+def refuse_format(name: str, wanted: Any) -> None:
+    """Refuses a format other than text. ``name`` is the request's field."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind not in (None, "text"):
+        raise ValueError(
+            f"{name} is {kind!r}: a constrained sampler has another distribution than the one that is trained; ask for "
+            "the format in the prompt, or offer a tool with that schema"
+        )
+
+
+def said_of(call: LLMCall) -> Said:
+    """Returns what the agent sees of a call."""
+    said = call.said
+    content: str | None = said.content
+    if call.output.tool_calls:
+        content = call.output.content
+    ending = call.llm_info["parameters"].get("stop") or []
+    stops = [end for end in ([ending] if isinstance(ending, str) else ending) if end in (content or "")]
+    stop = min(stops, key=(content or "").index, default=None)
+    return Said(
+        thought=said.thought,
+        content=content.partition(stop)[0] if content is not None and stop else content,
+        tool_calls=[plain(tool_call) for tool_call in call.output.tool_calls or []],
+        stop=stop,
+        cut=call.llm_info.get("finish_reason") == "length",
+    )
+
+
+def plain(value: Any) -> Any:
+    """Returns a pydantic object as a dictionary, anything else as it is."""
+    return value.model_dump() if hasattr(value, "model_dump") else value
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    return int(time.time())
