@@ -174,7 +174,7 @@ class LLMCall(LazyModel):
         return self._said or ReadText(self.output.content or "", [])
 
     def attach_texts(self, prompt: str, output: str, said: ReadText) -> None:
-        """Sets ``texts`` and ``said``."""
+        """Sets ``texts``, the rendered ``prompt`` and the sampled ``output``, and what was ``said`` in it."""
         self._texts, self._said = (prompt, output), said
 
     @classmethod

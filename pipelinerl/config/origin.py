@@ -151,6 +151,8 @@ def make_importable(run_dir: Path) -> None:
     """
     folders = [folder for folder in _read(run_dir).get("import_path", []) if Path(folder).is_dir()]
     sys.path.extend(folder for folder in folders if folder not in sys.path)
+    if not folders:
+        return
     inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*inherited, *folders]))
 
