@@ -12,6 +12,13 @@ from pipelinerl.config.origin import absolute, copy_of, make_importable, origin_
 from pipelinerl.streams import run_key
 
 
+@pytest.fixture(autouse=True)
+def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a run makes its modules importable for this process and its children."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
