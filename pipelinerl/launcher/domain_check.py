@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -150,6 +150,7 @@ class ByteTokenizer:
     """
 
     all_special_ids = (END_TOKEN,)
+    added_tokens_decoder: Mapping[int, Any] = {}
     eos_token_id = END_TOKEN
 
     @property
