@@ -202,6 +202,7 @@ class Network:
                 self._end(pull)
             late = [m for m in self.clients if not self._is_pulling(m) and not self._has(m, pending.version)]
             holders = [one for one in self.clients if self._has(one, pending.version) or one.name in pending.pulls]
+            holders = [one for one in holders if not one.is_suspect]
             before = [client.last for client in self.clients if client.last is not None]
             for dispatch in joining(pending, late, holders, [TRAINER], BUCKET):
                 self._start(pending, dispatch, before)
@@ -239,6 +240,7 @@ class Network:
         client, pending = pull.dispatch.client, self._offers.get(pull.version)
         if pending is not None:
             pending.end(client.name, is_served=not pull.error)
+        client.is_suspect = bool(pull.error)
         if pull.error == OWN_LINK:
             self.failures.append(client.name)
             client.standing.fail(client.name)

@@ -46,7 +46,7 @@ class ServerClient:
     is_up: bool = False
     """It answers, and may be sent weights."""
     is_suspect: bool = False
-    """It did not answer or failed, so others should not depend on it."""
+    """It did not answer, failed or was held up, so others should not depend on it."""
     standing: Standing = field(default_factory=Standing)
     """Whether its links are slow."""
     is_expelled: bool = False
@@ -71,6 +71,7 @@ class ServerClient:
         """Records the end of an update: the server now serves the version or is out of service.
 
         A server that was held up by others stays in service with the version that it has, and is sent this one again.
+        Nobody knows yet how fast it is itself, so others should not depend on it.
         """
         self.last, self.update = outcome, None
         self.ended += 1
@@ -78,6 +79,7 @@ class ServerClient:
             self.held, self.serves = outcome.version, None if self.is_expelled else outcome.version
             self.is_suspect = False
         elif HELD_UP in outcome.error:
+            self.is_suspect = True
             log.warning("event=server_held_up server=%s version=%d error=%s", self.name, outcome.version, outcome.error)
         elif STALE not in outcome.error:  # a server without the delta's base gets the whole version at once
             if OWN_LINK in outcome.error:

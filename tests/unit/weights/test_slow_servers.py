@@ -80,6 +80,11 @@ def test_slow_server_that_joins_a_version_under_way_takes_nothing_from_the_other
     assert later_over_without(servers, 16, slow, pause=2.0) <= BAR
 
 
+def test_server_that_was_held_up_by_a_slow_one_holds_up_nobody_itself() -> None:
+    """Two versions were withdrawn before the second slow one had ended a pull of its own."""
+    assert later_over_without(4, 16, {1: ("downlink", 10), 2: ("downlink", 10)}, pause=0.5) <= BAR
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(case=slow_servers(), pause=st.sampled_from([0.0, 0.5, 2.0]))
