@@ -15,7 +15,7 @@ from pipelinerl.weights.layout import Layout
 from pipelinerl.weights.protocol import HELD_UP, OWN_LINK, Address, Link, ParamSpec, WeightUpdateAnswer
 from pipelinerl.weights.publish.dispatch import chained, expected_s, joining
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
-from pipelinerl.weights.publish.standing import Report, healthy_s, judge_links
+from pipelinerl.weights.publish.standing import Report, UsualRate, healthy_s, judge_links
 from pipelinerl.weights.publish.versions import Dispatch, PendingVersion
 from pipelinerl.weights.transfer.buffers import Range
 from pipelinerl.weights.transfer.source import IDLE_TELL_S, OLDER_SHARE, TELL_S
@@ -122,7 +122,7 @@ class Network:
         """Of each version: bytes that each source has given."""
         self._offers: dict[int, PendingVersion] = {}
         self._stalls: dict[str, list[bool]] = {}
-        self._now = 0.0
+        self._now, self._usual = 0.0, UsualRate()
 
     def push(
         self, *, longest_s: float = 1e4, awaited: Set[str] | None = None, pause_s: float = 0.0
@@ -256,7 +256,8 @@ class Network:
         if pull.dispatch.is_chained:
             reports.append(Report(server=pull.server, seconds=pull.done_s, links=links(pull)))
             names = {client.workers[0]: client.name for client in self.clients}
-            verdict = judge_links(reports, names, pending.standings)
+            self._usual.record(pull.version, self.num_bytes, reports)
+            verdict = judge_links(reports, names, pending.standings, self._usual.seconds(self.num_bytes))
             for one in self.clients:
                 one.standing.judge(one.name, verdict)
         if client.standing.gives_slowly and reports:
@@ -360,5 +361,9 @@ class Network:
 
 
 def links(pull: Pull) -> tuple[Link, ...]:
-    seen = zip(pull.sources, pull.choice.shares(pull.part.end), strict=True)
-    return tuple(Link(source=s, share=share, whole_s=whole_s) for s, (share, whole_s) in seen if share or whole_s)
+    seen = zip(pull.sources, pull.choice.shares(pull.part.end), pull.choice.shared, strict=True)
+    return tuple(
+        Link(source=source, share=share, whole_s=whole_s, is_shared=is_shared)
+        for source, (share, whole_s), is_shared in seen
+        if share or whole_s
+    )

@@ -156,6 +156,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     whole_s: float
     """Seconds that all bytes of the worker would have taken over this link alone. 0 = the link was never the limit.
     1e9 = nothing came."""
+    is_shared: bool = False
+    """It was shared by so many that it says nothing about the worker's own downlink."""
 
 
 class WeightUpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from pipelinerl.weights.publish.origin import SenderSettings
 from pipelinerl.weights.publish.ranks import Ranks
 from pipelinerl.weights.publish.server_client import ServerClient, UpdateOutcome
 from pipelinerl.weights.publish.server_pool import ServerPool
-from pipelinerl.weights.publish.standing import Report, Standing, healthy_s, judge_links
+from pipelinerl.weights.publish.standing import Report, Standing, UsualRate, healthy_s, judge_links
 from pipelinerl.weights.publish.versions import DeltaChoice, Dispatch, PendingVersion
 from pipelinerl.weights.transfer.wire import WireError
 from pipelinerl.weights.verify.checker import WeightChecker
@@ -64,6 +64,7 @@ class Pushing:
         self._ranks, self._settings, self._checker = ranks, settings, checker
         self._sender, self._wake = sender, wake
         self._delta = DeltaChoice(settings.delta)
+        self._usual = UsualRate()
         self._groups = None
         if settings.transport == "nccl":
             self._groups = NcclGroups(ranks.nccl, sender, settings.secret, settings.stall_s)
@@ -142,16 +143,20 @@ class Pushing:
             if dispatch.is_chained:
                 reports = pending.reports.setdefault(request.base_version, [])
                 reports.append(Report(server=client.name, seconds=transfer_s, links=answer.links))
-                self._judge(reports, pending.standings, pool)
+                self._usual.record(request.version, num_bytes, reports)
+                self._judge(reports, pending.standings, pool, self._usual.seconds(num_bytes))
             size = answer.staged_bytes if request.base_version is None else num_bytes
             self._measure_uplink(client, size, pending.reports.get(request.base_version, []))
         if answer is not None and self._checker is not None:
             self._checker.start_check(client.name, request.version)
         self._wake()
 
-    def _judge(self, reports: Sequence[Report], before: Mapping[str, Standing], pool: ServerPool) -> None:
+    def _judge(
+        self, reports: Sequence[Report], before: Mapping[str, Standing], pool: ServerPool, usual_s: float
+    ) -> None:
         """Takes the verdict over a chain, which may change with every report."""
-        verdict = judge_links(reports, {address: client.name for client in pool for address in client.workers}, before)
+        servers = {address: client.name for client in pool for address in client.workers}
+        verdict = judge_links(reports, servers, before, usual_s)
         for client in pool:
             client.standing.judge(client.name, verdict)
 

@@ -20,6 +20,8 @@ SLOWER, SLOWER_S = 2.0, 0.5
 WELL = 1.5
 """A link is well if it would need at most so many times the fastest server's seconds, or `SLOWER_S` more."""
 MAX_PASSES = 64
+REMEMBERED = 4
+"""Updates after which a rate that nobody reaches any more is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +62,48 @@ def healthy_s(reports: Sequence[Report]) -> float:
     return min([*(report.seconds for report in reports), *limits], default=0.0)
 
 
+class UsualRate:
+    """The rate of a healthy server, over the last updates.
+
+    If a slow server is the first of a chain, all others are as slow, and only an earlier update shows it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        """Version → seconds per byte."""
+
+    def record(self, version: int, num_bytes: int, reports: Sequence[Report]) -> None:
+        """Takes what is known of an update by now."""
+        self._seconds[version] = healthy_s(reports) / num_bytes
+        for old in sorted(self._seconds)[:-REMEMBERED]:
+            del self._seconds[old]
+
+    def seconds(self, num_bytes: int) -> float:
+        """Returns the seconds that the fastest server would need for so many bytes. 0 = not known."""
+        return num_bytes * min((one for one in self._seconds.values() if one), default=0.0)
+
+
 def judge_links(
-    reports: Sequence[Report], servers: Mapping[Address, str], known: "Mapping[str, Standing] | None" = None
+    reports: Sequence[Report],
+    servers: Mapping[Address, str],
+    known: "Mapping[str, Standing] | None" = None,
+    usual_s: float = 0.0,
 ) -> LinkVerdict:
     """Judges the servers of one chain by the reports that are there.
 
     Args:
         servers: the server of each worker's address. An address that is not there is the trainer's.
         known: what the servers' standing was before the update. None = all were well.
+        usual_s: seconds that a healthy server needed in the last updates (`UsualRate`). 0 = not known.
     """
-    fastest_s = healthy_s(reports)
+    fastest_s = min((one for one in (healthy_s(reports), usual_s) if one), default=0.0)
     links = [(servers.get(link.source, ""), report.server, link) for report in reports for link in report.links]
     links = [(source, puller, link) for source, puller, link in links if source != puller]
     measured = [(source, puller, link) for source, puller, link in links if link.whole_s]
     good = [(source, puller) for source, puller, link in measured if is_well(link.whole_s, fastest_s)]
     bad = [(source, puller) for source, puller, link in measured if is_slow(link.whole_s, fastest_s)]
     in_time = {report.server for report in reports if is_well(report.seconds, fastest_s)}
-    takes_well = {puller for _, puller in good} | in_time
+    takes_well = {t for _, t, link in measured if not link.is_shared and is_well(link.whole_s, fastest_s)} | in_time
     gives_well = {source for source, _ in good} | {
         source
         for source, puller, link in links

@@ -300,10 +300,10 @@ def _judge(choice: SourceChoice, progress: Progress, part: Range, asked: float) 
 
 def _links(sources: Sequence[ByteSource], choice: SourceChoice, part: Range) -> list[Link]:
     """Returns what was seen of every source that was asked, except for files."""
-    seen = zip(sources, choice.shares(part.end - part.start), strict=True)
+    seen = zip(sources, choice.shares(part.end - part.start), choice.shared, strict=True)
     return [
-        Link(source=source, share=share, whole_s=whole_s)
-        for source, (share, whole_s) in seen
+        Link(source=source, share=share, whole_s=whole_s, is_shared=is_shared)
+        for source, (share, whole_s), is_shared in seen
         if isinstance(source, Address) and (share or whole_s)
     ]
 

@@ -53,6 +53,8 @@ TRIAL_S, TRIAL_LEFT_S, TRIAL_SOURCES = 1.0, 2.0, 3
 """The trainer is tried after so long, if so long is left, by a puller with at most so many sources."""
 FAIR = 0.92
 """A puller that gets this share of its equal share of an uplink has an equal share."""
+SHARED = 3
+"""Of so many pullers one that is slow at the rate of an equal share cannot be told from one that is not."""
 BETTER = 1.5
 """A trial succeeds if the trainer's link carries so many times as much, together with those who share it."""
 
@@ -108,6 +110,14 @@ class Measured:
         A puller that got less than its share of the source's uplink was limited by its own downlink.
         """
         return max(self.given, self.num_bytes) if self.num_bytes >= FAIR * self.share else self.num_bytes
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the puller had its equal share of an uplink that is shared by `SHARED` or more.
+
+        A slow downlink may carry just as much, so this shows how fast the source is, and nothing about the puller.
+        """
+        return self.num_bytes >= FAIR * self.share and self.given > (SHARED - 0.5) * self.share > 0
 
     def add(self, first: Sight, last: Sight) -> None:
         """Adds what came between two sights at which the link was the limit."""
@@ -169,6 +179,11 @@ class SourceChoice:
         if size == 0:  # a worker may keep nothing of a stripe
             return [(0.0, 0.0) for _ in self.links]
         return [(link.taken / size, size / link.rate if link.rate else DEAD_S) for link in self.links]
+
+    @property
+    def shared(self) -> list[bool]:
+        """For each source whether its link says nothing about the puller."""
+        return [link.is_shared for link in self.links]
 
     def took(self, num_bytes: int) -> None:
         """Counts bytes of the source in use."""

@@ -54,6 +54,8 @@ def slow_servers(draw: st.DrawFn) -> tuple[int, int, dict[int, tuple[str, int]]]
 @example(case=(8, 16, {0: ("uplink", 10)}))
 @example(case=(4, 24, {0: ("both", 4), 1: ("downlink", 6)}))
 @example(case=(4, 24, {1: ("downlink", 4)}))
+@example(case=(4, 16, {0: ("downlink", 6), 1: ("downlink", 4)}))
+@example(case=(8, 24, {4: ("both", 6), 0: ("downlink", 4)}))
 def test_healthy_servers_are_as_fast_as_without_slow_ones_from_the_third_push_on(
     case: tuple[int, int, dict[int, tuple[str, int]]],
 ) -> None:

@@ -3,7 +3,16 @@
 import pytest
 
 from pipelinerl.weights.protocol import Address, Link
-from pipelinerl.weights.publish.standing import LinkVerdict, Report, Standing, healthy_s, is_slow, is_well, judge_links
+from pipelinerl.weights.publish.standing import (
+    LinkVerdict,
+    Report,
+    Standing,
+    UsualRate,
+    healthy_s,
+    is_slow,
+    is_well,
+    judge_links,
+)
 
 SERVERS = {Address(name, 1): name for name in "abcd"}
 
@@ -115,3 +124,30 @@ def test_server_that_failed_by_its_own_link_takes_slowly() -> None:
     standing = Standing()
     standing.fail("a")
     assert standing.takes_slowly
+
+
+def test_puller_is_compared_with_earlier_updates_where_all_wait_for_it() -> None:
+    """The first of the chain takes 8 s, so all others do. In the update before, one had 2 s."""
+    address = Address("a", 1)
+    reports = [
+        Report(server="a", seconds=8.0, links=(Link(source=Address("trainer", 1), share=1.0, whole_s=8.0),)),
+        Report(server="b", seconds=8.1, links=(Link(source=address, share=1.0, whole_s=0.0),)),
+    ]
+    usual = UsualRate()
+    assert usual.seconds(100) == 0.0
+    usual.record(1, 100, [Report(server="b", seconds=2.0, links=())])
+    usual.record(2, 100, reports)
+    assert usual.seconds(50) == 1.0
+    assert judge_links(reports, {address: "a"}).takes_slowly == frozenset()
+    assert judge_links(reports, {address: "a"}, usual_s=usual.seconds(100)).takes_slowly == {"a"}
+    for version in range(3, 6):
+        usual.record(version, 100, reports)
+    assert usual.seconds(100) == 8.0
+
+
+@pytest.mark.parametrize(("is_shared", "takes_well"), [(False, {"a", "b"}), (True, {"b"})])
+def test_equal_share_of_an_uplink_does_not_clear_a_puller(is_shared: bool, takes_well: set[str]) -> None:
+    link = Link(source=Address("b", 1), share=1.0, whole_s=2.0, is_shared=is_shared)
+    reports = [Report(server="b", seconds=2.0, links=()), Report(server="a", seconds=8.0, links=(link,))]
+    verdict = judge_links(reports, {Address("b", 1): "b"})
+    assert (verdict.takes_well, verdict.gives_well) == (takes_well, {"b"})
