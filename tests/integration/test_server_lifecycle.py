@@ -15,8 +15,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def engine_of(server: Any) -> psutil.Process | None:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next((child for child in children if "EngineCore" in child.name()), None)
+    """The forked engine. It keeps the command line where setproctitle finds none: the first variable was changed."""
+    front = psutil.Process(server.process.pid)
+    named = [child for child in front.children(recursive=True) if "EngineCore" in child.name()]
+    return next(iter(named or [child for child in front.children() if child.cmdline() == front.cmdline()]), None)
 
 
 def is_gone(pid: int) -> bool:

@@ -184,7 +184,7 @@ CURRENCY = {"$": "dollar", "dollar": "dollar", "euro": "euro", "pounds": "sterli
 QUALIFIERS = _words(
     """or and not but either neither nor maybe perhaps possibly approximately about around roughly nearly almost less
     more fewer greater larger smaller than least most over under below above between until except without if unless
-    where when xor of no any some other both to from wrong incorrect false plus minus times half twice double"""
+    where when xor of no any some other both to from wrong incorrect false plus minus times twice double"""
 )
 """Words that make a statement about a number instead of naming it."""
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
