@@ -52,6 +52,9 @@ class QuietStatus:
     def progress(self, **fields: Any) -> None:
         pass
 
+    def note(self, **fields: Any) -> None:
+        pass
+
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 

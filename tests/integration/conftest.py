@@ -102,6 +102,7 @@ def write_run(
             "dataset_loader=pipelinerl.domains.largest.load_problems",
             "actor.rollout_policy=pipelinerl.domains.largest.generate_rollout",
             "world.accelerator=cpu",
+            "actor.llm_max_rollouts=64",  # requests beyond them wait in the server
             "vllm_config.vllm_kwargs.dtype=float32",
             "vllm_config.vllm_kwargs.max_model_len=2048",
             "vllm_config.vllm_kwargs.max-num-batched-tokens=4096",

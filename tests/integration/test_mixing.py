@@ -51,6 +51,9 @@ class QuietStatus:
     def progress(self, **fields: Any) -> None:
         pass
 
+    def note(self, **fields: Any) -> None:
+        pass
+
     def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 

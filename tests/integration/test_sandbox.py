@@ -178,7 +178,7 @@ print(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in childr
 async def test_kernel_memory_counts_as_the_programs(holder, sandbox):
     """Eight processes hold 200 MB in sockets, or one 320 MB in page tables. A quarter of the limit is resident."""
     small = Sandbox(
-        limits=Limits(cpu_s=20, wall_s=30.0, memory_mb=200, processes=64, disk_mb=1), mode=sandbox.mode, concurrency=1
+        limits=Limits(cpu_s=20, wall_s=120.0, memory_mb=200, processes=64, disk_mb=1), mode=sandbox.mode, concurrency=1
     )
     code = f"""
 import ctypes, os, socket, time
