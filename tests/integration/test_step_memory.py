@@ -22,7 +22,7 @@ def slow(*values: Any) -> Any:
     ("engine", "ranks", "precisions"),
     [
         ("ddp", 1, ("float32", "bfloat16")),
-        ("zero2", 2, ("bfloat16, recomputed",)),
+        slow("zero2", 2, ("bfloat16, recomputed",)),
         *[slow(engine, 2, ("float32", "bfloat16, recomputed")) for engine in ("fsdp2", "zero3")],
         slow("zero1", 2, ("float32", "float32, adapters")),
         slow("zero2", 1, ("float32",)),
