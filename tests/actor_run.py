@@ -33,6 +33,7 @@ from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reade
 from pipelinerl.testing import FakeServer, byte_tokenizer, save_tokenizer
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import Node
+from tests.scripted_actor import QuietStatus
 
 TOKENIZER = byte_tokenizer()
 BATCH = 8
@@ -44,19 +45,6 @@ def answer_largest(prompt_ids: list[int], params: dict[str, Any], index: int) ->
     numbers = [int(number) for number in re.findall(r"\d+", TOKENIZER.decode(prompt_ids))]
     text = f"<answer>{max(numbers) if index == 0 else min(numbers)}</answer>"
     return [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
-
-
-class QuietStatus:
-    """A status that is not published: the real one registers a signal handler, which only a main thread may."""
-
-    def progress(self, **fields: Any) -> None:
-        pass
-
-    def note(self, **fields: Any) -> None:
-        pass
-
-    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
 
 
 @dataclass

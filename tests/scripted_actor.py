@@ -78,6 +78,8 @@ class ScriptedDrops:
 
 
 class QuietStatus:
+    """A status that is not published: the real one registers a signal handler, which only a main thread may."""
+
     def progress(self, **fields: Any) -> None:
         pass
 

@@ -100,14 +100,15 @@ def imports_of(path: Path) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _why_missing(module: str, name: str) -> str | None:
-    reason = _import_error(module)
+    reason = import_error(module)
     if reason is not None or hasattr(sys.modules[module], name):
         return reason
-    return None if _import_error(f"{module}.{name}") is None else "there is no such name"
+    return None if import_error(f"{module}.{name}") is None else "there is no such name"
 
 
 @cache
-def _import_error(module: str) -> str | None:
+def import_error(module: str) -> str | None:
+    """Why a module cannot be imported. None: it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 — whatever a foreign module raises is the answer

@@ -4,7 +4,6 @@ The trainer and the server are played; rollouts of one domain take ten times as 
 """
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pipelinerl.streams import SingleStreamSpec, backend_from_config, open_reade
 from pipelinerl.testing import FakeServer, byte_tokenizer, save_tokenizer
 from pipelinerl.world import Job, WorldMap
 from pipelinerl.world.cluster import Node
+from tests.scripted_actor import QuietStatus
 
 TOKENIZER = byte_tokenizer()
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -45,17 +45,6 @@ async def generate_rollout(cfg, llm, problem, session):
     await asyncio.sleep(problem["seconds"])
     return result
 """
-
-
-class QuietStatus:
-    def progress(self, **fields: Any) -> None:
-        pass
-
-    def note(self, **fields: Any) -> None:
-        pass
-
-    def waiting(self, what: str, on: str | None = None) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
 
 
 def domains_override(seconds: dict[str, float]) -> str:

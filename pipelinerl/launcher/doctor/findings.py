@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipelinerl.inspect.page.data import wilson
+from pipelinerl.inspect.curves import wilson
 from pipelinerl.launcher.doctor.policies import CHANCE, PADDED, REFERENCE, UNRELATED
 
 HALF = 0.5
@@ -93,7 +93,7 @@ def success_interval(rollouts: Sequence[Observation]) -> tuple[float, float]:
     return wilson(statistics.fmean(rollout.success for rollout in rollouts), len(rollouts))
 
 
-def percent(rollouts: Sequence[Observation]) -> str:
+def solved_of(rollouts: Sequence[Observation]) -> str:
     return f"{sum(rollout.success for rollout in rollouts)} of {len(rollouts)}"
 
 
@@ -165,8 +165,8 @@ def wrong_sign(seen: Seen) -> list[Weakness]:
     return [
         Weakness(
             what="a right answer is paid no more than a wrong one",
-            evidence=f"mean reward {mean_reward(right):g} for the problems' own answers (success {percent(right)}), "
-            f"{mean_reward(wrong):g} for those of other problems (success {percent(wrong)})",
+            evidence=f"mean reward {mean_reward(right):g} for the problems' own answers (success {solved_of(right)}), "
+            f"{mean_reward(wrong):g} for those of other problems (success {solved_of(wrong)})",
             cure="look at the sign and the comparison of the reward",
         )
     ]
@@ -199,7 +199,7 @@ def given_away(seen: Seen) -> list[Weakness]:
             found.append(
                 Weakness(
                     what=f"the judge accepts: {name}",
-                    evidence=f"success {percent(rollouts)}, by chance at most {chance:.0%}; e.g. problem "
+                    evidence=f"success {solved_of(rollouts)}, by chance at most {chance:.0%}; e.g. problem "
                     f"{next(rollout.problem for rollout in rollouts if rollout.success)}",
                     cure="a policy finds this before it finds the task: make the judge read one answer, in its format",
                 )

@@ -5,7 +5,6 @@ import contextlib
 import socket
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from random import Random
@@ -17,6 +16,7 @@ import uvicorn
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.sections import Config
+from pipelinerl.domains.contract import describe_error
 from pipelinerl.domains.verifier.app import create_app
 from pipelinerl.errors import DomainError, TransportError
 from pipelinerl.launcher.doctor.findings import Observation, Seen, answers_differ
@@ -24,17 +24,16 @@ from pipelinerl.launcher.doctor.policies import (
     EMPTY,
     Answering,
     Player,
+    Say,
     candidates,
     hidden_fields,
     players,
-    text_of,
 )
 from pipelinerl.launcher.domain_check import needs_outside
 from pipelinerl.rollouts import RewardMode, RolloutResult, check_result
 from pipelinerl.testing import FakeLLM, byte_tokenizer
 from pipelinerl.world.map import Job
 
-Say = Callable[[int, str, Random], str]
 BYTES_PER_TOKEN = 8
 """Bytes that a token of the policy may have. A token of the scripted model is one byte."""
 FEWEST = 8
@@ -133,7 +132,7 @@ class Stage:
                 prompt=prompts[0] if prompts else "",
                 calls=len(prompts),
                 seconds=time.monotonic() - started,
-                error=described(error),
+                error=describe_error(error),
                 from_outside=needs_outside(error),
             )
         return observed(player, index, prompts, checked, time.monotonic() - started)
@@ -156,14 +155,6 @@ def observed(player: Player, index: int, prompts: Sequence[str], result: Rollout
         tokens=sum(text.output_tokens for text in result.training_texts),
         seconds=seconds,
     )
-
-
-def described(error: BaseException) -> str:
-    """The error with the innermost line of the domain's own code, where there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/pipelinerl/" not in frame.filename and "/lib/python" not in frame.filename]
-    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
-    return f"{type(error).__name__}: {error}"[:200] + where
 
 
 def drawn(problems: Sequence[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
@@ -215,7 +206,7 @@ async def examine(
         outages=await stage.play(parts([broken], problems[:TRIED])),
         train_prompts=await first_prompts(stage, drawn(train, MOST_TRAIN, stage.seed)),
         test_prompts=await first_prompts(stage, drawn(test, MOST_TEST, stage.seed)),
-        answers={i: text_of(problem[answering.field]) for i, problem in enumerate(problems)} if answering else None,
+        answers={i: str(problem[answering.field]) for i, problem in enumerate(problems)} if answering else None,
         hidden=hidden_fields(problems, prompts),
     )
 
@@ -248,12 +239,13 @@ async def found_answering(stage: Stage, problems: Sequence[dict[str, Any]], prom
         for index in some
     ]
     solved = Counter(rollout.player for rollout in await stage.play(plays) if rollout.success)
-    ranked = [
-        (abs(solved[f"{number} 0"] - solved[f"{number} 1"]), solved[f"{number} 0"], -number)
-        for number in range(len(options))
-    ]
-    matters, own, number = max(ranked, default=(0, 0, 0))
-    return options[-number] if matters or own else None
+
+    def merit(number: int) -> tuple[int, int]:
+        own, other = solved[f"{number} 0"], solved[f"{number} 1"]
+        return abs(own - other), own
+
+    best = max(range(len(options)), key=merit, default=None)
+    return None if best is None or merit(best) == (0, 0) else options[best]
 
 
 def saying(option: Answering, problems: Sequence[dict[str, Any]], shift: int) -> Say:

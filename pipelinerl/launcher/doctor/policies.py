@@ -35,24 +35,22 @@ class Answering:
     template: str
 
     def of(self, problem: Mapping[str, Any]) -> str:
-        return self.template.format(text_of(problem[self.field]))
+        return self.template.format(str(problem[self.field]))
+
+
+Say = Callable[[int, str, Random], str]
+"""(index of the problem, prompt, random source) → answer to a request."""
 
 
 @dataclass(frozen=True)
 class Player:
-    """One player. ``say(problem index, prompt, random source)`` is its answer to a request."""
-
     name: str
-    say: Callable[[int, str, Random], str]
-
-
-def text_of(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)
+    say: Say
 
 
 def is_answer_like(value: Any) -> bool:
     """Whether a problem's value could be typed as an answer."""
-    return isinstance(value, (str, int, float)) and 0 < len(text_of(value)) <= LONGEST_VALUE
+    return isinstance(value, (str, int, float)) and 0 < len(str(value)) <= LONGEST_VALUE
 
 
 def formats_in(prompts: Sequence[str]) -> tuple[str, ...]:
@@ -65,7 +63,7 @@ def formats_in(prompts: Sequence[str]) -> tuple[str, ...]:
 def candidates(problems: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[Answering]:
     """Every value of the problems that differs between them, in every format."""
     names = [name for name in problems[0] if all(is_answer_like(problem.get(name)) for problem in problems)]
-    differing = [name for name in names if len({text_of(problem[name]) for problem in problems}) > 1]
+    differing = [name for name in names if len({str(problem[name]) for problem in problems}) > 1]
     return [Answering(name, template) for name in differing for template in formats_in(prompts)]
 
 
@@ -78,7 +76,7 @@ def hidden_fields(problems: Sequence[Mapping[str, Any]], prompts: Sequence[str])
     for name in dict.fromkeys(answering.field for answering in candidates(problems, ())):
         values = [problem[name] for problem in problems]
         counts_up = all(isinstance(value, int) for value in values) and len(set(values)) == len(values)
-        shown = sum(text_of(value) in prompt for value, prompt in zip(values, prompts, strict=True))
+        shown = sum(str(value) in prompt for value, prompt in zip(values, prompts, strict=True))
         if 2 * shown < len(values) and not (counts_up and values == sorted(values)):
             found.append(name)
     return found

@@ -5,7 +5,6 @@ torch and vLLM, and prints one JSON object: the machine and what could be import
 """
 
 import contextlib
-import importlib
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.config.versions import installed_versions, missing_names, unsupported
+from pipelinerl.config.versions import import_error, installed_versions, missing_names, unsupported
 from pipelinerl.plan.model_shape import PUBLISHED_SHAPES, ModelShape
 
 LIBRARIES = ("torch", "vllm", "transformers")
@@ -127,14 +126,6 @@ def describe(accelerator: Literal["cuda", "cpu"]) -> dict[str, Any]:
             architecture=f"sm_{properties.major}{properties.minor}",
         )
     return found | {"machine": msgspec.to_builtins(machine)}
-
-
-def import_error(name: str) -> str | None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 — whatever a foreign module raises is the answer
-        return f"{type(error).__name__}: {error}"[:200]
-    return None
 
 
 if __name__ == "__main__":
