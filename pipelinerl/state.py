@@ -61,6 +61,7 @@ class TrainerState:
         self._servers = _Servers()
         self._misses: list[ProbeMissed] = []
         self._samples: int | None = None
+        self._steps: int | None = None
         self._resumed: TrainingResumed | None = None
         self._done = False
         self._failure: Exception | None = None
@@ -103,6 +104,11 @@ class TrainerState:
     def samples_processed(self) -> int | None:
         """Rollouts trained since the start of the run. None before the first optimizer step."""
         return self._read(lambda: self._samples)
+
+    @property
+    def steps_done(self) -> int | None:
+        """Optimizer steps since the start of the run. None before the first one."""
+        return self._read(lambda: self._steps)
 
     @property
     def training_done(self) -> bool:
@@ -194,8 +200,9 @@ class TrainerState:
                     self._resumed = message
                     if message.step:
                         self._samples = max(message.samples_processed, self._samples or 0)
+                        self._steps = max(message.step, self._steps or 0)
                 case SamplesProcessed():
-                    self._samples = message.samples_processed
+                    self._samples, self._steps = message.samples_processed, message.step
                 case TrainingDone() if message.step >= self._last_step:
                     self._done = True
             self._changed.notify_all()

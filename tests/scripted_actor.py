@@ -73,6 +73,9 @@ class ScriptedDrops:
     def total(self) -> int:
         return self.samples.total()
 
+    def room(self) -> int:
+        return self.samples.total()
+
     def by_domain(self) -> Mapping[str, int]:
         return self.samples
 

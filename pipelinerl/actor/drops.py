@@ -16,6 +16,7 @@ class DropListener:
     def __init__(self, run_dir: Path, replica: int):
         self._spec = SingleStreamSpec(run_dir, topics.PREPROCESSOR, instance=replica)
         self._total = 0
+        self._room = 0
         self._by_domain: dict[str, int] = {}
         self._failure: Exception | None = None
         self._stop = threading.Event()
@@ -23,9 +24,13 @@ class DropListener:
         self._thread.start()
 
     def total(self) -> int:
+        return self._total
+
+    def room(self) -> int:
+        """What was published and fills no batch, in units of `finetune.batch_unit`."""
         if self._failure is not None:
             raise StreamError(f"the listener on {self._spec} died: {self._failure}") from self._failure
-        return self._total
+        return self._room
 
     def by_domain(self) -> dict[str, int]:
         return self._by_domain
@@ -35,12 +40,13 @@ class DropListener:
         self._thread.join()
 
     def _listen(self) -> None:
-        """Reads progress records until ``stop`` or a failure, which the next ``total`` raises."""
+        """Reads progress records until ``stop`` or a failure, which the next ``room`` raises."""
         try:
             with open_reader(self._spec, PreprocessorProgress, name=None, over_damage=True) as reader:
                 while not self._stop.is_set():
                     for _, progress in reader.poll(LISTEN_S):
                         self._total = progress.samples_dropped
+                        self._room = progress.samples_dropped if progress.room is None else progress.room
                         self._by_domain = progress.dropped_by_domain
         except Exception as error:  # noqa: BLE001 — the thread's boundary
             self._failure = error

@@ -36,6 +36,7 @@ class Drops(Protocol):
     """Counts of the samples that the preprocessor dropped."""
 
     def total(self) -> int: ...
+    def room(self) -> int: ...
     def by_domain(self) -> Mapping[str, int]: ...
 
 
@@ -203,7 +204,7 @@ class TrainingGroups:
         values: dict[MetricName, float] = {
             ActorMetric.SAMPLES_DISPATCHED: progress.dispatched,
             ActorMetric.SAMPLES_PUBLISHED: progress.published,
-            ActorMetric.SAMPLES_DROPPED: self._dropped(),
+            ActorMetric.SAMPLES_DROPPED: progress.dropped + self._drops.total(),
             ActorMetric.GROUPS_HELD: sum(map(len, self._held)),
             ActorMetric.EPOCH: max((source.epoch for source in progress.sources.values()), default=0),
         }
@@ -220,12 +221,8 @@ class TrainingGroups:
         return self._table.gate.holds(group.used, finished=group.finished, now=now)
 
     def _may_start(self, version: int) -> bool:
-        dispatched, dropped = self._progress.dispatched, self._dropped()
+        dispatched, dropped = self._progress.expected_units, self._drops.room()
         return self._pacing.may_start(dispatched=dispatched, dropped=dropped, version=version)
-
-    def _dropped(self) -> int:
-        """Samples that will never be trained, dropped here or by the preprocessor."""
-        return self._progress.dropped + self._drops.total()
 
     def _start(self, version: int) -> None:
         counts = [count + self._under_way[i] for i, count in enumerate(self._counted())]

@@ -1,8 +1,10 @@
 """Decides when the next group may start, and of which domain: the pacing rule of docs/pacing.md. No I/O.
 
-Samples are trained in publication order, exactly ``batch_size`` per optimizer step. The number of samples dispatched
-and not dropped therefore tells at which version the next sample will be trained. A drop (failure, filter, lag) makes
-room at once, so no filter can starve training. ``max_lag_steps`` 0 gives synchronous training.
+Samples are trained in publication order, ``batch_size`` units per optimizer step: rollouts, or their texts. The units
+dispatched and not dropped therefore tell at which version the next sample will be trained. A drop (failure, filter,
+lag) makes room at once, so no filter can starve training. What a batch holds beyond its size makes room, too. The texts
+of a rollout under way are not known: it counts as many as published ones in the mean, and exactly once it is published.
+``max_lag_steps`` 0 gives synchronous training.
 
 Where several domains are mixed, the next group is dispatched for the domain that is furthest behind its weight, with
 running groups counted. A finished group waits to be published while a domain that is further behind has running groups.
@@ -18,7 +20,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Pacing:
-    """The bound on samples dispatched minus samples dropped.
+    """The bound on what is dispatched and not dropped, in units of `finetune.batch_unit`.
 
     Example:
         >>> Pacing(batch_size=64, max_lag_steps=2, max_train_steps=100).limit(version=5)
@@ -36,7 +38,7 @@ class Pacing:
     num_actors: int = 1
 
     def limit(self, version: int) -> int:
-        """Returns the largest number of samples, dispatched minus dropped, of this actor while ``version`` is live.
+        """Returns the largest number of units, dispatched and not dropped, of this actor while ``version`` is live.
 
         Actor r of n fills the optimizer steps with ``step % n == r``, as preprocessor r packs them.
         """
@@ -47,12 +49,12 @@ class Pacing:
             steps = min(steps, version + 1 + self.max_lag_steps)
         return self.batch_size * len(range(self.actor, steps, self.num_actors))
 
-    def may_start(self, *, dispatched: int, dropped: int, version: int) -> bool:
+    def may_start(self, *, dispatched: float, dropped: int, version: int) -> bool:
         """Returns whether another group may start.
 
         Args:
-            dispatched: samples that this actor has dispatched since the start of the run.
-            dropped: those of them that will never be trained.
+            dispatched: units of the samples that this actor has dispatched since the start of the run.
+            dropped: those of them that will fill no batch.
             version: the live weight version.
         """
         return dispatched - dropped < self.limit(version)

@@ -15,7 +15,15 @@ import msgspec
 from pipelinerl.actor.problems import EpochProgress, Place, ProblemSource
 from pipelinerl.errors import CorruptStreamError, StreamError
 from pipelinerl.membership.role import RoleContext
-from pipelinerl.records import ActorRecord, DataOrder, EvaluationDone, OrderResumed, RolloutGroup, TrainingResumed
+from pipelinerl.records import (
+    ActorRecord,
+    BatchUnit,
+    DataOrder,
+    EvaluationDone,
+    OrderResumed,
+    RolloutGroup,
+    TrainingResumed,
+)
 from pipelinerl.records.order import DomainOrder
 from pipelinerl.state import TrainerState
 from pipelinerl.streams.epoch import EVALUATIONS_FILE
@@ -39,6 +47,8 @@ class ActorSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     offset: int
     published: int
+    units: int | None = None
+    """None, in a snapshot of before: ``published``."""
     dropped: int
     by_domain: dict[str, int]
     resolved_by_domain: dict[str, int] = msgspec.field(name="settled_by_domain")
@@ -53,6 +63,7 @@ class ActorProgress:
     Args:
         sources: the problems of each domain, by name.
         no_positive_resampling: success rate from which a problem leaves the pool. None: problems never leave.
+        unit: what an optimizer batch counts (`finetune.batch_unit`).
 
     Example:
         >>> progress = ActorProgress({"guessing": ProblemSource(num_problems=2, seed=0, name="guessing")})
@@ -60,12 +71,20 @@ class ActorProgress:
         (0, 1, 16)
     """
 
-    def __init__(self, sources: Mapping[str, ProblemSource], no_positive_resampling: float | None = None):
+    def __init__(
+        self,
+        sources: Mapping[str, ProblemSource],
+        no_positive_resampling: float | None = None,
+        unit: BatchUnit = "rollouts",
+    ):
         self.sources = dict(sources)
+        self._unit = unit
         self.dispatched = 0
         """Samples dispatched."""
         self.published = 0
         """Samples published."""
+        self.units = 0
+        """What they fill of optimizer batches: as many, or their texts."""
         self.dropped = 0
         """Samples dispatched that will never be published."""
         self.by_domain: Counter[str] = Counter()
@@ -96,6 +115,7 @@ class ActorProgress:
             return
         rollouts = record.rollouts if isinstance(record, RolloutGroup) else ()
         self.published += len(rollouts)
+        self.units += sum(rollout.size(self._unit) for rollout in rollouts)
         self.dropped += record.attempts - len(rollouts)
         self.by_domain[record.domain] += len(rollouts)
         self.resolved_by_domain[record.domain] += record.attempts
@@ -111,11 +131,18 @@ class ActorProgress:
             self._count_passes(source, record.domain, record.problem_index, successes, len(rollouts))
 
     def _begin(self, record: OrderResumed) -> None:
-        self.published, self.dropped = record.published, 0
+        self.units, self.dropped = record.published, 0
         for name, source in self.sources.items():
             order = record.order.domains.get(name, DomainOrder())
             self.by_domain[name] = self.resolved_by_domain[name] = order.samples
             source.resume_from_checkpoint(order, record.removed.get(name, ()), record.removed_at.get(name, {}))
+        self.published = record.published if self._unit == "rollouts" else self.by_domain.total()
+
+    @property
+    def expected_units(self) -> float:
+        """Units of all samples dispatched and not dropped. One under way counts as those published in the mean."""
+        under_way = self.dispatched - self.dropped - self.published
+        return self.units + under_way * (self.units / self.published if self.published else 1.0)
 
     def _count_passes(self, source: ProblemSource, domain: str, index: int, passed: int, tried: int) -> None:
         """No-positive-resampling (docs/algorithms.md §5): a problem that is nearly always solved leaves the pool."""
@@ -138,6 +165,7 @@ class ActorProgress:
         return ActorSnapshot(
             offset=offset,
             published=self.published,
+            units=self.units,
             dropped=self.dropped,
             by_domain=dict(self.by_domain),
             resolved_by_domain=dict(self.resolved_by_domain),
@@ -157,6 +185,7 @@ class ActorProgress:
     def restore(self, snapshot: ActorSnapshot) -> None:
         """Adopts a snapshot. Afterwards apply the records from its offset on, then call ``resume``."""
         self.published, self.dropped = snapshot.published, snapshot.dropped
+        self.units = snapshot.published if snapshot.units is None else snapshot.units
         self.by_domain = Counter(snapshot.by_domain)
         self.resolved_by_domain = Counter(snapshot.resolved_by_domain)
         self.before, self._later = snapshot.before, set(snapshot.later)
@@ -215,7 +244,7 @@ def order_resumed(
         job: job name of this actor.
         actor: replica index of this actor.
         num_actors: actors of the run.
-        batch_size: samples per optimizer step. Actor r of n fills the steps with ``step % n == r``.
+        batch_size: units per optimizer step. Actor r of n fills the steps with ``step % n == r``.
     """
     removed, removed_at = removed_problems(lost / job)
     return OrderResumed(

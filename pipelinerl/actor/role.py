@@ -44,7 +44,9 @@ def run(context: RoleContext) -> None:
     view = context.server_view
     domains = train_domains(cfg)
     wait_for_environments(context)
-    progress = ActorProgress(problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling)
+    progress = ActorProgress(
+        problem_sources(cfg, domains, replica), cfg.finetune.rl.no_positive_resampling, cfg.finetune.batch_unit
+    )
     trainer = make_trainer(context, progress)
     trainer.start_listening()
     drops = DropListener(run_dir, replica)
@@ -109,12 +111,12 @@ def make_trainer(context: RoleContext, progress: ActorProgress) -> TrainerState 
 
 
 def is_enough(progress: ActorProgress, wanted: int) -> bool:
-    """Whether ``wanted`` samples are published. Raises ``DomainError`` if as many were dropped instead."""
-    if progress.published < wanted <= progress.dropped:
+    """Whether ``wanted`` units are published. Raises ``DomainError`` if as many samples were dropped instead."""
+    if progress.units < wanted <= progress.dropped:
         raise DomainError(
             f"{progress.dropped} samples were dropped and {progress.published} published: see the log for the reasons"
         )
-    return progress.published >= wanted
+    return progress.units >= wanted
 
 
 def wait_for_environments(context: RoleContext) -> None:

@@ -24,6 +24,7 @@ PACKED_BY = (
     "world.replicas",
     "finetune.train_batch_size",
     "finetune.gradient_accumulation_passes",
+    "finetune.batch_unit",
     "finetune.seq_length",
     "finetune.seq_packing",
     "finetune.seq_parallel",

@@ -138,12 +138,14 @@ class LengthDeciles:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBatch:
-    """Exactly `cfg.batch_size` samples."""
+    """Samples of `cfg.batch_size` units, rollouts or texts. The last sample may go beyond it."""
 
     step: int
     samples: tuple[Sample, ...]
     next_source: Source
     """Place directly behind the last sample, where the next batch begins."""
+    excess: int = 0
+    """Units beyond the batch size: texts of the last rollout. The next batch is not smaller for it."""
 
     @property
     def size(self) -> int:
@@ -198,9 +200,12 @@ class BatchCutter:
 
     def next_batch(self) -> OptimizerBatch | None:
         """Return the batch and begin the next one. None if the batch is not full."""
-        if len(self.samples) < self.batch_size:
+        excess = sum(sample.size for sample in self.samples) - self.batch_size
+        if excess < 0:
             return None
-        batch = OptimizerBatch(step=self.step, samples=tuple(self.samples), next_source=self.samples[-1].after)
+        batch = OptimizerBatch(
+            step=self.step, samples=tuple(self.samples), next_source=self.samples[-1].after, excess=excess
+        )
         self.samples = []
         self.step += self.stride
         return batch

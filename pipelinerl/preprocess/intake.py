@@ -121,7 +121,7 @@ class GroupReader:
             return prepare_group(offset, group, self._shaping)
         except RecordError as error:
             log.warning("event=group_refused group=%s offset=%d reason=%s", group.group_id, offset, error)
-            return refused_group(offset, group)
+            return refused_group(offset, group, self._shaping.unit)
 
 
 def read_vocab_size(model_path: str) -> int:
@@ -262,4 +262,5 @@ def shaping_from_config(cfg: Config) -> Shaping:
         overlong_filtering=cfg.preprocess.overlong_filtering,
         overlong_buffer_tokens=cfg.preprocess.overlong_buffer_tokens,
         max_tokens=int(cfg.llm.parameters["max_tokens"]),
+        unit=cfg.finetune.batch_unit,
     )

@@ -189,8 +189,7 @@ class Preprocessor:
     def _too_far_ahead(self, step: int) -> bool:
         if self.cfg.debug.mode is not None:
             return False  # nobody trains
-        steps_trained = (self.trainer.samples_processed or 0) // self.cfg.batch_size
-        return step - steps_trained > max_ready_steps(self.cfg)
+        return step - (self.trainer.steps_done or 0) > max_ready_steps(self.cfg)
 
     def _report_drops(self) -> None:
         """Write a record of the drops that no record names yet."""
@@ -210,7 +209,7 @@ class Preprocessor:
         self.publisher.publish(batches)
         self.publisher.barrier()
         record_spans(batch, began)
-        self.totals.published(batch.step, self.cfg.batch_size, batch.next_source, order)
+        self.totals.published(batch, order)
         self.progress.write(self.totals.to_record([sample.sample_id for sample in rollouts]))
         self.archive.write(batch.step)
         if time.monotonic() >= self.next_commit:

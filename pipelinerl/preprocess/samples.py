@@ -13,7 +13,7 @@ import numpy as np
 
 from pipelinerl.errors import RecordError
 from pipelinerl.preprocess.advantages import group_advantages, step_returns, text_advantages
-from pipelinerl.records import Rollout, RolloutGroup, TrainingSequence
+from pipelinerl.records import BatchUnit, Rollout, RolloutGroup, TrainingSequence
 
 ZERO_TOLERANCE = 1e-6
 
@@ -94,6 +94,8 @@ class Sample:
     """float32 [K] per entry of ``sequences``: the weights of a conversation's tokens. None: it is a rollout."""
     unweighted: frozenset[int] = frozenset()
     """Indices in the rollout of the sequences whose weight in the loss is zero (overlong filtering)."""
+    size: int = 1
+    """What it counts in a batch: 1, or the rollout's texts, trained or not (`finetune.batch_unit`)."""
     num_tokens: int = 0
     num_trained: int = 0
     num_masked: int = 0
@@ -133,6 +135,8 @@ class Shaping:
     """Discount of returns per step (`finetune.rl.step_discount`)."""
     max_tokens: int = field(default=0)
     """`llm.parameters.max_tokens`. Only used with ``overlong_buffer_tokens``."""
+    unit: BatchUnit = "rollouts"
+    """What a batch counts."""
 
 
 def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sample]:
@@ -157,7 +161,7 @@ def prepare_group(offset: int, group: RolloutGroup, shaping: Shaping) -> list[Sa
     return [replace(sample, group_size=max(len(trained), 1), group_tokens=tokens) for sample in samples]
 
 
-def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
+def refused_group(offset: int, group: RolloutGroup, unit: BatchUnit = "rollouts") -> list[Sample]:
     """Make the samples, all dropped as invalid, of a group that may not be trained. ``offset``: in topic `actor`."""
     return [
         Sample(
@@ -166,6 +170,7 @@ def refused_group(offset: int, group: RolloutGroup) -> list[Sample]:
             domain=group.domain,
             source=(offset, i),
             reward=float("nan"),
+            size=rollout.size(unit),
             drop_reason=INVALID,
             group=group,
         )
@@ -245,6 +250,7 @@ def _prepare_rollout(
         advantages=(own := tuple(float(advantages[i]) for i, _ in trained)),
         members=own[:1] if rollout.rewards == "rollout" else own,
         unweighted=cut_texts(rollout) if shaping.overlong_filtering else frozenset(),
+        size=rollout.size(shaping.unit),
         num_tokens=sum(lengths),
         num_trained=sum(len(sequence.logprobs) for _, sequence in trained),
         oldest_version=min((int(sequence.spans[:, 2].min()) for _, sequence in trained), default=0),

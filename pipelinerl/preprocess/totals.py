@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipelinerl.preprocess.batching import OptimizerBatch
 from pipelinerl.preprocess.samples import Sample, Source
 from pipelinerl.records import DataOrder, PreprocessorProgress
 
@@ -22,6 +23,8 @@ class Totals:
     source: Source = (0, 0)
     counted_until: Source = (0, 0)
     samples_packed: int = 0
+    room: int = 0
+    """Units of the batch size that were read and fill no batch (``PreprocessorProgress.room``)."""
     order: DataOrder = field(default_factory=DataOrder)
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_by_domain: Counter[str] = field(default_factory=Counter)
@@ -37,6 +40,7 @@ class Totals:
             source=last.source,
             counted_until=last.counted_until,
             samples_packed=last.samples_packed,
+            room=last.samples_dropped if last.room is None else last.room,
             order=last.order or DataOrder(),
             dropped=Counter(last.dropped_by_reason),
             dropped_by_domain=Counter(last.dropped_by_domain),
@@ -53,28 +57,25 @@ class Totals:
         self.counted_until = sample.after
         if drop_reason is not None:
             self.dropped[drop_reason] += 1
+            self.room += sample.size
             self.dropped_by_domain[sample.domain] += 1
             self.pending.append((sample.sample_id, drop_reason))
         return True
 
-    def published(self, step: int, num_samples: int, next_source: Source, order: DataOrder) -> None:
-        """Count an optimizer batch that was written to `training_data`.
-
-        Args:
-            step: of the batch.
-            next_source: place directly behind it, where the next batch begins.
-            order: what is resolved at ``next_source``.
-        """
+    def published(self, batch: OptimizerBatch, order: DataOrder) -> None:
+        """Count an optimizer batch that was written to `training_data`. ``order``: what is resolved behind it."""
         self.order = order
-        self.step = step + 1
-        self.source = next_source
-        self.samples_packed += num_samples
+        self.step = batch.step + 1
+        self.source = batch.next_source
+        self.samples_packed += batch.size
+        self.room += batch.excess
 
     def to_record(self, packed_sample_ids: Sequence[str] = ()) -> PreprocessorProgress:
         """Make the record to write, and empty ``pending``."""
         record = PreprocessorProgress(
             samples_packed=self.samples_packed,
             samples_dropped=self.dropped.total(),
+            room=self.room,
             dropped_by_reason=dict(self.dropped),
             step=self.step,
             dropped_sample_ids=tuple(self.pending),

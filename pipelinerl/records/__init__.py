@@ -24,6 +24,7 @@ from pipelinerl.records.messages import (
 from pipelinerl.records.order import DataOrder
 from pipelinerl.records.rollouts import (
     ActorRecord,
+    BatchUnit,
     GroupDropped,
     OrderResumed,
     RewardMode,
@@ -36,6 +37,7 @@ __all__ = [
     "ActorRecord",
     "ArchivedRollout",
     "ArchivedStep",
+    "BatchUnit",
     "CalibrationExceeded",
     "DataOrder",
     "EvaluationDone",

@@ -109,6 +109,9 @@ class PreprocessorProgress(msgspec.Struct, frozen=True, kw_only=True, tag="prepr
     samples_packed: int
     samples_dropped: int
     """Since the start of the run: rollouts that reached the preprocessor and will not be trained (filters, lag, …)."""
+    room: int | None = None
+    """Since the start of the run, in units of `finetune.batch_unit`: what came and fills no batch. It is what was
+    dropped, and what batches hold beyond their size. None: ``samples_dropped``."""
     dropped_by_reason: dict[str, int]
     step: int
     """Next optimizer step to be packed. Of n preprocessors, number r packs the steps with ``step % n == r``."""

@@ -13,6 +13,7 @@ from pipelinerl.records.order import DataOrder
 PROBLEM_CHARS = 4096
 
 RewardMode = Literal["rollout", "texts", "steps"]
+BatchUnit = Literal["rollouts", "texts"]
 """Rewards of a rollout's texts (docs/algorithms.md §1). `rollout`: one reward for all texts. `texts`: one per text,
 compared between texts at the same step. `steps`: increments, whose sum from a step on is compared."""
 
@@ -73,6 +74,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     num_forks: int = 0
     """LLM calls whose prompt left sampled tokens of their own conversation behind: an answer in it was edited, say."""
 
+    def size(self, unit: BatchUnit) -> int:
+        """What it counts in an optimizer batch: 1, or its training sequences."""
+        return 1 if unit == "rollouts" else len(self.sequences)
+
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     """One dispatch of a problem, whatever its outcome."""
@@ -126,7 +131,7 @@ class OrderResumed(msgspec.Struct, frozen=True, kw_only=True, tag="order_resumed
     """Optimizer steps of the checkpoint. The stream's first batch is for this step."""
     order: DataOrder
     published: int
-    """Trained rollouts of this actor."""
+    """What the trained batches of this actor hold, in units of `finetune.batch_unit`."""
     removed: dict[str, tuple[int, ...]] = {}
     """Problems that have left the pool, by domain."""
     removed_at: dict[str, dict[int, tuple[int, ...]]] = {}

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.load import compose as compose_ours
-from pipelinerl.config.migrate.migration import EXTRA_KEYS, TEXTS_AND_ROLLOUTS, Migration, migrate
+from pipelinerl.config.migrate.migration import EXTRA_KEYS, TEXTS, Migration, migrate
 from pipelinerl.config.renames import rename_of
 from pipelinerl.config.search import set_search_path
 from pipelinerl.errors import ConfigError
@@ -89,7 +89,7 @@ def _composed(folder: Path, files: list[Path]) -> MigratedFolder:
     ours = OmegaConf.to_container(compose_ours("base", ["finetune=pipelinerl"]), resolve=False)
     assert isinstance(ours, dict)
     base = _migrated(_old(folder, BASE.removesuffix(".yaml")))
-    base.missing.remove(TEXTS_AND_ROLLOUTS)  # which holds for some of the experiments
+    base.changed.remove(TEXTS)  # which holds for some of the experiments
     result = MigratedFolder({}, missing=base.missing)
     for path in files:
         name = path.relative_to(folder).with_suffix("")

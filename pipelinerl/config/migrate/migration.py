@@ -70,10 +70,10 @@ ONE_TEXT = (
     "pipelinerl.domains.pipelinerl_games.counting.generate_rollout",
 )
 """Rollouts of one training text, for which a batch of rollouts is a batch of texts."""
-TEXTS_AND_ROLLOUTS = (
-    "the batch: a batch counts training texts there and rollouts here. The loss is divided by the texts "
-    f"({AGGREGATION}: sum_over_texts), so the step has the same size. For as much data per step, divide "
-    "`finetune.gradient_accumulation_passes` by the mean number of texts of a rollout"
+BATCH_UNIT = "finetune.batch_unit"
+TEXTS = (
+    f"{BATCH_UNIT}: texts and {AGGREGATION}: sum_over_texts: a batch and its loss count training texts, as there. The "
+    "texts of a rollout stay in one step, so a batch ends with the rollout that fills it"
 )
 MATH = "pipelinerl.domains.math."
 OF_A_DOMAIN = re.compile(r"^pipelinerl\.domains\.(\w+)\.")
@@ -324,7 +324,8 @@ def _texts_of_a_rollout(result: Migration) -> None:
     values.setdefault("actor.rewards", "texts")
     if values.get(AGGREGATION, "sum_over_batch") == "sum_over_batch":
         values[AGGREGATION] = "sum_over_texts"
-    result.missing.append(TEXTS_AND_ROLLOUTS)
+    values.setdefault(BATCH_UNIT, "texts")
+    result.changed.append(TEXTS)
 
 
 def _carry(key: str, value: Any, result: Migration) -> None:

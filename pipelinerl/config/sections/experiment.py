@@ -261,5 +261,5 @@ class Config(Section):
 
     @property
     def batch_size(self) -> int:
-        """Samples (rollouts) per optimizer step over all trainer ranks."""
+        """Rollouts, or texts (`finetune.batch_unit`), per optimizer step over all trainer ranks."""
         return self.finetune.train_batch_size * self.finetune.gradient_accumulation_passes

@@ -7,6 +7,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from pipelinerl.config.backends import ENGINE_PATTERN
 from pipelinerl.config.keys import Section, key
 from pipelinerl.config.objectives import ADVANTAGES, POLICY_LOSSES, names
+from pipelinerl.records import BatchUnit
 
 
 class RLSection(Section):
@@ -103,6 +104,11 @@ class FinetuneSection(Section):
     )
     gradient_accumulation_passes: PositiveInt = key(
         256, "batch size = this × `train_batch_size` rollouts, over all ranks"
+    )
+    batch_unit: BatchUnit = key(
+        "rollouts",
+        "what the batch size counts: `rollouts`, or their `texts`. A rollout's texts stay in one step: the batch ends "
+        "with the rollout that fills it",
     )
     learning_rate: PositiveFloat = key(1.0e-6, "peak learning rate")
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(

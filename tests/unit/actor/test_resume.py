@@ -4,13 +4,15 @@ import random
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from pipelinerl.actor.problems import Place, ProblemSource
-from pipelinerl.actor.resume import ActorProgress, earlier_evaluations, order_resumed, save_snapshot
+from pipelinerl.actor.resume import ActorProgress, earlier_evaluations, load_snapshot, order_resumed, save_snapshot
 from pipelinerl.records import DataOrder, EvaluationDone, GroupDropped, TrainingResumed
-from pipelinerl.records.order import OrderFold
+from pipelinerl.records.order import DomainOrder, OrderFold
 from pipelinerl.streams.epoch import EVALUATIONS_FILE
+from tests.preprocess_kit import make_group
 
 PROBLEMS, ATTEMPTS = 11, 4
 
@@ -70,6 +72,32 @@ def test_what_is_not_resolved_comes_again_and_nothing_twice(seed: int, tmp_path:
         again.apply(resolved(place, len(made), actor, again.sources["d"].size_of(place.epoch)))
     everything = [(epoch, position) for epoch in range(last + 1) for position in range(actor, PROBLEMS, actors)]
     assert sorted(trained + made) == everything
+
+
+def test_a_batch_of_texts_is_paced_by_published_texts_and_the_mean_of_those_under_way(tmp_path: Path) -> None:
+    """Two groups of two dispatched, one published with 3 and 5 texts: 8 + 2 · (8 / 2) = 16 are to be expected."""
+    progress = ActorProgress({"d": ProblemSource(num_problems=3, seed=0, name="d")}, None, "texts")
+    progress.dispatch(2)
+    progress.dispatch(2)
+    assert progress.expected_units == 4  # nothing is known: a text each
+    group = make_group(np.random.default_rng(0), 0, version=0)
+    rollouts = zip(group.rollouts, (3, 5), strict=False)
+    played = tuple(msgspec.structs.replace(rollout, sequences=rollout.sequences * n) for rollout, n in rollouts)
+    progress.apply(msgspec.structs.replace(group, rollouts=played, attempts=2))
+    assert (progress.published, progress.units, progress.expected_units) == (2, 8, 16)
+    save_snapshot(tmp_path, progress.snapshot(offset=1))
+    again = ActorProgress({"d": ProblemSource(num_problems=3, seed=0, name="d")}, None, "texts")
+    snapshot = load_snapshot(tmp_path)
+    assert snapshot is not None
+    again.restore(snapshot)
+    again.forget_in_flight()
+    assert (again.published, again.units, again.expected_units) == (2, 8, 8)
+
+    order = DataOrder(domains={"d": DomainOrder(samples=20)})
+    message = TrainingResumed(step=6, repeated=0, orders={0: order})
+    again.apply(order_resumed(message, tmp_path, job="actor_0", actor=0, num_actors=1, batch_size=16))
+    again.forget_in_flight()
+    assert (again.published, again.units, again.expected_units) == (20, 96, 96)
 
 
 def test_problems_that_left_the_pool_stay_away(tmp_path: Path) -> None:

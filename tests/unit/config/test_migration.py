@@ -237,9 +237,10 @@ def test_texts_of_a_rollout_are_compared_and_counted_as_there(tmp_path: Path) ->
     new = migrate(experiment())
     config = config_of(new, tmp_path)
     assert (config.actor.rewards, config.finetune.rl.aggregation) == ("texts", "sum_over_texts")
-    assert any(line.startswith("the batch: ") for line in new.missing)
+    assert config.finetune.batch_unit == "texts"
+    assert any(line.startswith("finetune.batch_unit: texts") for line in new.changed)
     one = migrate(experiment() | {"actor": {"rollout_policy": "pipelinerl.domains.math.generate_math_rollout"}})
-    assert "actor.rewards" not in one.values
+    assert not {"actor.rewards", "finetune.batch_unit"} & one.values.keys()
     grouped = migrate(experiment(finetune={"rl": {"group_normalization": True}}))
     assert grouped.values["finetune.rl.aggregation"] == "prompt_mean"
 

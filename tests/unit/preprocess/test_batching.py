@@ -12,7 +12,9 @@ from pipelinerl.preprocess.totals import Totals, next_own_step
 from pipelinerl.records import DataOrder
 
 
-def sample(number: int, *, oldest: int = 0, newest: int | None = None, reason: str | None = None) -> Sample:
+def sample(
+    number: int, *, oldest: int = 0, newest: int | None = None, reason: str | None = None, size: int = 1
+) -> Sample:
     return Sample(
         sample_id=f"0-{number // 4}/{number % 4}",
         group_id=f"0-{number // 4}",
@@ -22,6 +24,7 @@ def sample(number: int, *, oldest: int = 0, newest: int | None = None, reason: s
         oldest_version=oldest,
         newest_version=oldest if newest is None else newest,
         drop_reason=reason,
+        size=size,
     )
 
 
@@ -38,6 +41,22 @@ def test_cutter_fills_batches_of_exactly_batch_size_oldest_first():
     ]
     assert [(b.step, b.next_source) for b in batches] == [(0, (0, 3)), (1, (1, 2))]
     assert len(cutter.samples) == 1
+
+
+def test_batch_of_texts_ends_with_the_rollout_that_fills_it_and_its_excess_makes_room():
+    """Batches of 5 texts from rollouts of 3, 1, 4 | 2, 2, 6: 8 and 10 texts, 3 and 5 of them beyond the size."""
+    cutter, totals = BatchCutter(step=0, batch_size=5, max_lag_steps=None), Totals()
+    batches = []
+    for number, size in enumerate((3, 1, 4, 2, 2, 6, 1)):
+        current = sample(number, size=size, reason="too_long" if number == 6 else None)
+        totals.decided(current, cutter.offer(current))
+        if batch := cutter.next_batch():
+            batches.append(batch)
+            totals.published(batch, DataOrder())
+    assert [([s.size for s in b.samples], b.excess) for b in batches] == [([3, 1, 4], 3), ([2, 2, 6], 5)]
+    record = totals.to_record()
+    assert (record.room, record.samples_dropped, record.samples_packed) == (3 + 5 + 1, 1, 6)
+    assert Totals.restore(record).room == 9
 
 
 @pytest.mark.parametrize(("bound", "dropped"), [(0, 5), (1, 4), (2, 3), (5, 0), (None, 0)])
@@ -91,7 +110,7 @@ class Replayed:
                 assert self.batches.setdefault(batch.step, ids) == ids, "a replayed batch differs"
                 if die_after % 3 == 0 and event == die_after - 1:
                     return False
-                totals.published(batch.step, len(ids), batch.next_source, DataOrder())
+                totals.published(batch, DataOrder())
                 self.log.append(totals.to_record(ids))
             elif totals.pending and event % 2:
                 self.log.append(totals.to_record())

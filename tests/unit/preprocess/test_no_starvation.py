@@ -14,6 +14,7 @@ from pipelinerl.actor.pacing import Pacing
 from pipelinerl.preprocess.batching import BatchCutter, OptimizerBatch
 from pipelinerl.preprocess.samples import Sample
 from pipelinerl.preprocess.totals import Totals, next_own_step
+from pipelinerl.records import DataOrder
 
 STEPS = 12
 MAX_EVENTS = 60_000
@@ -32,6 +33,7 @@ class Replica:
     read: int = 0
     dispatched: int = 0
     failed: int = 0
+    units: int = 0
     groups: int = 0
     blocked: OptimizerBatch | None = None
 
@@ -48,13 +50,15 @@ class World:
     filtered: float
     failures: float
     replicas: list[Replica]
+    most_texts: int = 1
     published: dict[int, OptimizerBatch] = field(default_factory=dict)
     trained: list[OptimizerBatch] = field(default_factory=list)
     live_version: int = 0
 
     def dispatch(self, replica: Replica) -> None:
-        dropped = replica.failed + replica.totals.dropped.total()
-        if replica.pacing.may_start(dispatched=replica.dispatched, dropped=dropped, version=self.live_version):
+        mean = replica.units / len(replica.topic) if replica.topic else 1.0
+        units = replica.units + len(replica.in_flight) * self.attempts * mean
+        if replica.pacing.may_start(dispatched=units, dropped=replica.totals.room, version=self.live_version):
             replica.dispatched += self.attempts
             replica.in_flight.append((replica.groups, self.live_version))
             replica.groups += 1
@@ -69,6 +73,8 @@ class World:
             return
         reason = "zero_advantage" if self.rng.random() < self.filtered else None
         offset = len(replica.topic) // self.attempts
+        sizes = [self.rng.randint(1, self.most_texts) for _ in range(self.attempts)]
+        replica.units += sum(sizes)
         replica.topic += [
             Sample(
                 sample_id=f"{number}/{attempt}",
@@ -78,9 +84,10 @@ class World:
                 reward=0.0,
                 oldest_version=version,
                 newest_version=self.live_version,
+                size=size,
                 drop_reason=reason,
             )
-            for attempt in range(self.attempts)
+            for attempt, size in enumerate(sizes)
         ]
 
     def preprocess(self, replica: Replica) -> None:
@@ -92,6 +99,7 @@ class World:
         batch = replica.blocked
         if batch is not None and batch.step - len(self.trained) <= self.max_ready_steps:
             self.published[batch.step] = batch
+            replica.totals.published(batch, DataOrder())
             replica.blocked = None
 
     def train(self) -> None:
@@ -123,10 +131,11 @@ class World:
     filtered=st.sampled_from([0.0, 0.5, 0.9]),
     failures=st.sampled_from([0.0, 0.3]),
     num_replicas=st.integers(1, 3),
+    most_texts=st.sampled_from([1, 5, 30]),
 )
 @settings(max_examples=40, deadline=None)
 def test_any_bounds_filters_and_delays_train_every_step_within_the_lag_bound(
-    seed, batch_size, attempts, bound, max_ready_steps, filtered, failures, num_replicas
+    seed, batch_size, attempts, bound, max_ready_steps, filtered, failures, num_replicas, most_texts
 ):
     replicas = [
         Replica(
@@ -147,10 +156,13 @@ def test_any_bounds_filters_and_delays_train_every_step_within_the_lag_bound(
         for replica in range(num_replicas)
     ]
     world = World(random.Random(seed), batch_size, attempts, bound, max_ready_steps, filtered, failures, replicas)
+    world.most_texts = most_texts
     world.run()
     for step, batch in enumerate(world.trained):
         assert batch.step == step
-        assert len(batch.samples) == batch_size
+        sizes = [sample.size for sample in batch.samples]
+        assert sum(sizes) - sizes[-1] < batch_size <= sum(sizes)
+        assert batch.excess == sum(sizes) - batch_size
         for sample in batch.samples:
             assert sample.newest_version <= step
             assert bound is None or step - sample.oldest_version <= bound
