@@ -1,7 +1,13 @@
-"""Trained tokens until a tiny student is right as often as wanted: from a teacher's log-probs, and from rewards.
+"""Trained tokens until a tiny student is right as often as wanted: from rewards, and from a teacher alone.
 
 The student is the quickstart's model. The teacher is the same model trained on solved problems that are not held out,
-until `--teacher` of the held-out ones are right. Each run is a whole `pipelinerl launch` with evaluations of its own.
+until an answer sampled for a held-out one is right with probability `--teacher`. Each run is a whole run of the
+quickstart with evaluations of its own, at its learning rate and with its 64 rollouts per step:
+
+- `grpo` learns from rewards, 8 attempts at a problem;
+- `sampled` learns from the teacher's log-probs of the sampled tokens, with the same attempts;
+- `teacher` learns from the divergence over the teacher's most likely tokens, one attempt at each of 64 problems.
+
 The result is the trained tokens until the first evaluation that reaches `--target`.
 
     python -m benchmarks.teacher --seeds 0 1 2 --out benchmarks/teacher.json
@@ -26,20 +32,22 @@ from pipelinerl.records.topics import EVALUATION
 from pipelinerl.streams import SingleStreamSpec, open_reader, set_streams_backend
 from pipelinerl.tiny_model import build
 
-MAX_NUMBER, BATCH, ROUND = 30, 64, 50
+MAX_NUMBER, BATCH, ROUND = 30, 64, 3
 EVERY = 5
+TAUGHT = (
+    "world.cpu_slots=3",
+    "world.preprocessor_fraction=1",
+    "finetune.rl.teacher_coef=1",
+    "finetune.rl.reward_coef=0",
+)
 WAYS = {
     "grpo": ("finetune=grpo",),
-    "teacher": (
-        "world.cpu_slots=3",
-        "world.preprocessor_fraction=1",
-        "finetune.rl.teacher_coef=1",
-        "finetune.rl.reward_coef=0",
-    ),
+    "sampled": TAUGHT,
+    "teacher": (*TAUGHT, "finetune.rl.teacher_top_k=8", "attempts=1"),
 }
 COMMON = (
-    "finetune.learning_rate=5e-4",
     f"eval_every_n_versions={EVERY}",
+    "dataset_loader_params.num_test_problems=256",
     "eval.at_start=true",
     "eval.at_end=false",
     "finetune.save_checkpoint_steps=1000",
@@ -47,7 +55,7 @@ COMMON = (
 
 
 def make_teacher(student: Path, folder: Path, wanted: float) -> float:
-    """Train the student on solved problems until the share of right answers is ``wanted``. Returns the share."""
+    """Train the student on solved problems until an answer is right with probability ``wanted``. Returns that."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng, model = Random(0), AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
@@ -74,9 +82,10 @@ def make_teacher(student: Path, folder: Path, wanted: float) -> float:
     def success() -> float:
         ids_BT, labels_BT = tensors(test)
         with torch.no_grad():
-            said_BT = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].argmax(-1)
-        right_BT = (said_BT == labels_BT[:, 1:]) | (labels_BT[:, 1:] == -100)
-        return right_BT.all(1).float().mean().item()
+            logprobs_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].log_softmax(-1)
+        asked_BT = labels_BT[:, 1:] == -100
+        logprobs_BT = logprobs_BTV.gather(2, ids_BT[:, 1:, None])[..., 0].masked_fill(asked_BT, 0.0)
+        return logprobs_BT.sum(1).exp().mean().item()
 
     while (share := success()) < wanted:
         for _ in range(ROUND):
@@ -91,7 +100,7 @@ def make_teacher(student: Path, folder: Path, wanted: float) -> float:
 
 def run(way: str, seed: int, student: Path, teacher: Path, steps: int, target: float, folder: Path) -> dict:
     """One run, and the tokens until it reaches the target. null = it does not."""
-    own = [f"teachers=[{{model_path: {teacher}}}]"] if way == "teacher" else []
+    own = [] if way == "grpo" else [f"teachers=[{{model_path: {teacher}}}]"]
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={folder}"]
     keys = [f"model_path={student}", "tiny_model=null", f"seed={seed}", f"finetune.max_train_steps={steps}"]
     subprocess.run([*command, *keys, *WAYS[way], *COMMON, *own], check=True, stdout=sys.stderr)
@@ -118,7 +127,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--target", type=float, default=0.85, help="held-out success to reach")
     parser.add_argument("--teacher", type=float, default=0.95, help="held-out success of the teacher")
-    parser.add_argument("--steps", type=int, nargs=2, default=[160, 60], help="longest run from rewards and a teacher")
+    parser.add_argument("--steps", type=int, nargs=3, default=[160, 160, 70], help="longest run, by way")
     parser.add_argument("--folder", type=Path, help="keep the models and runs here")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -132,7 +141,7 @@ def main() -> None:
         for seed in args.seeds:
             for way in args.ways:
                 results.append(run(way, seed, student, teacher, limits[way], args.target, root / f"{way}_{seed}"))
-                found = {"target": args.target, "teacher_success": share, "attempts_per_problem": 8, "runs": results}
+                found = {"target": args.target, "teacher_success": share, "runs": results}
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
                 print(way, seed, results[-1]["tokens_to_target"], flush=True)
 

@@ -131,15 +131,15 @@ def teachers_teach(config: Config) -> str | None:
     """Refuses teachers that nothing reads or that have no server, and domains without exactly one teacher."""
     rl, teachers = config.finetune.rl, config.teachers
     if not teachers:
-        changed = _changed(config, "teacher_coef", "reward_coef")
+        changed = _changed(config, "teacher_coef", "teacher_top_k", "reward_coef")
         return f"{changed} has no effect: `teachers` is empty; name a model there" if changed else None
     if rl.teacher_coef == 0 and "teacher_logprobs" not in token_arguments(rl.policy_loss):
         return (
             "`teachers` has no effect: `finetune.rl.teacher_coef` is 0 and the loss does not name `teacher_logprobs`; "
             "raise the first, or remove the teachers"
         )
-    if rl.teacher_coef == 0 and rl.reward_coef != 1:
-        return f"`finetune.rl.reward_coef`={rl.reward_coef} has no effect: `finetune.rl.teacher_coef` is 0; remove it"
+    if rl.teacher_coef == 0 and (changed := _changed(config, "teacher_top_k", "reward_coef")):
+        return f"{changed} has no effect: `finetune.rl.teacher_coef` is 0; remove it"
     if config.world.preprocessor_fraction == 0:
         return "`teachers` need servers, but `world.preprocessor_fraction` is 0: set it to 1 or more"
     if config.preprocess.filter_zero_advantage_groups and rl.teacher_coef > 0:

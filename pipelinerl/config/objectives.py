@@ -58,7 +58,7 @@ ADVANTAGES: Mapping[str, str] = {
 }
 
 
-TOKEN_ARGUMENTS = ("ref_logprobs", "teacher_logprobs", "entropy", "values", "segments", "rewards")
+TOKEN_ARGUMENTS = ("ref_logprobs", "teacher_logprobs", "entropy", "values", "segments", "rewards", "lag")
 """Names of a policy loss's parameters that are figures of the trained tokens. Only those that it names are computed."""
 
 

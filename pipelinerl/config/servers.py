@@ -18,6 +18,8 @@ class ScoringModel:
     path: str
     column: Literal["ref_logprobs", "teacher_logprobs"]
     """The samples' and micro-batches' field that gets them."""
+    num_top: int = 0
+    """How many most likely tokens of every place it scores, too."""
     domains: tuple[str, ...] | None = None
     """Domains whose samples it scores. None: all."""
 
@@ -42,6 +44,7 @@ def scoring_models(config: Config) -> tuple[ScoringModel, ...]:
         ScoringModel(
             path=teacher.model_path,
             column="teacher_logprobs",
+            num_top=config.finetune.rl.teacher_top_k,
             domains=None if teacher.domains is None else tuple(teacher.domains),
         )
         for teacher in config.teachers

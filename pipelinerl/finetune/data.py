@@ -206,6 +206,7 @@ def to_batch(
     at = index.positions_K
     ref, teacher, routed = record.ref_logprobs, record.teacher_logprobs, record.routed_experts
     imitated = record.supervised
+    lags = _lags(record, index)
     returned = record.rewards[index.segments_K] if record.cut is None else record.advantages[at]
     return Batch(
         input_ids=_tensor(input_ids.reshape(grid)),
@@ -219,11 +220,16 @@ def to_batch(
             segments_K=_tensor(index.segments_K),
             num_segments=len(lengths),
             rewards_K=_tensor(returned, float_dtype),
+            lag_K=lags.lag_K,
             supervised_K=None if imitated is None else _tensor(imitated[index.segments_K], torch.bool),
             ref_logprobs_K=None if ref is None else _tensor(ref[at], float_dtype),
             teacher_logprobs_K=None if teacher is None else _tensor(teacher[at], float_dtype),
+            teacher_top_ids_KJ=None if record.teacher_top_ids is None else _tensor(record.teacher_top_ids),
+            teacher_top_logprobs_KJ=(
+                None if record.teacher_top_logprobs is None else _tensor(record.teacher_top_logprobs, float_dtype)
+            ),
         ),
-        lags=_lags(record, index),
+        lags=lags,
         segment_rewards_S=_tensor(record.rewards, float_dtype),
         num_tokens=len(record.token_ids),
         ends_S=None if record.cut is None else _tensor(_last_trained(index, flat, len(lengths))),

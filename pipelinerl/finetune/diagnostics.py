@@ -43,6 +43,8 @@ class StepSums(NamedTuple):
     clipped_fresh: Tensor
     entropy: Tensor
     kl: Tensor
+    teacher_kl: Tensor
+    taught: Tensor
     value_loss: Tensor
     sequences: Tensor
     lag: Tensor
@@ -99,7 +101,7 @@ class StepDiagnostics:
         self._sequence_log_ratios.append(torch.where(trained_S, sums_S, -torch.inf))
         self._count_lags(lags)
         lag_K = lags.lag_K.double()
-        kl = inputs.ref_logprobs_K
+        kl, teacher_K = inputs.ref_logprobs_K, inputs.teacher_logprobs_K
         zero = log_ratio_K.new_zeros(())
         older_S = segment_sum((lags.lag_K > 0).double(), inputs)
         fresh_K = (older_S == 0)[inputs.segments_K]
@@ -121,6 +123,8 @@ class StepDiagnostics:
                 clipped_fresh=clipped_fresh,
                 entropy=entropy_K.double().sum(),
                 kl=zero if kl is None else kl_k3(logprobs_K.double(), kl.double(), settings.kl_clamp).sum(),
+                teacher_kl=zero if teacher_K is None else (logprobs_K.double() - teacher_K.double()).sum(),
+                taught=torch.full_like(zero, 0 if teacher_K is None else logprobs_K.shape[0]),
                 value_loss=output.value_loss.double(),
                 sequences=trained_S.sum().double(),
                 lag=lag_K.sum(),
@@ -203,6 +207,7 @@ def step_metrics(totals: dict[str, float]) -> dict[MetricName, float]:
             TrainerMetric.LAG_QUEUED_MEAN: (totals["lag"] - totals["in_flight_lag"]) / tokens,
         }
         | {name: totals[name] / tokens for name in LAG_COUNTS}
+        | ({TrainerMetric.KL_TEACHER: totals["teacher_kl"] / totals["taught"]} if totals["taught"] else {})
         | _imitation_metrics(totals)
     )
 

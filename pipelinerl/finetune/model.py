@@ -156,6 +156,7 @@ class Policy(nn.Module):
             chunk=self.chunk,
             fp32=self.fp32_head,
             values_K=values_K,
+            support_KJ=inputs.teacher_top_ids_KJ if settings.teacher_top_k else None,
         )
         if value_term is None:
             return PolicyOutput(loss, logprobs_K, entropy_K, loss.new_zeros(()), inputs)

@@ -94,7 +94,8 @@ class PackedLogprobs(LogprobsProcessor):
         if output.new_logprobs is not None:
             sampled.logprobs.append(output.new_logprobs.logprobs[:, 0])
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs.append(output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy())
+            scored = output.new_prompt_logprobs_tensors
+            self.prompt_logprobs.append((scored.logprob_token_ids.numpy(), scored.logprobs.numpy()))
         if output.kv_transfer_params:
             sampled.starts += [(version, start) for version, start in output.kv_transfer_params.get(STARTS, ())]
         if output.prefill_stats is not None:
@@ -205,7 +206,7 @@ class Answers:
 
     def _sampling(self, request: AnswerRequest, length: int) -> dict[str, Any]:
         if request.scores:
-            return {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+            return {"max_tokens": 1, "prompt_logprobs": request.top_scores, "detokenize": False}
         unknown = sorted(request.sampling.keys() - SAMPLING_PARAMETERS)
         if unknown:
             raise BadRequest(400, f"vLLM has no sampling parameter {unknown[0]!r}: correct llm.parameters")
@@ -215,9 +216,7 @@ class Answers:
     def _encode(self, request: AnswerRequest, prompts: Sequence[Any], results: list[RequestOutput]) -> bytes:
         with_logprobs = request.sampling.get("logprobs") is not None
         if request.scores:
-            first = np.zeros(1, np.float32)
-            scores = np.concatenate([part for result in results for part in (first, *result.prompt_logprobs)])
-            return self._answer_codec.encode(Answer(prompt_scores=scores.astype(np.float32, copy=False)))
+            return self._answer_codec.encode(_scores(results, request.top_scores))
         outputs = sorted(results[0].outputs, key=lambda each: each.index)
         completions = tuple(_completion(each, with_logprobs=with_logprobs) for each in outputs)
         if not request.images:
@@ -231,6 +230,18 @@ class Answers:
                 format=IMAGE_FORMAT,
             )
         )
+
+
+def _scores(results: list[RequestOutput], num_top: int) -> Answer:
+    """The scores of the prompts of ``results``. vLLM's first column is the prompt's own token, the others the best."""
+    ids, logprobs = (
+        np.concatenate([part for result in results for part in (first, *(each[i] for each in result.prompt_logprobs))])
+        for i, first in enumerate((np.zeros((1, num_top + 1), np.int32), np.zeros((1, num_top + 1), np.float32)))
+    )
+    own, logprobs = logprobs[:, 0].astype(np.float32), logprobs[:, 1:].astype(np.float32)
+    if not num_top:
+        return Answer(prompt_scores=own)
+    return Answer(prompt_scores=own, top_ids=ids[:, 1:].astype(np.int32), top_scores=logprobs)
 
 
 def _completion(output: CompletionOutput, *, with_logprobs: bool) -> Completion:

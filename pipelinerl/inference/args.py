@@ -145,6 +145,8 @@ def _defaults(cfg: Config, world: WorldMap, job: Job) -> dict[str, Any]:
             settings["enable-return-routed-experts"] = True
     else:
         settings["worker-extension-cls"] = SCORE_EXTENSION
+        if cfg.finetune.rl.teacher_top_k:
+            settings["max-logprobs"] = cfg.finetune.rl.teacher_top_k
     if world.accelerator == "cpu":
         settings["enforce-eager"] = True
         if devices_per_server(cfg) == 1:

@@ -59,6 +59,7 @@ def try_loss(cfg: Config) -> None:
             rewards_K=torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])[:count],
             values_K=values_K,
             bootstrap_S=torch.tensor([0.0, 0.25]),
+            lag_K=torch.arange(5)[:count],
             ref_logprobs_K=scored_K,
             teacher_logprobs_K=scored_K,
         )
@@ -105,6 +106,7 @@ def compare_with_one_at_a_time(settings: LossSettings) -> None:
         proximal_logprobs_K=logprobs_K - ratios_K.flip(0).log() if settings.has_proximal else None,
         rewards_K=torch.linspace(-1.0, 1.0, 12),
         values_K=torch.linspace(0.5, -0.5, 12),
+        lag_K=torch.arange(12) % 4,
         ref_logprobs_K=logprobs_K.flip(0),
         teacher_logprobs_K=logprobs_K.flip(0),
     )

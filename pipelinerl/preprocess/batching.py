@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipelinerl.observability.catalogue import MetricName, PreprocessorMetric
-from pipelinerl.preprocess.samples import INVALID, LAG, Sample, Source
+from pipelinerl.preprocess.samples import INVALID, LAG, SCORES, Sample, Source
 from pipelinerl.records import TrainingSequence
 
 LagDrop = Literal["rollout", "token"]
@@ -43,7 +43,7 @@ def without_old_tokens(sample: Sample, oldest_allowed: int) -> Sample | None:
         return None
     masks = {i: _young_tokens(sample.sequences[i][1], oldest_allowed) for i in kept}
     sequences = tuple((sample.sequences[i][0], _masked(sample.sequences[i][1], oldest_allowed)) for i in kept)
-    scores = {name: getattr(sample, name) for name in ("ref_logprobs", "teacher_logprobs")}
+    scores = {name: getattr(sample, name) for name in SCORES}
     kept_scores: dict[str, Any] = {
         name: values and tuple(values[i][masks[i]] for i in kept) for name, values in scores.items()
     }

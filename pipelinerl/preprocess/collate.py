@@ -78,6 +78,8 @@ class Collation:
     aggregation: AggregationKind = "sum_over_batch"
     with_reference: bool = False
     with_teacher: bool = False
+    teacher_top_k: int = 0
+    """Most likely tokens of the teacher in the place of each trained token."""
     sft_weight: float = 1.0
     """Weight of the mean loss of the batch's conversations to imitate, beside the loss of its rollouts."""
 
@@ -91,6 +93,8 @@ class _Segment:
     advantage: float
     ref_logprobs: np.ndarray | None
     teacher_logprobs: np.ndarray | None
+    teacher_top: tuple[np.ndarray, np.ndarray] | None
+    """int32 and float32 [K, J]: the teacher's most likely tokens and their log-probabilities."""
     images: tuple[bytes, ...]
     token_weights: np.ndarray | None = None
 
@@ -150,6 +154,7 @@ def _imitated_segments(samples: Sequence[Sample], collation: Collation) -> list[
             advantage=0.0,
             ref_logprobs=np.zeros_like(weights_K),
             teacher_logprobs=np.zeros_like(weights_K),
+            teacher_top=_no_top(len(weights_K), collation),
             images=(),
             token_weights=weights_K,
         )
@@ -178,11 +183,33 @@ def _rollout_segments(samples: Sequence[Sample], collation: Collation) -> list[_
             advantage=scale * advantage,
             ref_logprobs=sample.ref_logprobs[i] if sample.ref_logprobs is not None else None,
             teacher_logprobs=sample.teacher_logprobs[i] if sample.teacher_logprobs is not None else None,
+            teacher_top=_top(sample, i),
             images=sample.images,
         )
         for sample, weight in zip(samples, weights_N.tolist(), strict=True)
         for i, ((index, sequence), advantage) in enumerate(zip(sample.sequences, sample.advantages, strict=True))
     ]
+
+
+def _top(sample: Sample, index: int) -> tuple[np.ndarray, np.ndarray] | None:
+    ids, logprobs = sample.teacher_top_ids, sample.teacher_top_logprobs
+    return None if ids is None or logprobs is None else (ids[index], logprobs[index])
+
+
+def _no_top(num_trained: int, collation: Collation) -> tuple[np.ndarray, np.ndarray]:
+    """In the place of a teacher's most likely tokens, where nobody reads them."""
+    shape = (num_trained, collation.teacher_top_k)
+    return np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+
+
+def _top_columns(segments: Sequence[_Segment], collation: Collation) -> dict[str, Any]:
+    """The teacher's most likely tokens as fields of a micro-batch. Empty without any."""
+    if not collation.teacher_top_k:
+        return {}
+    found = [_no_top(0, collation), *(segment.teacher_top for segment in segments)]
+    assert all(top is not None for top in found), "a sample without its teacher's most likely tokens"
+    ids, logprobs = zip(*(top for top in found if top is not None), strict=True)
+    return {"teacher_top_ids": np.concatenate(ids), "teacher_top_logprobs": np.concatenate(logprobs)}
 
 
 def _micro_batch(
@@ -215,6 +242,7 @@ def _micro_batch(
         segment_weights=np.array([segment.weight for segment in segments], dtype=np.float32),
         spans=spans_R3,
         **_record_columns(columns),
+        **_top_columns(segments, collation),
         num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=tuple(segment.sequence_id for segment in segments),
@@ -308,6 +336,7 @@ def _empty_micro_batch(
         segment_weights=np.zeros(1, dtype=np.float32),
         spans=np.zeros((0, 3), dtype=np.int32),
         **_record_columns({name: np.zeros(EMPTY_TOKENS, dtype=np.float32) for name in _columns(collation)}),
+        **_top_columns((), collation),
         num_samples=batch.size,
         num_tokens=num_tokens,
         sequence_ids=("sentinel",),

@@ -26,9 +26,9 @@ import numpy as np
 from pipelinerl.config.environment import SECRET_VARIABLE
 from pipelinerl.config.servers import ScoringModel
 from pipelinerl.errors import ConfigError, DeadlineError, RecordError, ServerError, TransportError
-from pipelinerl.preprocess.samples import INVALID, Sample
+from pipelinerl.preprocess.samples import INVALID, SCORES, Sample
 from pipelinerl.records import TrainingSequence
-from pipelinerl.weights.verify.scores import score_sequences
+from pipelinerl.weights.verify.scores import Scores, score_sequences
 from pipelinerl.world import Job
 from pipelinerl.world.tls import client_context
 
@@ -68,10 +68,10 @@ def merged(scored: Sequence[Sequence[Sample]], models: Sequence[ScoringModel]) -
     samples = list(scored[0])
     for found, model in zip(scored[1:], models[1:], strict=True):
         samples = [
-            _with_column(
-                replace(sample, drop_reason=sample.drop_reason or other.drop_reason),
-                model,
-                getattr(other if model.scores(sample.domain) else sample, model.column),
+            replace(
+                sample,
+                drop_reason=sample.drop_reason or other.drop_reason,
+                **(_columns_of(other, model) if model.scores(sample.domain) else {}),
             )
             for sample, other in zip(samples, found, strict=True)
         ]
@@ -79,13 +79,23 @@ def merged(scored: Sequence[Sequence[Sample]], models: Sequence[ScoringModel]) -
 
 
 def trained_values(values_T: np.ndarray, sequence: TrainingSequence) -> np.ndarray:
-    """float32 [K]: the entries of ``values_T`` at the trained tokens of ``sequence``."""
-    parts = [values_T[start:end] for start, end, _ in sequence.spans.tolist()]
-    return np.concatenate(parts).astype(np.float32, copy=False)
+    """[K, …]: the entries of ``values_T`` at the trained tokens of ``sequence``."""
+    return np.concatenate([values_T[start:end] for start, end, _ in sequence.spans.tolist()])
 
 
-Result = np.ndarray | RecordError
-"""float32 [K], or the reason why there is none."""
+Columns = dict[str, np.ndarray]
+"""[K, …] by the sample's field that gets it."""
+Result = Columns | RecordError
+"""Or the reason why there is none."""
+
+
+def trained_scores(scores: Scores, sequence: TrainingSequence, model: ScoringModel) -> Columns:
+    """What a ``model`` says of the trained tokens of ``sequence``."""
+    columns: Columns = {model.column: trained_values(scores.logprobs_T, sequence)}
+    if scores.top_ids_TJ is not None and scores.top_logprobs_TJ is not None:
+        columns["teacher_top_ids"] = trained_values(scores.top_ids_TJ, sequence)
+        columns["teacher_top_logprobs"] = trained_values(scores.top_logprobs_TJ, sequence)
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +133,20 @@ def batches(asked: Sequence[Asked]) -> list[list[Asked]]:
 
 def _with_scores(sample: Sample, results: Sequence[Result], model: ScoringModel) -> Sample:
     refused = next((result for result in results if isinstance(result, RecordError)), None)
-    arrays = [result for result in results if isinstance(result, np.ndarray)]
-    if refused is None and not all(np.isfinite(values_K).all() for values_K in arrays):
+    found = [result for result in results if not isinstance(result, RecordError)]
+    if refused is None and not all(np.isfinite(values).all() for columns in found for values in columns.values()):
         refused = RecordError(f"a log-prob of {model.name} is not finite")
     if refused is not None:
         log.warning("event=sample_refused sample=%s reason=%s", sample.sample_id, refused)
         return replace(sample, drop_reason=INVALID)
-    return _with_column(sample, model, tuple(arrays))
+    fields: dict[str, Any] = {name: tuple(columns[name] for columns in found) for name in found[0]}
+    return replace(sample, **fields)
 
 
-def _with_column(sample: Sample, model: ScoringModel, scores: tuple[np.ndarray, ...] | None) -> Sample:
-    """The sample with the scores of a model in its field."""
-    changed: dict[str, Any] = {model.column: scores}
-    return replace(sample, **changed)
+def _columns_of(sample: Sample, model: ScoringModel) -> dict[str, Any]:
+    """The fields of a sample that ``model`` has filled."""
+    names = SCORES[1:] if model.column == "teacher_logprobs" else SCORES[:1]
+    return {name: getattr(sample, name) for name in names}
 
 
 class ReferenceScorer:
@@ -222,9 +233,16 @@ class ReferenceScorer:
                     token_ids = [one.sequence.token_ids for one in asked]
                     images, spans = asked[0].shown()
                     scores = await score_sequences(
-                        self._open_session(), server.url, token_ids, images=images, image_spans=spans
+                        self._open_session(),
+                        server.url,
+                        token_ids,
+                        images=images,
+                        image_spans=spans,
+                        num_top=self._model.num_top,
                     )
-                return [trained_values(values_T, one.sequence) for one, values_T in zip(asked, scores, strict=True)]
+                return [
+                    trained_scores(one, each.sequence, self._model) for one, each in zip(scores, asked, strict=True)
+                ]
             except (TransportError, aiohttp.ClientError, TimeoutError) as error:
                 if isinstance(error, ServerError) and error.status in REFUSED:
                     if len(asked) == 1:

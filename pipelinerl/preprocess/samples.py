@@ -65,6 +65,8 @@ TOO_LONG = "too_long"
 ZERO_ADVANTAGE = "zero_advantage"
 LAG = "lag"
 
+SCORES = ("ref_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+"""Fields of a sample that hold what other models say of its trained tokens."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -90,6 +92,10 @@ class Sample:
     """float32 [K] per entry of ``sequences``. None without a KL term."""
     teacher_logprobs: tuple[np.ndarray, ...] | None = None
     """Likewise, of the teacher of the sample's domain. None without teachers."""
+    teacher_top_ids: tuple[np.ndarray, ...] | None = None
+    """int32 [K, J] per entry of ``sequences``: the teacher's most likely tokens. None: `teacher_top_k` is 0."""
+    teacher_top_logprobs: tuple[np.ndarray, ...] | None = None
+    """float32 [K, J]: their log-probabilities."""
     token_weights: tuple[np.ndarray, ...] | None = None
     """float32 [K] per entry of ``sequences``: the weights of a conversation's tokens. None: it is a rollout."""
     unweighted: frozenset[int] = frozenset()

@@ -2,7 +2,7 @@
 
 One record type serves sampling and scoring. A missing field takes its default and unknown fields are ignored, so a new
 field needs no new format. ``format`` changes only if an old reader would misread the record.
-Shapes: P prompt tokens, C completion tokens, R spans.
+Shapes: P prompt tokens, C completion tokens, J most likely tokens, R spans.
 """
 
 from typing import Any
@@ -33,6 +33,8 @@ class AnswerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     the sampled tokens."""
     scores: bool = False
     """Asks for the log-probability of every prompt token, without sampling."""
+    top_scores: int = 0
+    """J, with ``scores`` only: asks for the most likely tokens of every position, too.."""
     prompt_lengths: np.ndarray | None = None
     """int32, with ``scores`` only: ``token_ids`` holds several prompts of these lengths, which are scored separately.
     None = one prompt."""
@@ -72,6 +74,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_scores: np.ndarray | None = None
     """float32 [P]: entry t is log p(token t | tokens 0 … t−1) of its prompt. The first entry of a prompt is 0.
     None = not requested."""
+    top_ids: np.ndarray | None = None
+    """int32 [P, J]: entry t are the most likely tokens in the place of token t, best first. The first entry of a prompt
+    is 0. None = not requested."""
+    top_scores: np.ndarray | None = None
+    """float32 [P, J]: their log-probabilities."""
     prompt_ids: np.ndarray | None = None
     """int32 [P]: a prompt with images as the model read it, each placeholder replaced. None = as sent."""
     image_spans: np.ndarray | None = None

@@ -1,6 +1,6 @@
 """The preprocessor's records: packed micro-batches, each for one trainer rank and one optimizer step.
 
-Shapes: T tokens, S segments (documents that must not attend to each other), R spans, N samples.
+Shapes: T tokens, K of them trained, S segments (documents that must not attend to each other), R spans, N samples.
 """
 
 import msgspec
@@ -52,6 +52,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """bool [S]: whether the server cut the segment's last answer for its length. None: the advantage is not `value`."""
     teacher_logprobs: np.ndarray | None = None
     """float32 [T]: the log-probabilities of the teacher of the rollout's domain. None: there is none."""
+    teacher_top_ids: np.ndarray | None = None
+    """int32 [K, J]: the J tokens that the teacher finds most likely in the place of each trained token, in the order of
+    the spans. None: `finetune.rl.teacher_top_k` is 0."""
+    teacher_top_logprobs: np.ndarray | None = None
+    """float32 [K, J]: their log-probabilities."""
     next_source: tuple[int, int]
     """(offset in topic `actor`, rollout index in that group) where the NEXT optimizer batch begins (restart)."""
     order: DataOrder | None = None

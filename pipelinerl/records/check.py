@@ -70,6 +70,7 @@ def check_micro_batch(batch: MicroBatch, *, vocab_size: int) -> None:
     for name in ("segment_weights", "rewards"):
         _check_shape(getattr(batch, name), name, "f", (num_segments,), where)
     _check_routing(batch.routed_experts, num_tokens, where)
+    _check_top(batch, vocab_size, where)
     ends = np.cumsum(batch.segment_lengths)
     if (batch.segment_lengths < 1).any() or (ends[-1] if num_segments else 0) != num_tokens:
         raise RecordError(
@@ -180,6 +181,23 @@ def _check_values(batch: MicroBatch, ends: np.ndarray, vocab_size: int, where: s
         if not np.isfinite(values).all():
             bad = _first(~np.isfinite(values))
             raise RecordError(f"{where}, {batch.sequence_ids[bad]}: {name} is {values[bad]}")
+
+
+def _check_top(batch: MicroBatch, vocab_size: int, where: str) -> None:
+    """Checks that a teacher's most likely tokens are tokens, and that each has a finite log-probability."""
+    ids, logprobs = batch.teacher_top_ids, batch.teacher_top_logprobs
+    if ids is None and logprobs is None:
+        return
+    if ids is None or logprobs is None:
+        raise RecordError(f"{where}: teacher_top_ids and teacher_top_logprobs come together")
+    num_trained = int((batch.spans[:, 1] - batch.spans[:, 0]).sum())
+    shape = (num_trained, ids.shape[-1] if ids.ndim else 0)
+    _check_shape(ids, "teacher_top_ids", "i", shape, where)
+    _check_shape(logprobs, "teacher_top_logprobs", "f", shape, where)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise RecordError(f"{where}: teacher_top_ids has an id outside the vocabulary of {vocab_size}")
+    if not np.isfinite(logprobs).all():
+        raise RecordError(f"{where}: a value of teacher_top_logprobs is not finite")
 
 
 def _check_batch_spans(batch: MicroBatch, ends: np.ndarray, where: str) -> None:

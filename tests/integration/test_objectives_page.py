@@ -71,6 +71,18 @@ def test_page_loss_takes_corrections(modules: Path) -> None:
     assert torch.autograd.grad(loss.losses_K.sum(), logprobs)[0].tolist() == pytest.approx([2.0])
 
 
+def test_page_ppo_ewma_clips_to_the_average_policy_between_sampler_and_now(modules: Path) -> None:
+    """β = ½: mean ages 0, ½ and ¾ at lags 0, 1, 2, so log π_prox lies 0, ½ and ⅜ of the way from log π to log μ."""
+    logprobs, tokens = inputs([np.exp(0.4)] * 4, [1.0, 1.0, 1.0, -1.0])
+    tokens = dataclasses.replace(tokens, lag_K=torch.tensor([0, 1, 2, 1]))
+    settings = LossSettings(policy_loss="my_ewma.ppo_ewma", policy_loss_kwargs={"decay": 0.5, "most": 1.25})
+    loss, _ = policy_term(logprobs, tokens, settings)
+    (gradient,) = torch.autograd.grad(loss.losses_K.sum(), logprobs)
+    assert loss.clipped_K is not None
+    assert loss.clipped_K.tolist() == [False, True, False, True]
+    assert gradient.tolist() == pytest.approx([-1.25, 0.0, -1.25 * np.exp(0.15), np.exp(0.4)])
+
+
 def test_page_advantage_runs(modules: Path) -> None:
     found = group_advantages(np.array([0.0, 1.0, 5.0]), "my_advantage.median_baseline", {"scale": 2.0})
     assert found.tolist() == [-2.0, 0.0, 8.0]
@@ -84,6 +96,8 @@ def test_page_functions_pass_the_trial_before_the_start(modules: Path) -> None:
     required = ["output_dir=x", "dataset_loader=a.b", "actor.rollout_policy=a.b"]
     container = to_container(compose("base", [*required, *own]))
     preflight.check_objective(config(*own), container)
+    for example in ("my_ewma.ppo_ewma", "my_forks.forks"):
+        objective_check.check_objective(config(f"finetune.rl.policy_loss={example}"))
     container["finetune"]["rl"]["policy_loss"] = "my_loss.missing"
     with pytest.raises(ConfigError, match=r"my_loss\.missing.*has no 'missing'"):
         preflight.check_objective(config(*own), container)

@@ -18,6 +18,7 @@ from pipelinerl.records import (
     MicroBatch,
     topics,
 )
+from pipelinerl.weights.verify.scores import Scores
 from pipelinerl.world import Job
 from tests.memory_streams import MemoryBackend
 from tests.preprocess_kit import (
@@ -50,7 +51,9 @@ class FakeReference:
         self.seen: list[bytes] = []
         self.running = self.most = 0
 
-    async def __call__(self, session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
+    async def __call__(
+        self, session: Any, url: str, sequences: list[np.ndarray], num_top: int = 0, **images: Any
+    ) -> list[Scores]:
         assert not any(images.values()), "these sequences are text"
         self.urls.append(url)
         self.running += 1
@@ -58,7 +61,7 @@ class FakeReference:
         try:
             if len(self.urls) <= self.failures:
                 raise TransportError("connection refused")
-            return [self.score(sequence) for sequence in sequences]
+            return [Scores(self.score(sequence)) for sequence in sequences]
         finally:
             self.running -= 1
 
@@ -143,7 +146,7 @@ def test_reference_server_that_never_answers_ends_the_role_with_its_name(
 def test_reference_requests_per_server_are_bounded(monkeypatch: pytest.MonkeyPatch):
     fake = FakeReference()
 
-    async def slow(session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
+    async def slow(session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[Scores]:
         values = await fake(session, url, sequences)
         fake.running += 1
         fake.most = max(fake.most, fake.running)
@@ -171,14 +174,21 @@ def test_teacher_of_each_domain_scores_its_samples_beside_the_reference(
 ) -> None:
     """Server i serves model i: the reference, then the teachers. Each has its own log-probs."""
 
-    async def score(session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
-        return [np.full(len(sequence), -1.0 - int(url[1:]), np.float32) for sequence in sequences]
+    async def score(
+        session: Any, url: str, sequences: list[np.ndarray], num_top: int = 0, **images: Any
+    ) -> list[Scores]:
+        found = []
+        for sequence in sequences:
+            logprobs = np.full(len(sequence), -1.0 - int(url[1:]), np.float32)
+            top = np.arange(len(sequence) * num_top, dtype=np.int32).reshape(len(sequence), num_top)
+            found.append(Scores(logprobs, top, -top.astype(np.float32)) if num_top else Scores(logprobs))
+        return found
 
     monkeypatch.setattr(reference, "score_sequences", score)
     models = (
         ScoringModel(path="r", column="ref_logprobs"),
-        ScoringModel(path="m", column="teacher_logprobs", domains=("maths",)),
-        ScoringModel(path="c", column="teacher_logprobs", domains=("code",)),
+        ScoringModel(path="m", column="teacher_logprobs", domains=("maths",), num_top=2),
+        ScoringModel(path="c", column="teacher_logprobs", domains=("code",), num_top=2),
     )
     jobs = [
         Job(name=f"preprocessor_llm_{i}", kind="preprocessor_llm", replica_idx=i, url=f"u{i % 3}") for i in range(6)
@@ -204,3 +214,11 @@ def test_teacher_of_each_domain_scores_its_samples_beside_the_reference(
         assert {value for values in sample.ref_logprobs for value in values.tolist()} == {-1.0}
         taught = {value for values in sample.teacher_logprobs for value in values.tolist()}
         assert taught == {-2.0 if sample.domain == "maths" else -3.0}
+        assert sample.teacher_top_ids is not None
+        assert sample.teacher_top_logprobs is not None
+        for (_, sequence), ids_K2, logprobs_K2 in zip(
+            sample.sequences, sample.teacher_top_ids, sample.teacher_top_logprobs, strict=True
+        ):
+            places = [t for start, end, _ in sequence.spans.tolist() for t in range(start, end)]
+            assert ids_K2.tolist() == [[2 * t, 2 * t + 1] for t in places]
+            assert logprobs_K2.tolist() == [[-2.0 * t, -2.0 * t - 1] for t in places]

@@ -219,13 +219,18 @@ async def test_scores_of_given_tokens_equal_the_model(vllm_server: Any, trainer:
     async with aiohttp.ClientSession() as session:
         for length in (1, 2, 500):
             tokens = generator.integers(0, 256, size=length)
-            (scores,) = await score_sequences(session, vllm_server.job.url, [tokens])
+            ((scores, ids, best),) = await score_sequences(session, vllm_server.job.url, [tokens], num_top=5)
             assert scores.dtype == np.float32
             assert scores.shape == (length,)
             with torch.no_grad():
                 logprobs = trainer.model(torch.tensor(tokens)[None]).logits[0].log_softmax(-1).numpy()
             expected = logprobs[np.arange(length - 1), tokens[1:]]
             np.testing.assert_allclose(scores[1:], expected, atol=TOLERANCE, rtol=0)
+            assert ids is not None
+            assert best is not None
+            np.testing.assert_allclose(best[1:], -np.sort(-logprobs[:-1])[:, :5], atol=TOLERANCE, rtol=0)
+            chosen = np.take_along_axis(logprobs[:-1], ids[1:], 1)
+            np.testing.assert_allclose(best[1:], chosen, atol=TOLERANCE, rtol=0)
         with pytest.raises(ServerError) as refusal:
             await score_sequences(session, vllm_server.job.url, [np.zeros(5000, dtype=np.int64)])
     assert refusal.value.status == 400

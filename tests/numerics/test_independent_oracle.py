@@ -32,6 +32,7 @@ from pipelinerl.records import (
     topics,
 )
 from pipelinerl.streams import SingleStreamSpec, open_writer
+from pipelinerl.weights.verify.scores import Scores
 from tests.memory_streams import MemoryBackend
 from tests.models import make_qwen2
 from tests.oracle import OraclePolicy, Step, step_of
@@ -190,9 +191,9 @@ class Groups:
     def known(self, token_ids: np.ndarray) -> list[float]:
         return self.reference[token_ids.tobytes()].tolist()
 
-    async def score(self, session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[np.ndarray]:
+    async def score(self, session: Any, url: str, sequences: list[np.ndarray], **images: Any) -> list[Scores]:
         """As `reference.score_sequences`."""
-        return [self.reference[sequence.tobytes()] for sequence in sequences]
+        return [Scores(self.reference[sequence.tobytes()]) for sequence in sequences]
 
 
 class RecordingEngine(ReplicatedEngine):

@@ -4,13 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pipelinerl.config.objectives import TOKEN_ARGUMENTS, token_arguments
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RecordError
 from pipelinerl.finetune.data import Batch, check_record, to_batch
 from pipelinerl.finetune.model import Policy
 from pipelinerl.finetune.rl.objective import LossSettings
@@ -38,8 +39,10 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "seen.py").write_text(
         "import torch\nCALLS = []\n"
-        "def everything(logprobs_K, tokens, ref_logprobs, teacher_logprobs, entropy, *, values, segments, rewards):\n"
-        "    CALLS.append((ref_logprobs, teacher_logprobs, entropy, values, segments, rewards))\n"
+        "def everything(\n"
+        "    logprobs_K, tokens, ref_logprobs, teacher_logprobs, entropy, *, values, segments, rewards, lag\n"
+        "):\n"
+        "    CALLS.append((ref_logprobs, teacher_logprobs, entropy, values, segments, rewards, lag))\n"
         "    return -logprobs_K * rewards + values.square() - 0.3 * entropy\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -188,6 +191,8 @@ def test_loss_sees_every_figure_that_it_names(chunk: int) -> None:
     source, policy = record(list(SEQUENCES)), make_policy()
     policy.chunk = chunk
     batch = batch_of(source)
+    assert batch.inputs.lag_K is not None
+    assert batch.inputs.lag_K.tolist() == batch.lags.lag_K.tolist()
     output = policy(batch, LossSettings(policy_loss="seen.everything"))
     output.loss.backward()
     figures = dict(zip(TOKEN_ARGUMENTS, seen.CALLS[-1], strict=True))
@@ -196,6 +201,7 @@ def test_loss_sees_every_figure_that_it_names(chunk: int) -> None:
     for name, wanted in flat.items():
         assert figures[name].tolist() == pytest.approx([value.item() for value in wanted], rel=1e-9), name
     assert figures["teacher_logprobs"].tolist() == [value for s in found for value in s["teacher"]]
+    assert figures["lag"].tolist() == [0] * len(figures["lag"])
     assert figures["rewards"].tolist() == [s["reward"] for s in found for _ in s["logps"]]
     assert figures["segments"].tolist() == [n for n, s in enumerate(found) for _ in s["logps"]]
     loss = sum(
@@ -255,3 +261,82 @@ def test_figure_that_nothing_computes_is_refused() -> None:
     policy = Policy(make_qwen2(VOCAB, attn_implementation="sdpa").double().train(), chunk=5)
     with pytest.raises(ConfigError, match="names 'values', which this run does not compute"):
         policy(batch_of(source), LossSettings(policy_loss="my_ppo.ppo_gae", epsilon_low=LOW, epsilon_high=HIGH))
+
+
+def with_top(source: MicroBatch, num_top: int) -> MicroBatch:
+    """The record with a teacher's ``num_top`` most likely tokens in the place of each trained one."""
+    rng, spans = np.random.default_rng(11), source.spans
+    teacher_KV = torch.from_numpy(rng.normal(0, 2, (int((spans[:, 1] - spans[:, 0]).sum()), VOCAB))).log_softmax(-1)
+    logprobs, ids = teacher_KV.topk(num_top, -1)
+    return msgspec.structs.replace(
+        source, teacher_top_ids=ids.int().numpy(), teacher_top_logprobs=logprobs.float().numpy()
+    )
+
+
+def coarse_kl(logs_V: Tensor, ids: list[int], teacher: list[float]) -> Tensor:
+    """KL of the distribution of the given tokens and of all others as one, from full probabilities."""
+    others = [token for token in range(VOCAB) if token not in ids]
+    pairs = [(logs_V[token].exp(), np.exp(value)) for token, value in zip(ids, teacher, strict=True)]
+    if others:
+        pairs.append((logs_V[others].exp().sum(), 1 - sum(float(q) for _, q in pairs)))
+    return torch.stack([p * (p / q).log() for p, q in pairs]).sum()
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+@pytest.mark.parametrize(
+    ("loss", "num_top", "temperature"), [("ppo", 8, 1.0), ("gspo", 3, 0.7), ("reinforce", 48, 1.3)]
+)
+def test_divergence_over_the_teachers_top_tokens_has_the_gradient_of_the_oracle(
+    loss: str, num_top: int, temperature: float, chunk: int
+) -> None:
+    """With rewards beside it, at a temperature, in chunks and at once; 48 tokens are the whole vocabulary."""
+    source, policy, oracle = with_top(record(list(SEQUENCES)), num_top), make_policy(0.0), make_policy(0.0)
+    source = msgspec.structs.replace(source, cut=None)
+    policy.value_head, policy.chunk, policy.temperature = None, chunk, temperature
+    settings = LossSettings(policy_loss=loss, teacher_coef=0.7, teacher_top_k=num_top, reward_coef=0.0)
+    output = policy(batch_of(source), settings)
+    output.loss.backward()
+    total, start, k = 0 * sum(p.sum() for p in oracle.parameters()), 0, 0
+    for segment, length in enumerate(source.segment_lengths.tolist()):
+        ids = torch.from_numpy(source.token_ids[start : start + length].copy()).long()
+        logs = (oracle.lm(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        for first, end, _ in source.spans.tolist():
+            for t in range(max(first, start), min(end, start + length)):
+                ids_J, logs_J = source.teacher_top_ids[k].tolist(), source.teacher_top_logprobs[k].tolist()
+                weight = 0.7 * float(source.segment_weights[segment])
+                total, k = total + weight * coarse_kl(logs[t - start - 1], ids_J, logs_J), k + 1
+        start += length
+    total.backward()
+    assert k == len(source.teacher_top_ids)
+    assert output.loss.item() == pytest.approx(total.item(), rel=1e-6)
+    for (name, ours), (_, wanted) in zip(policy.lm.named_parameters(), oracle.lm.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            ours.grad, wanted.grad, rtol=1e-6, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_teachers_top_tokens_beside_rewards_leave_the_rewards_part_as_it_is() -> None:
+    source, both, rewards, divergence = record(list(SEQUENCES)), make_policy(), make_policy(), make_policy()
+    top = with_top(source, 4)
+    given = {"teacher_coef": 0.7, "teacher_top_k": 4}
+    for policy, settings, batch in (
+        (both, LossSettings(**given, reward_coef=0.25), top),
+        (rewards, LossSettings(), msgspec.structs.replace(source, segment_weights=0.25 * source.segment_weights)),
+        (divergence, LossSettings(**given, reward_coef=0.0), top),
+    ):
+        policy.value_loss_coef = 0.0
+        policy(batch_of(batch), settings).loss.backward()
+    for ours, one, other in zip(both.parameters(), rewards.parameters(), divergence.parameters(), strict=True):
+        # Not closer: RMSNorm of a float64 model computes in float32, so gradients add up to its rounding alone.
+        torch.testing.assert_close(ours.grad, one.grad + other.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["ids", "shape", "nan", "alone"])
+def test_record_whose_top_tokens_are_wrong_is_refused(change: str) -> None:
+    source = with_top(record(list(SEQUENCES)), 4)
+    ids, logprobs = source.teacher_top_ids.copy(), source.teacher_top_logprobs.copy()
+    ids[3, 1] = VOCAB if change == "ids" else ids[3, 1]
+    logprobs[2, 0] = np.nan if change == "nan" else logprobs[2, 0]
+    wrong = {"ids": ids, "shape": ids[1:], "nan": ids, "alone": None}[change]
+    with pytest.raises(RecordError, match="teacher_top"):
+        check_record(msgspec.structs.replace(source, teacher_top_ids=wrong, teacher_top_logprobs=logprobs), VOCAB, 0)

@@ -44,6 +44,12 @@ class RLSection(Section):
     teacher_coef: NonNegativeFloat = key(
         0.0, "weight of log π_teacher − log π of each token in its advantage (§3). Needs `teachers`"
     )
+    teacher_top_k: NonNegativeInt = key(
+        0,
+        "most likely tokens of the teacher in each place, over which the divergence from it is computed instead of "
+        "estimated by the sampled token (§3). Each costs 8 bytes per trained token in records",
+        le=64,
+    )
     reward_coef: NonNegativeFloat = key(1.0, "weight of the rewards' advantage beside it. 0 = the teacher alone")
     entropy_bonus: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     final_entropy_bonus: NonNegativeFloat = key("${finetune.rl.entropy_bonus}", "its value in the last step")

@@ -9,7 +9,7 @@ Logits and everything derived from them are float32 (float64 for float64 inputs)
 bfloat16 model multiplies states and weight that are rounded to bfloat16, also where its weights are kept in float32 and
 autocast narrows them: servers get the rounded weights. The products are summed in float32.
 
-Shapes: K trained tokens, C tokens of a chunk, H hidden size, V vocabulary.
+Shapes: K trained tokens, C tokens of a chunk, J tokens of a support, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,10 +38,17 @@ class Objective(Protocol):
         """Whether the loss depends on the entropy. If False, the head ignores the gradient of the entropy."""
         ...
 
-    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int, values_C: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        logprobs_C: Tensor,
+        entropy_C: Tensor,
+        start: int,
+        values_C: Tensor | None = None,
+        support_CJ: Tensor | None = None,
+    ) -> Tensor:
         """Scalar loss of the C tokens from ``start`` on, differentiable in all tensors.
 
-        ``values_C``: of the value head. None: the loss depends on none.
+        ``values_C``: of the value head. ``support_CJ``: log-probabilities of the support. None: the loss needs none.
         """
         ...
 
@@ -86,6 +93,8 @@ class _HeadOptions:
     """Half-precision dtype to which states and weight are rounded. None: they are multiplied as they are."""
     on_chunk: Callable[[], object]
     """Called for every chunk."""
+    support_KJ: Tensor | None = None
+    """int64: tokens whose log-probabilities in each place the objective needs, beside the target's. None: no other."""
 
 
 def _ignore() -> None:
@@ -128,7 +137,7 @@ class OutputHead(nn.Linear):
     def _evaluate_only(self, hidden_KH: Tensor, targets_K: Tensor, options: _HeadOptions) -> HeadOutput:
         with torch.autocast(hidden_KH.device.type, enabled=False):
             operands = _Operands(hidden_KH, self.weight, self.bias, options)
-            logprobs_K, entropy_K = _logprobs(operands, targets_K, options.temperature, options.chunk)
+            logprobs_K, entropy_K, _ = _logprobs(operands, targets_K, options.temperature, options.chunk)
         return HeadOutput(logprobs_K.new_zeros(()), logprobs_K, entropy_K)
 
 
@@ -142,6 +151,7 @@ def head_loss(
     chunk: int,
     fp32: bool,
     values_K: Tensor | None = None,
+    support_KJ: Tensor | None = None,
 ) -> HeadOutput:
     """Loss, log-probabilities and entropy of ``targets_K``.
 
@@ -153,10 +163,10 @@ def head_loss(
         chunk: tokens whose logits are computed at a time.
         fp32: whether the products of a bfloat16 head keep float32 precision.
         values_K: of the value head, differentiable. None: the objective depends on none.
+        support_KJ: int64, token ids whose log-probabilities the objective gets, too. None: it needs none.
     """
-    options = _HeadOptions(
-        objective, temperature, chunk, fp32, head.logit_map, _narrow_dtype(head.weight), head.on_chunk
-    )
+    narrow = _narrow_dtype(head.weight)
+    options = _HeadOptions(objective, temperature, chunk, fp32, head.logit_map, narrow, head.on_chunk, support_KJ)
     return head(hidden_KH, targets_K, options, values_K)
 
 
@@ -211,6 +221,7 @@ class _Operands:
 
 class _Chunk(NamedTuple):
     targets_C1: Tensor
+    support_CJ: Tensor | None
     exp_CV: Tensor
     """exp(s), where s are the logits minus their row maximum."""
     product_CV: Tensor
@@ -219,6 +230,7 @@ class _Chunk(NamedTuple):
     """Derivative of the logits by the capped products, without their scale. None: no cap, or not asked for."""
     sum_C: Tensor
     logprobs_C: Tensor
+    support_logprobs_CJ: Tensor | None
     entropy_C: Tensor
 
 
@@ -227,7 +239,13 @@ def _rows(total: int, chunk: int) -> Iterator[slice]:
 
 
 def _evaluate(
-    operands: _Operands, targets_K: Tensor, rows: slice, temperature: float, *, with_slope: bool = False
+    operands: _Operands,
+    targets_K: Tensor,
+    rows: slice,
+    temperature: float,
+    support_KJ: Tensor | None = None,
+    *,
+    with_slope: bool = False,
 ) -> _Chunk:
     """Compute the softmax of one chunk: its two full-vocabulary buffers and the values derived from them.
 
@@ -240,25 +258,40 @@ def _evaluate(
         logits_CV.div_(temperature)
     shifted_CV = logits_CV.sub_(logits_CV.amax(1, keepdim=True))
     chosen_C = shifted_CV.gather(1, targets_C1)[:, 0]
+    support_CJ = None if support_KJ is None else support_KJ[rows]
+    supported_CJ = None if support_CJ is None else shifted_CV.gather(1, support_CJ)
     exp_CV = shifted_CV.exp()
     sum_C = exp_CV.sum(1)
     log_sum_C = sum_C.log()
     product_CV = shifted_CV.mul_(exp_CV)
     entropy_C = log_sum_C - product_CV.sum(1) / sum_C
-    return _Chunk(targets_C1, exp_CV, product_CV, slope_CV, sum_C, chosen_C - log_sum_C, entropy_C)
+    if supported_CJ is not None:
+        supported_CJ = supported_CJ - log_sum_C[:, None]
+    return _Chunk(
+        targets_C1, support_CJ, exp_CV, product_CV, slope_CV, sum_C, chosen_C - log_sum_C, supported_CJ, entropy_C
+    )
 
 
-def _logprobs(operands: _Operands, targets_K: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """Compute only log-probabilities and entropies."""
+def _logprobs(
+    operands: _Operands, targets_K: Tensor, temperature: float, chunk: int, support_KJ: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute only log-probabilities, entropies and the support's log-probabilities."""
     logprobs_K = torch.zeros(targets_K.shape[0], dtype=operands.dtype, device=targets_K.device)
     entropy_K = torch.zeros_like(logprobs_K)
+    supported_KJ = None if support_KJ is None else torch.zeros_like(support_KJ, dtype=operands.dtype)
     for rows in _rows(targets_K.shape[0], chunk):
-        logprobs_K[rows], entropy_K[rows] = _evaluate(operands, targets_K, rows, temperature)[-2:]
-    return logprobs_K, entropy_K
+        *buffers, logprobs_C, supported_CJ, entropy_C = _evaluate(operands, targets_K, rows, temperature, support_KJ)
+        del buffers  # of the size of the vocabulary
+        logprobs_K[rows], entropy_K[rows] = logprobs_C, entropy_C
+        if supported_KJ is not None and supported_CJ is not None:
+            supported_KJ[rows] = supported_CJ
+    return logprobs_K, entropy_K, supported_KJ
 
 
-def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, factor: float) -> Tensor:
-    """Gradient of the head's products from those of log-probability (g) and entropy (e). Reuses the chunk's buffers.
+def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, s_CJ: Tensor | None, factor: float) -> Tensor:
+    """Gradient of the head's products from those of log-probability (g), entropy (e) and support (s).
+
+    Reuses the chunk's buffers.
 
     d log p_y / d z_j = δ_jy − p_j and d H / d z_j = −p_j (log p_j + H), with p_j = exp(s_j) / Σ exp(s) and
     log p_j = s_j − log Σ exp(s).
@@ -267,32 +300,47 @@ def _logits_gradient(part: _Chunk, g_C: Tensor, e_C: Tensor | None, factor: floa
         factor: derivative of the logits at the temperature by the products, where no cap acts.
     """
     g_C = g_C * factor
+    total_C = g_C if s_CJ is None else g_C + factor * s_CJ.sum(1)
     if e_C is None:
-        gradient_CV = part.exp_CV.mul_((-g_C / part.sum_C)[:, None])
+        gradient_CV = part.exp_CV.mul_((-total_C / part.sum_C)[:, None])
     else:
         e_C = e_C * factor
-        offset_C = e_C * (part.entropy_C - part.sum_C.log()) + g_C
+        offset_C = e_C * (part.entropy_C - part.sum_C.log()) + total_C
         gradient_CV = part.exp_CV.mul_((-offset_C / part.sum_C)[:, None])
         gradient_CV.add_(part.product_CV.mul_((-e_C / part.sum_C)[:, None]))
     gradient_CV.scatter_add_(1, part.targets_C1, g_C[:, None])
+    if part.support_CJ is not None and s_CJ is not None:
+        gradient_CV.scatter_add_(1, part.support_CJ, factor * s_CJ)
     return gradient_CV if part.slope_CV is None else gradient_CV.mul_(part.slope_CV)
 
 
-def _objective_gradients(
-    objective: Objective, logprobs: Tensor, entropy: Tensor, start: int, values: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(loss, dloss/dlogprobs, dloss/dentropy, dloss/dvalues or None) of one call of the objective."""
+class _Derivatives(NamedTuple):
+    """Of the loss, by what one call of the objective got. None: it did not get that."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+    support: Tensor | None
+
+    def of(self, rows: slice) -> "_Derivatives":
+        """The same for some of the tokens."""
+        values, support = (None if one is None else one[rows] for one in (self.values, self.support))
+        return _Derivatives(self.logprobs[rows], self.entropy[rows], values, support)
+
+
+def _differentiate(
+    objective: Objective, logprobs: Tensor, entropy: Tensor, start: int, values: Tensor | None, support: Tensor | None
+) -> tuple[Tensor, _Derivatives]:
+    """The loss of one call of the objective, and its derivatives."""
     with torch.enable_grad():
         logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-        if values is None:
-            loss = objective(logprobs, entropy, start)
-            g, e = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True, materialize_grads=True)
-            return loss.detach(), g, e, None
-        values = values.detach().requires_grad_()
-        loss = objective(logprobs, entropy, start, values)
-        inputs = (logprobs, entropy, values)
-        g, e, v = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    return loss.detach(), g, e, v
+        optional = {"values_C": values, "support_CJ": support}
+        given = {name: one.detach().requires_grad_() for name, one in optional.items() if one is not None}
+        loss = objective(logprobs, entropy, start, **given)
+        inputs = (logprobs, entropy, *given.values())
+        g, e, *others = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    by_name = dict(zip(given, others, strict=True))
+    return loss.detach(), _Derivatives(g, e, by_name.get("values_C"), by_name.get("support_CJ"))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -350,11 +398,13 @@ def _forward(
     operands = _Operands(hidden_KH, weight_VH, bias_V, options)
     gradients = _Gradients(operands, hidden_KH, weight_VH, bias_V, ctx.needs_input_grad)
     total, objective, temperature = targets_K.shape[0], options.objective, options.temperature
+    support_KJ = options.support_KJ
     assert objective is not None
-    ahead = None
+    ahead, values_grad = None, None
     if objective.all_at_once or (objective.sequence_level and total > options.chunk):
-        logprobs_K, entropy_K = _logprobs(operands, targets_K, temperature, options.chunk)
-        loss, *ahead, values_grad = _objective_gradients(objective, logprobs_K, entropy_K, 0, values_K)
+        logprobs_K, entropy_K, supported_KJ = _logprobs(operands, targets_K, temperature, options.chunk, support_KJ)
+        loss, ahead = _differentiate(objective, logprobs_K, entropy_K, 0, values_K, supported_KJ)
+        values_grad = ahead.values
     else:
         logprobs_K = torch.zeros(total, dtype=operands.dtype, device=hidden_KH.device)
         entropy_K = torch.zeros_like(logprobs_K)
@@ -363,19 +413,20 @@ def _forward(
 
     def one_chunk(rows: slice) -> tuple[Tensor, Tensor]:
         """Loss (0 if known ahead) and gradient of the logits. Returning frees the other full-vocabulary buffers."""
-        part = _evaluate(operands, targets_K, rows, temperature, with_slope=True)
+        part = _evaluate(operands, targets_K, rows, temperature, support_KJ, with_slope=True)
         if ahead is None:
             logprobs_K[rows], entropy_K[rows] = part.logprobs_C, part.entropy_C
             values_C = None if values_K is None else values_K[rows]
-            part_loss, g_C, e_C, v_C = _objective_gradients(
-                objective, part.logprobs_C, part.entropy_C, rows.start, values_C
+            part_loss, by = _differentiate(
+                objective, part.logprobs_C, part.entropy_C, rows.start, values_C, part.support_logprobs_CJ
             )
-            if values_grad is not None and v_C is not None:
-                values_grad[rows] = v_C
+            if values_grad is not None and by.values is not None:
+                values_grad[rows] = by.values
         else:
-            part_loss, g_C, e_C = loss.new_zeros(()), ahead[0][rows], ahead[1][rows]
-        used_C = e_C if objective.uses_entropy else None
-        gradient_CV = _logits_gradient(part, g_C, used_C, options.logit_map.scale / temperature)
+            part_loss, by = loss.new_zeros(()), ahead.of(rows)
+        used_C = by.entropy if objective.uses_entropy else None
+        factor = options.logit_map.scale / temperature
+        gradient_CV = _logits_gradient(part, by.logprobs, used_C, by.support, factor)
         return part_loss, gradient_CV.to(operands.weight_VH.dtype)
 
     for rows in _rows(total, options.chunk):

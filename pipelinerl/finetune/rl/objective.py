@@ -45,6 +45,7 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_clamp: float = 5.0
     teacher_coef: float = 0.0
+    teacher_top_k: int = 0
     reward_coef: float = 1.0
     entropy_bonus: float = 0.0
 
@@ -118,9 +119,14 @@ def policy_term(
 
 
 def _taught(logprobs_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> TokenInputs:
-    """The inputs with a·A + b·(log π_T − log π) as advantages, whose gradient is that of a reward minus b·KL(π‖π_T)."""
+    """The inputs with a·A + b·(log π_T − log π) as advantages, whose gradient is that of a reward minus b·KL(π‖π_T).
+
+    With the teacher's most likely tokens they are a·A, and the divergence is a term of its own.
+    """
     if not settings.teacher_coef:
         return inputs
+    if settings.teacher_top_k:
+        return replace(inputs, advantages_K=settings.reward_coef * inputs.advantages_K)
     assert inputs.teacher_logprobs_K is not None, "a teacher's term without its log-probs would teach nothing"
     taught_K = settings.teacher_coef * (inputs.teacher_logprobs_K - logprobs_K)
     return replace(inputs, advantages_K=settings.reward_coef * inputs.advantages_K + taught_K)
@@ -142,6 +148,7 @@ NEEDED = {
     "values": "set `finetune.rl.advantage` to value",
     "entropy": "the caller has to pass it",
     "rewards": "the caller has to pass them",
+    "lag": "the caller has to pass it",
 }
 """What makes a run compute a figure."""
 
@@ -173,19 +180,45 @@ def kl_k3(logprobs_K: Tensor, ref_logprobs_K: Tensor, clamp: float) -> Tensor:
     return d_K.exp() - d_K - 1.0
 
 
-def token_losses(logprobs_K: Tensor, entropy_K: Tensor, inputs: TokenInputs, settings: LossSettings) -> Tensor:
-    """[K] loss of each token: corrected policy loss + KL term − entropy bonus, without the token's weight.
+SMALLEST_REST = 1e-6
+"""Least probability of all tokens outside a support: 1 − Σ in float32 is exact to about that."""
+
+
+def support_kl(logprobs_KJ: Tensor, teacher_logprobs_KJ: Tensor) -> Tensor:
+    """[K] KL(π‖π_T) over J tokens and one more that stands for all others.
+
+    At most the divergence over the vocabulary, and equal to it where the J tokens are the whole of it.
+    """
+    rest_K, teacher_rest_K = (
+        (1.0 - given_KJ.exp().sum(-1)).clamp(min=SMALLEST_REST) for given_KJ in (logprobs_KJ, teacher_logprobs_KJ)
+    )
+    return (logprobs_KJ.exp() * (logprobs_KJ - teacher_logprobs_KJ)).sum(-1) + rest_K * (rest_K / teacher_rest_K).log()
+
+
+def token_losses(
+    logprobs_K: Tensor,
+    entropy_K: Tensor,
+    inputs: TokenInputs,
+    settings: LossSettings,
+    support_KJ: Tensor | None = None,
+) -> Tensor:
+    """[K] loss of each token: corrected policy loss + divergences − entropy bonus, without the token's weight.
 
     Args:
         logprobs_K, entropy_K: of the trained policy, differentiable.
+        support_KJ: of the trained policy at the teacher's most likely tokens. None: there are none.
         inputs: constants of the tokens. Those that are imitated have the loss −weight · log π alone.
     """
     if inputs.supervised_K is not None:
         (played_N,) = torch.where(~inputs.supervised_K)
         played = replace(inputs[played_N], supervised_K=None)
-        losses_N = token_losses(logprobs_K[played_N], entropy_K[played_N], played, settings)
+        support_NJ = None if support_KJ is None else support_KJ[played_N]
+        losses_N = token_losses(logprobs_K[played_N], entropy_K[played_N], played, settings, support_NJ)
         return (-inputs.advantages_K * logprobs_K).index_put((played_N,), losses_N)
     losses_K = policy_term(logprobs_K, inputs, settings, entropy_K)[0].losses_K
+    if support_KJ is not None and settings.teacher_coef:
+        assert inputs.teacher_top_logprobs_KJ is not None, "a support comes with the teacher's log-probs"
+        losses_K = losses_K + settings.teacher_coef * support_kl(support_KJ, inputs.teacher_top_logprobs_KJ)
     if settings.kl_coef:
         assert inputs.ref_logprobs_K is not None, "a KL term without the reference's log-probs would be no KL term"
         losses_K = losses_K + settings.kl_coef * kl_k3(logprobs_K, inputs.ref_logprobs_K, settings.kl_clamp)
@@ -210,8 +243,15 @@ class PolicyObjective:
         object.__setattr__(self, "sequence_level", sequence_level)
         object.__setattr__(self, "uses_entropy", self.settings.entropy_bonus != 0.0 or self.settings.names("entropy"))
 
-    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, start: int, values_C: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        logprobs_C: Tensor,
+        entropy_C: Tensor,
+        start: int,
+        values_C: Tensor | None = None,
+        support_CJ: Tensor | None = None,
+    ) -> Tensor:
         inputs = self.inputs[start : start + logprobs_C.shape[0]]
         if values_C is not None:
             inputs = replace(inputs, values_K=values_C)
-        return (inputs.weights_K * token_losses(logprobs_C, entropy_C, inputs, self.settings)).sum()
+        return (inputs.weights_K * token_losses(logprobs_C, entropy_C, inputs, self.settings, support_CJ)).sum()

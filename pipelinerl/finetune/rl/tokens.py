@@ -1,6 +1,7 @@
 """The objective's inputs for the trained tokens of a micro-batch, and sums over their sequences.
 
-Shapes: K trained tokens of one micro-batch, S its segments (a segment is one training sequence).
+Shapes: K trained tokens of one micro-batch, S its segments (a segment is one training sequence), J tokens that a
+teacher finds most likely.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -57,10 +58,16 @@ class TokenInputs:
     num_segments: int
     rewards_K: Tensor | None = None
     """What the token's sequence returned: its rollout's reward, or the shaped return if the advantage is `value`."""
+    lag_K: Tensor | None = None
+    """int64: optimizer steps between sampling and training. None: not known."""
     ref_logprobs_K: Tensor | None = None
     """log π_ref. None: not scored."""
     teacher_logprobs_K: Tensor | None = None
     """log π_T of the teacher of the token's domain. None: there is none."""
+    teacher_top_ids_KJ: Tensor | None = None
+    """int64: the tokens that the teacher finds most likely in the token's place. None: they were not asked for."""
+    teacher_top_logprobs_KJ: Tensor | None = None
+    """log π_T of these."""
     proximal_logprobs_K: Tensor | None = None
     """log π_prox. None: the trained policy's own, if the loss has a proximal policy."""
     supervised_K: Tensor | None = None
@@ -74,7 +81,8 @@ class TokenInputs:
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenInputs":
         """The same for some of the tokens: a slice, bool [K], or their indices."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_K")}
+        names = [field.name for field in fields(self) if field.name.endswith(("_K", "_KJ"))]
+        columns = {name: getattr(self, name) for name in names}
         mine: dict[str, Any] = {name: None if value_K is None else value_K[rows] for name, value_K in columns.items()}
         return replace(self, **mine)
 

@@ -6,7 +6,7 @@ their scores are comparable with the sampler's.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -126,6 +126,17 @@ _request_codec: Codec[AnswerRequest] = Codec(AnswerRequest)
 _answer_codec: Codec[Answer] = Codec(Answer)
 
 
+class Scores(NamedTuple):
+    """Of one sequence of T tokens. Entry t is about the token in place t after tokens 0 … t − 1, entry 0 is 0."""
+
+    logprobs_T: np.ndarray
+    """float32: of the sequence's own token."""
+    top_ids_TJ: np.ndarray | None = None
+    """int32: the J most likely tokens, best first. None: not asked for."""
+    top_logprobs_TJ: np.ndarray | None = None
+    """float32: their log-probabilities."""
+
+
 async def score_sequences(
     session: aiohttp.ClientSession,
     url: str,
@@ -133,8 +144,9 @@ async def score_sequences(
     *,
     images: tuple[bytes, ...] = (),
     image_spans: np.ndarray | None = None,
+    num_top: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> list[np.ndarray]:
+) -> list[Scores]:
     """Returns the log-probabilities of several sequences' tokens under a server's model, with one request.
 
     Args:
@@ -143,10 +155,8 @@ async def score_sequences(
         sequences: int [T] each. With images there is one.
         images: encoded images of that one.
         image_spans: int32 [I, 2], the tokens that stand for each.
+        num_top: J, most likely tokens of each place.
         timeout_s: deadline of the whole request.
-
-    Returns:
-        float32 [T] of each: entry t is log p(token t | tokens 0 … t−1), entry 0 is 0.
 
     Raises:
         ServerError: the server answered with a failure status (400: one of these sequences can never be scored).
@@ -156,7 +166,7 @@ async def score_sequences(
     token_ids = np.concatenate(sequences).astype(np.int32, copy=False)
     lengths = [len(sequence) for sequence in sequences]
     try:
-        request = _encode_request(token_ids, lengths, images, image_spans)
+        request = _encode_request(token_ids, lengths, images, image_spans, num_top)
         async with session.post(url + ANSWER_PATH, data=request, timeout=timeout) as response:
             body = await response.read()
             if response.status != 200:
@@ -165,21 +175,39 @@ async def score_sequences(
     except (aiohttp.ClientError, TimeoutError) as error:
         raise TransportError(f"{url} did not answer: {type(error).__name__} {error}") from error
     try:
-        scores = _answer_codec.decode(body).prompt_scores
+        answer = _answer_codec.decode(body)
     except StreamError as error:
         raise TransportError(f"not an answer with scores: {error}") from error
-    if scores is None or scores.dtype != np.float32 or scores.shape != token_ids.shape:
-        raise TransportError(f"{len(token_ids)} tokens were sent, {0 if scores is None else scores.size} were scored")
-    return np.split(scores, np.cumsum(lengths)[:-1])
+    ends = np.cumsum(lengths)[:-1]
+    columns = [_split(answer.prompt_scores, np.float32, token_ids.shape, ends)]
+    if num_top:
+        shape = (len(token_ids), num_top)
+        columns += [_split(answer.top_ids, np.int32, shape, ends), _split(answer.top_scores, np.float32, shape, ends)]
+    return [Scores(*values) for values in zip(*columns, strict=True)]
+
+
+def _split(
+    values: np.ndarray | None, dtype: type[np.generic], shape: tuple[int, ...], ends: np.ndarray
+) -> list[np.ndarray]:
+    """The part of every sequence."""
+    if values is None or values.dtype != dtype or values.shape != shape:
+        found = "nothing" if values is None else f"{values.dtype} {values.shape}"
+        raise TransportError(f"{shape[0]} tokens were sent, and {found} were scored, not {shape}")
+    return np.split(values, ends)
 
 
 def _encode_request(
-    token_ids: np.ndarray, lengths: list[int], images: tuple[bytes, ...], image_spans: np.ndarray | None
+    token_ids: np.ndarray,
+    lengths: list[int],
+    images: tuple[bytes, ...],
+    image_spans: np.ndarray | None,
+    num_top: int,
 ) -> bytes:
     return _request_codec.encode(
         AnswerRequest(
             token_ids=token_ids,
             scores=True,
+            top_scores=num_top,
             prompt_lengths=np.array(lengths, dtype=np.int32),
             images=images,
             image_spans=image_spans,

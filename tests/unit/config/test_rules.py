@@ -230,6 +230,10 @@ def test_teachers_that_cover_every_domain_are_accepted(base: Config, changes: di
     [
         ({"world__preprocessor_fraction": 0}, ("teachers", "world.preprocessor_fraction", 0)),
         ({"teachers": []}, ("finetune.rl.teacher_coef", "teachers", "empty")),
+        (
+            {"teachers": [], "finetune__rl__teacher_coef": 0.0, "finetune__rl__teacher_top_k": 8},
+            ("teacher_top_k", "empty"),
+        ),
         ({"teachers": [TEACHER, TEACHER]}, ("teachers", "one domain")),
         ({"domains": DOMAINS, "teachers": BY_DOMAIN[:1]}, ("code", 0, "teachers")),
         ({"domains": DOMAINS, "teachers": [TEACHER, *BY_DOMAIN]}, ("maths", 2, "teachers")),
