@@ -72,10 +72,12 @@ def _shared_memory() -> set[str]:
 def _is_left(name: str) -> bool:
     """Whether a name in /dev/shm that appeared during a test is its leak.
 
-    Not one that only a process which is not ours has mapped, and not the name of a semaphore that nobody has mapped
-    any more: Python leaves it when a test SIGKILLs a process, here or in another session on this machine. The
-    launcher's own tests hold it to remove even these.
+    Not what CUDA and torch keep until this process ends, and not one that only a process which is not ours has mapped.
+    Nor the name of a semaphore that nobody has mapped any more: Python leaves it when a test SIGKILLs a process, here
+    or in another session on this machine. The launcher's own tests hold it to remove even these.
     """
+    if name.startswith(f"torch_{os.getpid()}_") or (name.startswith("cuda.shm.") and f".{os.getpid():x}." in name):
+        return False
     ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
     return _is_mapped(name, ours) or (not name.startswith("sem.mp-") and not _is_mapped(name, psutil.pids()))
 

@@ -1,4 +1,4 @@
-"""Packed attention on the device: torch's varlen kernel beside one call per document. Written without a GPU."""
+"""Packed attention on the device: torch's varlen kernel beside one call per document."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A server's side on the device: checksum, delta and layout of a staged update. Written without a GPU."""
+"""A server's side on the device: checksum, delta and layout of a staged update."""
 
 import pytest
 import torch

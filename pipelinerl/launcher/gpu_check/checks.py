@@ -32,6 +32,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_ST
 LOOK_S = 0.5
 STOP_S = 20
 UPDATES = 20
+HEAD_CHUNK = 1024
+"""Tokens whose logits exist at a time. `auto` would take more on a large device than the plan counts."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def trainer_facts(tokens_of: Callable[[Machine], int]) -> Callable[[Machine, Pat
         if problem:
             return {"problem": f"the model with random weights was not made: {problem}"}
         tokens = tokens_of(machine)
-        overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}"]
+        overrides = ["finetune.engine=ddp", f"finetune.seq_length={tokens}", f"finetune.head_chunk_tokens={HEAD_CHUNK}"]
         job = {"model": str(model), "tokens": tokens, "accelerator": machine.accelerator, "overrides": overrides}
         return last_json(run_module(f"{HERE}.trainer_trial", [], limit_s, job, one_device(os.environ)))
 
