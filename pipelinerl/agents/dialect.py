@@ -79,8 +79,22 @@ class Dialect(Protocol):
         ...
 
 
+class CountingDialect(Dialect, Protocol):
+    """A chat API that also counts the tokens of a prompt."""
+
+    def read_count(self, body: Any) -> ChatRequest:
+        """Returns the request whose tokens are to be counted. Raises ``ValueError`` if it is not valid."""
+        ...
+
+    def count(self, num_tokens: int) -> dict[str, Any]:
+        """Returns the answer."""
+        ...
+
+
 def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
     """Merges the parameters that an agent may choose (length, stop strings, seed) into the run's.
+
+    The run's `max_tokens` is the longest: clients of Anthropic have to name a length, and name one of their own.
 
     Args:
         body: request body with OpenAI's names.
@@ -101,6 +115,8 @@ def sampling_parameters(body: dict[str, Any], parameters: dict[str, Any]) -> dic
     chosen = {name: body[name] for name in PASSED_PARAMETERS if body.get(name) is not None}
     if "max_completion_tokens" in chosen:
         chosen["max_tokens"] = chosen.pop("max_completion_tokens")
+    if "max_tokens" in chosen:
+        chosen["max_tokens"] = min(chosen["max_tokens"], parameters.get("max_tokens", chosen["max_tokens"]))
     return parameters | chosen
 
 

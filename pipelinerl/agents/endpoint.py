@@ -20,7 +20,7 @@ from aiohttp import web
 from jinja2 import TemplateError
 
 from pipelinerl.agents.chat_completions import ChatCompletions
-from pipelinerl.agents.dialect import ChatRequest, Dialect, Event, sampling_parameters
+from pipelinerl.agents.dialect import ChatRequest, CountingDialect, Dialect, Event, sampling_parameters
 from pipelinerl.agents.messages import Messages
 from pipelinerl.agents.responses import Responses
 from pipelinerl.async_llm import is_retryable, llm_async_generate, make_training_text
@@ -118,14 +118,17 @@ async def record_agent(llm: TrainableLLM, session: aiohttp.ClientSession) -> Asy
     """
     agent = RecordedAgent(llm, session)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
-    messages = Messages(agent.model)
+    messages, responses = Messages(agent.model), Responses(agent.model)
     llm.load_tokenizer()
     chat = ChatCompletions(agent.model, renderer_of(llm.tokenizer).token_text)
     app.router.add_post("/v1/chat/completions", _handler(agent, chat))
     app.router.add_post("/v1/messages", _handler(agent, messages))
     app.router.add_post("/v1/messages/count_tokens", _counter(agent, messages))
-    app.router.add_post("/v1/responses", _handler(agent, Responses(agent.model)))
+    app.router.add_post("/v1/responses", _handler(agent, responses))
+    app.router.add_post("/v1/responses/input_tokens", _counter(agent, responses))
     app.router.add_get("/v1/models", _models(agent, chat))
+    app.router.add_route("*", "/v1/messages{path:.*}", _unknown(messages))
+    app.router.add_route("*", "/{path:.*}", _unknown(chat))
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -165,7 +168,7 @@ def _handler(agent: RecordedAgent, dialect: Dialect) -> Any:
     return handle
 
 
-def _counter(agent: RecordedAgent, dialect: Messages) -> Any:
+def _counter(agent: RecordedAgent, dialect: CountingDialect) -> Any:
     async def handle(request: web.Request) -> web.Response:
         if not _authorised(request, agent.api_key):
             return web.json_response(dialect.error(401, "wrong api key: use the api_key of this rollout"), status=401)
@@ -173,7 +176,7 @@ def _counter(agent: RecordedAgent, dialect: Messages) -> Any:
             count = agent.count_tokens(dialect.read_count(json.loads(await request.read())))
         except (ValueError, TypeError, RecursionError, TemplateError) as error:
             return web.json_response(dialect.error(400, str(error)), status=400)
-        return web.json_response({"input_tokens": count})
+        return web.json_response(dialect.count(count))
 
     return handle
 
@@ -184,6 +187,14 @@ def _models(agent: RecordedAgent, dialect: ChatCompletions) -> Any:
             return web.json_response(dialect.error(401, "wrong api key: use the api_key of this rollout"), status=401)
         model = {"id": agent.model, "object": "model", "created": 0, "owned_by": "pipelinerl"}
         return web.json_response({"object": "list", "data": [model]})
+
+    return handle
+
+
+def _unknown(dialect: Dialect) -> Any:
+    async def handle(request: web.Request) -> web.Response:
+        message = f"the endpoint of a rollout has no {request.method} {request.path}"
+        return web.json_response(dialect.error(404, message), status=404)
 
     return handle
 

@@ -99,6 +99,9 @@ class Messages:
         request = msgspec.convert(body, _Count)
         return ChatRequest(messages=_chat_messages(request), tools=_chat_tools(request))
 
+    def count(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": num_tokens}
+
     def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
         said = said_of(call)
         end = {"stop_reason": _stop_reason(said), "stop_sequence": said.stop}
@@ -120,7 +123,8 @@ class Messages:
         yield _event("message_stop")
 
     def error(self, status: int, message: str) -> dict[str, Any]:
-        kind = {401: "authentication_error", 400: "invalid_request_error"}.get(status, "api_error")
+        kinds = {401: "authentication_error", 400: "invalid_request_error", 404: "not_found_error"}
+        kind = kinds.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def _message(self, call: LLMCall) -> dict[str, Any]:

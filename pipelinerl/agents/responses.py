@@ -1,7 +1,8 @@
-"""OpenAI's Responses: ``POST /v1/responses``, with ``previous_response_id`` within the rollout."""
+"""OpenAI's Responses: ``POST /v1/responses``, with ``previous_response_id``, and ``/v1/responses/input_tokens``."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -42,16 +43,21 @@ class _TextConfig(msgspec.Struct):
     format: dict[str, Any] | None = None
 
 
-class _ResponsesBody(msgspec.Struct):
-    """The fields of a request that are checked. Other fields are ignored here."""
+class _ResponsesCount(msgspec.Struct):
+    """What is counted."""
 
     input: str | list[_Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    background: bool | None = None
     tools: list[_ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+
+
+class _ResponsesBody(_ResponsesCount, kw_only=True):
+    """The fields of a request that are checked. Other fields are ignored here."""
+
+    background: bool | None = None
     text: _TextConfig | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -70,9 +76,23 @@ class Responses:
     def read(self, body: Any) -> ChatRequest:
         request = msgspec.convert(body, _ResponsesBody)
         refuse_format("text.format", request.text and request.text.format)
-        for name in ("conversation", "background", "top_logprobs"):
+        for name in ("background", "top_logprobs"):
             if getattr(request, name):
-                raise ValueError(f"{name} is set: leave it out, the endpoint of a rollout has none")
+                raise ValueError(_unknown(name))
+        asked = self._conversation(request)
+        names = {"max_tokens": request.max_output_tokens, "temperature": request.temperature, "top_p": request.top_p}
+        return replace(asked, parameters=names, stream=bool(request.stream))
+
+    def read_count(self, body: Any) -> ChatRequest:
+        """Returns the request whose tokens are to be counted."""
+        return self._conversation(msgspec.convert(body, _ResponsesCount))
+
+    def count(self, num_tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+    def _conversation(self, request: _ResponsesCount) -> ChatRequest:
+        if request.conversation:
+            raise ValueError(_unknown("conversation"))
         before = []
         if request.previous_response_id:
             if request.previous_response_id not in self._conversations:
@@ -84,12 +104,6 @@ class Responses:
             messages=instructions + before + _chat_messages(items),
             num_instructions=len(instructions),
             tools=None if request.tool_choice == "none" else _chat_tools(request.tools or []),
-            parameters={
-                "max_tokens": request.max_output_tokens,
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-            },
-            stream=bool(request.stream),
         )
 
     def answer(self, call: LLMCall, asked: ChatRequest) -> dict[str, Any]:
@@ -133,6 +147,10 @@ class Responses:
             "tool_choice": "auto",
             "tools": [],
         }
+
+
+def _unknown(name: str) -> str:
+    return f"{name} is set: leave it out, the endpoint of a rollout has none"
 
 
 def _items(said: Said) -> list[dict[str, Any]]:

@@ -235,10 +235,33 @@ async def test_logprobs_of_chat_completions_are_those_that_are_trained() -> None
 
 async def test_tokens_are_counted_as_they_are_asked() -> None:
     asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [ANTHROPIC_TOOL]}
-    async with recording("yes") as agent, anthropic_client(agent) as client:
+    response: dict[str, Any] = {"model": "m", "input": "hi", "instructions": "Add.", "tools": [RESPONSES_TOOL]}
+    async with recording("yes", "no") as agent, anthropic_client(agent) as client, openai_client(agent) as other:
         count = await client.messages.count_tokens(**asked)
         said = await client.messages.create(max_tokens=99, **asked)
+        other_count = await other.responses.input_tokens.count(**response)
+        other_said = await other.responses.create(**response)
     assert count.input_tokens == said.usage.input_tokens == agent.calls[0].prompt_length_tokens
+    assert other_count.input_tokens == other_said.usage.input_tokens == agent.calls[1].prompt_length_tokens
+
+
+async def test_the_runs_length_is_the_longest() -> None:
+    """Clients of Anthropic always name a length: pydantic-ai 16384, LiteLLM 4096."""
+    async with recording("a" * 300, "b" * 300) as agent, anthropic_client(agent) as client:
+        said = await client.messages.create(model="m", max_tokens=16384, messages=HI)
+        shorter = await client.messages.create(model="m", max_tokens=9, messages=HI)
+    assert (said.usage.output_tokens, said.stop_reason) == (256, "max_tokens")
+    assert (shorter.usage.output_tokens, shorter.stop_reason) == (9, "max_tokens")
+
+
+async def test_unknown_routes_are_refused_in_the_dialects_own_shape() -> None:
+    async with recording("x") as agent, openai_client(agent) as client, anthropic_client(agent) as other:
+        with pytest.raises(openai.NotFoundError, match=says("no POST /v1/conversations")) as refused:
+            await client.conversations.create()
+        with pytest.raises(anthropic.NotFoundError, match=says("no GET /v1/messages/batches")) as refused_too:
+            await other.messages.batches.list()
+    assert refused.value.type == "invalid_request_error"
+    assert refused_too.value.body["error"]["type"] == "not_found_error"
 
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -266,6 +289,7 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x
         ("responses", {"input": "hi", "tools": [{"type": "web_search"}]}, ["'web_search'"]),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, ["'item_reference'"]),
         ("responses", {"input": "hi", "background": True}, ["background"]),
+        ("responses/input_tokens", {"input": "hi", "conversation": "conv_1"}, ["conversation is set"]),
         ("responses", {"input": []}, ["input is empty"]),
     ],
 )
