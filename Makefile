@@ -7,7 +7,7 @@ RUN ?= results/quickstart
 WORKERS ?= 2
 PACKAGES := pipelinerl conf tests benchmarks assets tools
 
-.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build gpu-check check advice format docs redis browser clean lock
+.PHONY: install quickstart test test-fast test-slow test-mutation test-gpu test-gpu-build clients gpu-check check advice format docs redis browser clean lock
 
 # Asked every time: it does nothing where .venv is what is asked for.
 install:
@@ -50,6 +50,11 @@ gpu-check: install
 test-gpu-build:
 	@"$(PYTHON)" tools/install.py gpu,redis,lora --venv .venv-gpu
 	.venv-gpu/bin/python -m tools.gpu_build
+
+# Agents and clients as published, which may ask for other versions than vLLM does: docs/testing.md, "Clients".
+clients:
+	@test -x .venv-clients/bin/python || "$(PYTHON)" -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q --no-deps -r requirements/clients.lock
 
 test-gpu: install
 	$(PY) -m benchmarks.gpu_tests --out results/gpu_tests.json

@@ -1,4 +1,4 @@
-"""Writes requirements/cpu.lock and gpu.lock, for Python 3.11 and 3.12 on x86_64 and aarch64: `make lock`.
+"""Writes requirements/cpu.lock, gpu.lock and clients.lock, for Python 3.11 and 3.12 on x86_64 and aarch64: `make lock`.
 
 It needs uv, and beside the package index one that has the CPU builds of torch for all of these, as PyTorch's own has.
 
@@ -97,8 +97,17 @@ def resolve(platform: str, extras: list[str], folder: Path) -> list[str]:
     return (folder / "pins").read_text().splitlines()
 
 
+def lock_clients() -> None:
+    """Write the lock of the environment that has nothing of this package."""
+    command = ["uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate"]
+    command += ["--index-strategy", "unsafe-best-match", "--group", "clients"]
+    if subprocess.run([*command, "--output-file", str(FOLDER / "clients.lock")], cwd=ROOT, check=False).returncode:
+        sys.exit("no lock for the clients: what uv says is above")
+
+
 def main() -> None:
-    """Write both locks."""
+    """Write the locks."""
+    lock_clients()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     of_extra = {name: roots for name, roots in extras_of(project).items() if name not in NOT_LOCKED}
     base = {name_of(text) for text in project["dependencies"]}

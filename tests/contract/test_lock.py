@@ -65,6 +65,16 @@ def test_every_extra_finds_what_it_asks_for(platform: str) -> None:
                 assert fits, f"{extra} asks for {one}, and {platform}.lock has {version}: run `make lock`"
 
 
+def test_the_clients_are_pinned_as_their_group_asks() -> None:
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["clients"]
+    lines = (ROOT / "requirements" / "clients.lock").read_text().splitlines()
+    pins = {one.name: one.specifier for one in map(Requirement, lines)}
+    for one in map(Requirement, group):
+        (pin,) = pins[canonicalize_name(one.name)]
+        assert pin.operator == "=="
+        assert one.specifier.contains(pin.version), f"{one} is asked for, {pin} is locked: run `make lock`"
+
+
 @pytest.mark.parametrize("place", PLACES, ids=lambda one: f"{one['python_full_version']}-{one['platform_machine']}")
 def test_lock_has_everything_that_is_needed_by_what_it_has(place: dict[str, str]) -> None:
     pins = locked("cpu", {"test"}, place)

@@ -1,0 +1,37 @@
+"""The OpenAI Agents SDK: Responses or Chat Completions, a tool, and a sub-agent that shares the endpoint."""
+
+import asyncio
+
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from task import MAX_ANSWERS, OPTIONS, QUESTION, submit
+
+
+async def main() -> None:
+    client = AsyncOpenAI()
+    model = (OpenAIResponsesModel if OPTIONS.api == "responses" else OpenAIChatCompletionsModel)("policy", client)
+    critic = Agent(name="critic", instructions="You are the critic.", model=model)
+    ask_critic = critic.as_tool("ask_critic", "Ask whether an answer is plausible.")
+    agent = Agent(name="solver", instructions="Use your tools.", model=model, tools=[function_tool(submit), ask_critic])
+    if OPTIONS.stream:
+        result = Runner.run_streamed(agent, QUESTION, max_turns=MAX_ANSWERS)
+        async for _ in result.stream_events():
+            pass
+    else:
+        await Runner.run(agent, QUESTION, max_turns=MAX_ANSWERS)
+
+
+set_tracing_disabled(True)
+try:
+    asyncio.run(main())
+except (MaxTurnsExceeded, ModelBehaviorError) as error:
+    print(f"given up: {error}")

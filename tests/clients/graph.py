@@ -1,0 +1,31 @@
+"""LangGraph with LangChain's client of OpenAI: a graph of the model and its tool."""
+
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.errors import GraphRecursionError
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+from task import MAX_ANSWERS, OPTIONS, QUESTION, submit
+
+tools = [tool(submit)]
+model = ChatOpenAI(model="policy", streaming=OPTIONS.stream, use_responses_api=OPTIONS.api == "responses")
+bound = model.bind_tools(tools)
+
+
+def answer(state: MessagesState) -> dict:
+    return {"messages": [bound.invoke(state["messages"])]}
+
+
+builder = StateGraph(MessagesState)
+builder.add_node("model", answer)
+builder.add_node("tools", ToolNode(tools))
+builder.add_edge(START, "model")
+builder.add_conditional_edges("model", tools_condition)
+builder.add_edge("tools", "model")
+graph = builder.compile()
+asked = {"messages": [("system", "Use your tool."), ("user", QUESTION)]}
+try:
+    for _ in graph.stream(asked, {"recursion_limit": 2 * MAX_ANSWERS}, stream_mode="messages"):
+        pass
+except GraphRecursionError as error:
+    print(f"given up: {error}")

@@ -1,0 +1,96 @@
+"""Which clients are run, how, and what the language model says to each: three answers, the first with parallel calls.
+
+The programs run in an environment of their own, which `make clients` makes and ``CLIENTS_PYTHON`` may name.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PYTHON = Path(os.environ.get("CLIENTS_PYTHON", FOLDER.parents[1] / ".venv-clients" / "bin" / "python"))
+QUESTION = "Which is the largest of 18, 5 and 30?"
+CRITIC = "You are the critic."
+
+
+def called(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+TWO = f"I try two.\n{called('submit', number=5)}{called('submit', number=18)}"
+THIRD = called("submit", number=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A client in one of its ways.
+
+    Attributes:
+        package: its name on the package index.
+        command: what Python of the clients' environment runs. The question is on standard input, or for ``QUESTION``.
+        tool: that the model calls to answer.
+        answers: of the model, by how many it gave before in the same conversation.
+        env: further variables.
+    """
+
+    package: str
+    command: tuple[str, ...]
+    tool: str = "submit"
+    answers: tuple[str, ...] = (TWO, THIRD, "It is 30.")
+    env: dict[str, str] = field(default_factory=dict)
+
+    def say(self, prompt: str) -> str:
+        """Returns the model's answer to a prompt of ``testing.byte_tokenizer``."""
+        if CRITIC in prompt:
+            return "Plausible."
+        return self.answers[prompt.count("<|im_start|>assistant\n") - 1]
+
+    def command_line(self, question: str) -> list[str]:
+        return [str(PYTHON), "-E", *(question if part == QUESTION else part for part in self.command)]
+
+    def variables(self, home: Path) -> dict[str, str]:
+        """Its environment variables besides those of the endpoint. No client may call home, nor see this one."""
+        quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1", "MSWEA_CONFIGURED": "1"}
+        return {"HOME": str(home), "XDG_CONFIG_HOME": str(home), **quiet, **self.env}
+
+
+def script(name: str, package: str, *apis: str, **fields: object) -> dict[str, Program]:
+    """A program of this folder with each of the APIs, streamed and not."""
+    found = {}
+    for api in apis:
+        for stream in ((), ("--stream",)):
+            command = (str(FOLDER / f"{name}.py"), "--api", api, *stream)
+            found["-".join((package, api, *(("stream",) if stream else ())))] = Program(
+                package=package, command=command, **fields
+            )
+    return found
+
+
+MINI = Program(
+    package="mini-swe-agent",
+    tool="bash",
+    command=(
+        *("-m", "minisweagent.run.mini", "-m", "openai/policy", "-t", QUESTION),
+        *("-y", "--exit-immediately", "-l", "0", "-o", os.devnull),
+    ),
+    answers=(
+        f"I try two.\n{called('bash', command='echo 5')}{called('bash', command='echo 18')}",
+        called("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 30"),
+    ),
+    # Its prompt names the system that it runs on, unless these do.
+    env={"MSWEA_COST_TRACKING": "ignore_errors"} | dict.fromkeys(("system", "release", "version", "machine"), "any"),
+)
+PROGRAMS: dict[str, Program] = {
+    **script(
+        "agents_sdk",
+        "openai-agents",
+        *("chat", "responses"),
+        answers=(TWO + called("ask_critic", input="5 or 18?"), THIRD, "It is 30."),
+    ),
+    **script("pydantic_agent", "pydantic-ai-slim", "chat", "responses", "messages"),
+    **script("graph", "langgraph", "chat", "responses"),
+    **script("smol", "smolagents", "chat", answers=(TWO, THIRD, called("final_answer", answer="30"))),
+    **script("lite", "litellm", "chat", "responses", "messages"),
+    "mini-swe-agent-chat": MINI,
+}

@@ -1,0 +1,71 @@
+"""Clients as published against the recording endpoint: what each said and was answered is replayed, word for word.
+
+The recordings are made by `python -m tests.clients.exchanges`, in the environment of `make clients`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.inspect.ledger import read_ledger
+from pipelinerl.observability.metrics import read_metrics
+from tests.clients.exchanges import RECORDED, play, replay
+from tests.clients.programs import PROGRAMS, PYTHON
+from tests.clients.training import POSITIONS
+from tests.launches import run_experiment
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_recorded_exchange_is_answered_and_trained_as_it_was(name: str) -> None:
+    recording = json.loads((RECORDED / f"{name}.json").read_text())
+    assert await replay(PROGRAMS[name], recording["exchanges"]) == recording
+
+
+needs_clients = pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make clients`")
+STEPS, BATCH = 5, 4
+RUN_TIMEOUT_S = 1500
+
+
+@needs_clients
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_client_says_what_was_recorded(name: str, tmp_path: Path) -> None:
+    recording = json.loads((RECORDED / f"{name}.json").read_text())
+    assert await play(PROGRAMS[name], tmp_path) == recording
+
+
+@needs_clients
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_model_trains_five_steps_with_the_client(name: str, tmp_path: Path) -> None:
+    """The servers are real. The client is a process of its own environment in every rollout."""
+    run_dir = tmp_path / "run"
+    run_experiment(
+        "quickstart_agent",
+        run_dir,
+        "dataset_loader=tests.clients.training.load_problems",
+        f"+dataset_loader_params.program={name}",
+        "dataset_loader_params.num_test_problems=2",
+        "actor.rollout_policy=tests.clients.training.generate_rollout",
+        "tiny_model.recipe=tests.clients.training.recipe",
+        f"+tiny_model.params.program={name}",
+        f"vllm_config.vllm_kwargs.max_model_len={POSITIONS}",
+        f"finetune.seq_length={POSITIONS}",
+        f"finetune.max_train_steps={STEPS}",
+        f"finetune.gradient_accumulation_passes={BATCH}",
+        "attempts=2",
+        "max_lag_steps=1",
+        "actor.rollout_timeout_s=600",
+        "launcher.hang_timeout_s=600",
+        timeout_s=RUN_TIMEOUT_S,
+    )
+    points = [point for point in read_metrics(run_dir, "finetune") if "logratio_abs_max" in point]
+    assert [point["step"] for point in points] == list(range(1, STEPS + 1))
+    first = points[0]
+    assert first["lag_max"] == 0
+    assert first["logratio_abs_max"] <= 2e-5
+    ledger = read_ledger(run_dir)
+    assert ledger.violations == ()
+    assert ledger.counts()["trained"] == STEPS * BATCH
