@@ -1,5 +1,6 @@
 """Plays a Gymnasium environment whose observations and actions are text."""
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,7 +14,10 @@ from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 
 class TextEnvironment(Protocol):
-    """The part of ``gymnasium.Env`` that is used. Observations are converted to text, actions are parsed from text."""
+    """The part of ``gymnasium.Env`` that is used. Observations are converted to text, actions are parsed from text.
+
+    The methods may be coroutine functions.
+    """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]: ...
 
@@ -35,7 +39,8 @@ async def play_text_environment(
 
     The reward is the sum over the episode. Success is ``info["success"]`` of the last step if the environment sets it,
     else a positive sum. The conversation only grows, so all turns become one training sequence. The environment runs
-    in a thread, so that a slow step does not delay other rollouts. The caller closes it.
+    in a thread, so that a slow step does not delay other rollouts; coroutine functions run on this loop. The caller
+    closes it.
 
     Args:
         llm: the policy.
@@ -46,7 +51,7 @@ async def play_text_environment(
         parse_action: turns an answer into an action.
         dataset_name: groups the metrics.
     """
-    observation, info = await in_thread(environment.reset, seed=seed)
+    observation, info = await _call(environment.reset, seed=seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": str(observation)})
     started, texts, total = time.monotonic(), [], 0.0
@@ -54,7 +59,7 @@ async def play_text_environment(
         call = await llm_async_generate(llm, Prompt(messages=list(messages)), session)
         texts.append(make_training_text(llm, call))
         content = call.output.content or ""
-        observation, reward, terminated, truncated, info = await in_thread(environment.step, parse_action(content))
+        observation, reward, terminated, truncated, info = await _call(environment.step, parse_action(content))
         total += float(reward)
         if terminated or truncated:
             break
@@ -70,3 +75,9 @@ async def play_text_environment(
         dataset_name=dataset_name,
         rewards="rollout",
     )
+
+
+async def _call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    return await in_thread(method, *args, **kwargs)

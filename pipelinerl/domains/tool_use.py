@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from fractions import Fraction
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -170,21 +171,48 @@ async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Runs one rollout. ``cfg.environment`` may set ``tools`` (names, default all) and ``max_turns`` (LLM calls)."""
-    started = time.monotonic()
     settings = cfg.get("environment") or {}
     tools = [TOOLS[name] for name in settings.get("tools", list(TOOLS))]
-    runner = runner_of(cfg, session)
+    call = partial(call_tool, runner=runner_of(cfg, session))
+    max_turns = settings.get("max_turns", DEFAULT_MAX_TURNS)
+    return await answer_with_tools(cfg, llm, problem, session, tools=tools, call_tool=call, max_turns=max_turns)
+
+
+async def answer_with_tools(
+    cfg: DictConfig,
+    llm: TrainableLLM,
+    problem: dict[str, Any],
+    session: aiohttp.ClientSession,
+    *,
+    tools: list[dict[str, Any]],
+    call_tool: Callable[[ToolCall], Awaitable[str]],
+    max_turns: int,
+    judge: Callable[[str, str], Verdict] = judge,
+) -> RolloutResult:
+    """Asks the problem's task until an answer calls no tool, and judges that answer.
+
+    Args:
+        cfg: the run's configuration.
+        llm: the policy.
+        problem: ``task`` and ``answer``.
+        session: HTTP session of the rollout.
+        tools: descriptions in OpenAI's format.
+        call_tool: runs a tool and returns what the policy reads. A result that contains "error: " counts as one.
+        max_turns: LLM calls.
+        judge: (the last answer, the problem's answer) → verdict.
+    """
+    started = time.monotonic()
     messages = conversation(cfg, problem["task"], SYSTEM_PROMPT)
     calls: list[LLMCall] = []
     results: list[str] = []
-    for _ in range(settings.get("max_turns", DEFAULT_MAX_TURNS)):
+    for _ in range(max_turns):
         calls.append(await llm_async_generate(llm, Prompt(messages=list(messages), tools=tools), session))
         output = calls[-1].output
         messages.append(output.to_message())
         if not output.tool_calls:
             break
         for tool_call in output.tool_calls:
-            results.append(await call_tool(tool_call, runner))
+            results.append(await call_tool(tool_call))
             messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": results[-1]})
     texts = [make_training_text(llm, call) for call in calls]
     verdict = judge(calls[-1].output.content or "", problem["answer"])

@@ -1,0 +1,83 @@
+"""Environments of other projects as domains, one module each: ``load_problems`` and ``generate_rollout``.
+
+Each imports its library, which is an extra of this package, and says which one is missing. What a rollout needs stands
+in its problem, so that an experiment may have several of them. A failure of what a library talks to (a server that is
+down, a time-out, an answer that is no answer) is a ``TransportError`` or a ``TimeoutError``: the attempt is repeated
+and counted, and has no reward.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig
+
+from pipelinerl.errors import DomainError, TransportError
+from pipelinerl.utils import get_environment_jobs
+
+TEST_SEEDS = 2**30
+"""Seeds from here on are of test problems."""
+
+
+def library(module: str, extra: str) -> Any:
+    """Imports a library's module. Raises ``DomainError`` with the name of the extra if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise DomainError(
+            f"{error.name!r} is not installed, which this domain needs: pip install 'pipelinerl[{extra}]'"
+        ) from error
+
+
+@contextmanager
+def asking(peer: str, *failures: type[BaseException]) -> Iterator[None]:
+    """Turns errors of the connection to ``peer``, and the library's own ``failures``, into ``TransportError``."""
+    try:
+        yield
+    except (OSError, *failures) as error:
+        raise TransportError(f"{peer} did not answer: {type(error).__name__}: {error}") from error
+
+
+def seeded_problems(
+    domain: str, dataset_names: list[str], environments: Mapping[str, Any], sizes: Mapping[str, int], seed: int
+) -> list[dict[str, Any]]:
+    """Makes problems ``{"dataset", "environment", "settings", "seed"}``: environments in turn, each its own seed.
+
+    Args:
+        domain: its name, for error messages.
+        dataset_names: keys of ``sizes``.
+        environments: name → its settings.
+        sizes: number of problems in ``train`` and ``test``.
+        seed: the first one of ``train``. ``test`` has seeds that no training has.
+    """
+    names = list(environments)
+    problems = []
+    for part in dataset_names:
+        if part not in sizes:
+            raise DomainError(f"{domain} has no dataset {part!r}: use `train` or `test`")
+        first = TEST_SEEDS if part == "test" else seed
+        for place in range(sizes[part]):
+            name = names[place % len(names)]
+            settings = dict(environments[name] or {})
+            problems.append({"dataset": part, "environment": name, "settings": settings, "seed": first + place})
+    return problems
+
+
+def address_of(cfg: DictConfig, name: str, *, replica: int = 0, own_path: str = "") -> str:
+    """Returns the address of a server.
+
+    Args:
+        cfg: the run's configuration.
+        name: an address, which is returned as it is, or the key of one of the run's ``environments``.
+        replica: any number, which chooses one of several replicas.
+        own_path: path at the run's own servers.
+    Raises:
+        DomainError: the run has no such environment.
+    """
+    if name.startswith(("http://", "https://")):
+        return name
+    jobs = [job for job in get_environment_jobs(cfg, name) if job.environment_key == name]
+    if not jobs:
+        raise DomainError(f"no entry of `environments` has the key {name!r}, and it is no address (http://…)")
+    return f"{jobs[replica % len(jobs)].url}{own_path}"

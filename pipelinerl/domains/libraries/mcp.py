@@ -1,0 +1,208 @@
+"""Servers of the Model Context Protocol as tools, over standard input and output (a process) or HTTP.
+
+Every rollout has sessions of its own. What a tool answers is text for the policy, and so is its refusal of a call. A
+server that does not answer, or fails, ends the rollout with that error.
+"""
+
+import importlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.config.dotted import resolve_function
+from pipelinerl.domains.datasets import rows_of
+from pipelinerl.domains.libraries import address_of, library
+from pipelinerl.domains.math.dataset import problem_of
+from pipelinerl.domains.tool_use import DEFAULT_MAX_TURNS, MAX_RESULT_CHARS, answer_with_tools, judge
+from pipelinerl.errors import DomainError, PipelineRLError, TransportError
+from pipelinerl.llm import ToolCall, TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+
+mcp = library("mcp", "mcp")
+http = library("httpx2", "mcp")
+streams = library("mcp.client.streamable_http", "mcp")
+types = library("mcp.types", "mcp")
+
+TIMEOUT_S = 60.0
+REFUSALS = (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
+"""Codes of errors that a call causes. All others are the server's."""
+
+required_problem_keys = ("task", "answer", "servers")
+
+
+def load_problems(
+    dataset_names: list[str],
+    servers: dict[str, dict[str, Any]],
+    columns: dict[str, str] | None = None,
+    max_turns: int = DEFAULT_MAX_TURNS,
+    timeout_s: float = TIMEOUT_S,
+    judge: str | None = None,
+) -> list[dict[str, Any]]:
+    """Reads problems with an answer, and gives each the servers.
+
+    Args:
+        dataset_names: see ``pipelinerl.domains.datasets``.
+        servers: name → ``{"command": …, "args": […], "env": {…}}`` for a process of each rollout, or
+            ``{"url": …, "headers": {…}}``, where the address may be the key of one of the run's ``environments``.
+        columns: field → column: ``{"task": …, "answer": …}``.
+        max_turns: LLM calls of a rollout.
+        timeout_s: longest wait for an answer of a server.
+        judge: dotted name of a function from the policy's last message and the problem's answer to a ``Verdict``. By
+            default the message holds ``<answer>…</answer>``.
+    """
+    rules = {"servers": servers, "max_turns": max_turns, "timeout_s": timeout_s, "judge": judge}
+    return [
+        problem_of(row, columns or {}, name, index) | rules
+        for name in dataset_names
+        for index, row in enumerate(rows_of(name, True))
+    ]
+
+
+class McpServer:
+    """An entry of ``environments`` that serves tools over HTTP as part of the run.
+
+    Args:
+        server: ``package.module:name`` of an ``mcp.server.mcpserver.MCPServer``.
+    """
+
+    def __init__(self, server: str):
+        self._server = server
+
+    def launch(self, port: int, host: str = "127.0.0.1") -> None:
+        """Serves until the process is told to stop."""
+        module, _, name = self._server.partition(":")
+        getattr(importlib.import_module(module), name or "server").run("streamable-http", host=host, port=port)
+
+
+class Tools:
+    """The tools of connected servers.
+
+    Args:
+        clients: name of a server → its connected client.
+    """
+
+    def __init__(self, clients: dict[str, Any]):
+        self._clients = clients
+        self._owners: dict[str, str] = {}
+        self.descriptions: list[dict[str, Any]] = []
+        """In OpenAI's format."""
+
+    async def list(self) -> None:
+        """Asks the servers which tools they have. Raises ``DomainError`` if two have one of the same name."""
+        for server, client in self._clients.items():
+            cursor = None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                for tool in page.tools:
+                    if tool.name in self._owners:
+                        raise DomainError(f"servers {self._owners[tool.name]!r} and {server!r} have a tool {tool.name!r}")
+                    self._owners[tool.name] = server
+                    self.descriptions.append(describe(tool))
+                cursor = page.next_cursor
+                if not cursor:
+                    break
+
+    async def call(self, call: ToolCall) -> str:
+        """Calls a tool and returns what the policy reads. Raises ``TransportError`` if its server fails."""
+        name = call.function.name
+        if name not in self._owners:
+            return f"error: there is no tool {name[:50]!r}"
+        try:
+            arguments = json.loads(call.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return "error: the arguments are no JSON object"
+        server = self._owners[name]
+        with failing(f"the MCP server {server!r}"):
+            try:
+                result = await self._clients[server].call_tool(name, arguments)
+            except mcp.MCPError as error:
+                if error.code not in REFUSALS:
+                    raise
+                return f"error: {error}"[:MAX_RESULT_CHARS]
+        return (("error: " if result.is_error else "") + as_text(result))[:MAX_RESULT_CHARS]
+
+
+@asynccontextmanager
+async def open_tools(
+    cfg: DictConfig, servers: dict[str, dict[str, Any]], *, timeout_s: float = TIMEOUT_S
+) -> AsyncIterator[Tools]:
+    """Connects to servers and lists their tools. Processes end with the block.
+
+    Args:
+        cfg: the run's configuration, which knows the addresses of its ``environments``.
+        servers: see ``load_problems``.
+        timeout_s: longest wait for an answer.
+    Raises:
+        TransportError: a server cannot be reached or failed.
+        DomainError: a program does not exist.
+    """
+    with failing(f"an MCP server of {sorted(servers)}"):
+        async with AsyncExitStack() as stack:
+            clients = {}
+            for name, server in servers.items():
+                client = mcp.Client(await transport_of(cfg, server, stack), read_timeout_seconds=timeout_s)
+                clients[name] = await stack.enter_async_context(client)
+            tools = Tools(clients)
+            await tools.list()
+            yield tools
+
+
+async def transport_of(cfg: DictConfig, server: dict[str, Any], stack: AsyncExitStack) -> Any:
+    """Returns what ``mcp.Client`` connects to. Its HTTP client is closed with the stack."""
+    if "url" in server:
+        address = address_of(cfg, server["url"], own_path="/mcp")
+        client = await stack.enter_async_context(http.AsyncClient(headers=server.get("headers"), timeout=None))
+        return streams.streamable_http_client(address, http_client=client)
+    return mcp.StdioServerParameters(**server)
+
+
+@contextmanager
+def failing(peer: str) -> Iterator[None]:
+    """Turns errors of servers and connections, which the SDK raises in groups, into ``TransportError``."""
+    try:
+        yield
+    except (Exception, BaseExceptionGroup) as raised:  # noqa: BLE001 — every error but a server's is raised again
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, FileNotFoundError):
+            raise DomainError(f"{peer}: there is no such program: {error.filename}") from raised
+        if isinstance(error, (mcp.MCPError, http.HTTPError, OSError)):
+            raise TransportError(f"{peer} did not answer: {type(error).__name__}: {error}") from raised
+        raise error from (None if error is raised or isinstance(error, PipelineRLError) else raised)
+
+
+def describe(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def as_text(result: Any) -> str:
+    """Returns the texts of a result, else its structured content. Other content is named."""
+    texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    if not texts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(texts)
+
+
+async def generate_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Runs one rollout: the policy calls tools until it answers without one."""
+    async with open_tools(cfg, problem["servers"], timeout_s=problem["timeout_s"]) as tools:
+        return await answer_with_tools(
+            cfg,
+            llm,
+            problem,
+            session,
+            tools=tools.descriptions,
+            call_tool=tools.call,
+            max_turns=problem["max_turns"],
+            judge=resolve_function(problem["judge"]) if problem["judge"] else judge,
+        )
