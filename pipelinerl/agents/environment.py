@@ -19,9 +19,13 @@ class TextEnvironment(Protocol):
     The methods may be coroutine functions.
     """
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]: ...
+    def reset(self, *, seed: int | None = None) -> Any:
+        """Returns (observation, information)."""
+        ...
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]: ...
+    def step(self, action: Any, /) -> Any:
+        """Returns (observation, reward, terminated, truncated, information)."""
+        ...
 
 
 async def play_text_environment(

@@ -31,11 +31,11 @@ def library(module: str, extra: str) -> Any:
 
 
 @contextmanager
-def asking(peer: str, *failures: type[BaseException]) -> Iterator[None]:
+def asking(peer: str, *failures: type[Exception]) -> Iterator[None]:
     """Turns errors of the connection to ``peer``, and the library's own ``failures``, into ``TransportError``."""
     try:
         yield
-    except (OSError, *failures) as error:
+    except tuple({OSError, *failures}) as error:
         raise TransportError(f"{peer} did not answer: {type(error).__name__}: {error}") from error
 
 

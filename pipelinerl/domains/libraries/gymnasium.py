@@ -88,7 +88,7 @@ class TextActions:
 
 
 def action_parser(space: Any) -> Callable[[str], Any]:
-    """Returns the function from a text to an action of the space. Raises ``DomainError`` if there is no such default."""
+    """Returns the function from a text to an action of the space. Raises ``DomainError`` if there is none."""
     if isinstance(space, gym.spaces.Text):
         return str.strip
     if isinstance(space, gym.spaces.Discrete):
@@ -98,13 +98,15 @@ def action_parser(space: Any) -> Callable[[str], Any]:
             return int(found[-1]) if found and space.contains(int(found[-1])) else None
 
         return last_number
-    raise DomainError(f"a text names no action of {space}: set dataset_loader_params.parse_action to a function of yours")
+    raise DomainError(
+        f"a text names no action of {space}: set dataset_loader_params.parse_action to a function of yours"
+    )
 
 
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """Plays one episode. ``actor.system_prompt`` is the policy's system message, and should say what actions there are."""
+    """Plays one episode. ``actor.system_prompt`` is the policy's system message and should name the actions."""
     environment = await in_thread(gym.make, problem["environment"], **problem["settings"])
     try:
         parse, show = problem["parse_action"], problem["show"]

@@ -99,7 +99,9 @@ class Tools:
                 page = await client.list_tools(cursor=cursor)
                 for tool in page.tools:
                     if tool.name in self._owners:
-                        raise DomainError(f"servers {self._owners[tool.name]!r} and {server!r} have a tool {tool.name!r}")
+                        raise DomainError(
+                            f"servers {self._owners[tool.name]!r} and {server!r} have a tool {tool.name!r}"
+                        )
                     self._owners[tool.name] = server
                     self.descriptions.append(describe(tool))
                 cursor = page.next_cursor
@@ -167,7 +169,7 @@ def failing(peer: str) -> Iterator[None]:
     """Turns errors of servers and connections, which the SDK raises in groups, into ``TransportError``."""
     try:
         yield
-    except (Exception, BaseExceptionGroup) as raised:  # noqa: BLE001 — every error but a server's is raised again
+    except (Exception, BaseExceptionGroup) as raised:
         error: BaseException = raised
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -6,7 +6,9 @@ other errors of a server are failures of the server, whatever caused them, and n
 
 import asyncio
 import importlib
+import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from pipelinerl.agents import play_text_environment
 from pipelinerl.async_llm import backoff_s
 from pipelinerl.config.dotted import resolve_function
 from pipelinerl.domains.libraries import address_of, asking, library, seeded_problems
-from pipelinerl.errors import DomainError, ServerError
+from pipelinerl.errors import DomainError, ServerError, TransportError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
@@ -28,6 +30,8 @@ CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 """Codes of a server's errors: it has no session left, and it cannot read what it got."""
 FIRST_DELAY_S = 0.2
 """Before a server that had no session left is asked again."""
+WAIT_S = 60.0
+"""How long a rollout waits for a session before it gives up."""
 
 required_problem_keys = ("environment", "seed", "max_turns")
 
@@ -112,16 +116,18 @@ class OpenEnvSession:
         self._client: Any = client_module.GenericEnvClient(base_url=url)
 
     async def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begins the episode. A server without a free session is asked again until the rollout's time is over."""
-        repetition = 0
-        while True:
+        """Begins the episode. A server without a free session is asked again for ``WAIT_S``."""
+        deadline = time.monotonic() + WAIT_S
+        for repetition in itertools.count():
             try:
                 result = await self._ask(self._client.reset, seed=seed, **self._settings)
-                return self._show(result.observation), {}
+                break
             except NoSessionError:
                 await self.close()
-                await asyncio.sleep(backoff_s(repetition, FIRST_DELAY_S))
-                repetition += 1
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(backoff_s(repetition, FIRST_DELAY_S))
+        return self._show(result.observation), {}
 
     async def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         action = self._parse_action(text)
@@ -140,6 +146,10 @@ class OpenEnvSession:
         try:
             with asking(f"the OpenEnv server {self._url}", websockets.WebSocketException):
                 return await method(*args, **kwargs)
+        except TransportError as error:
+            if method == self._client.reset and isinstance(error.__cause__, websockets.ConnectionClosedOK):
+                raise NoSessionError(str(error), 503) from error  # it may close before it is heard why
+            raise
         except RuntimeError as error:  # what the server answers instead of a result
             said = str(error)
             if f"(code: {CAPACITY})" in said:
@@ -167,7 +177,7 @@ def as_text(observation: dict[str, Any]) -> str:
 async def generate_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
-    """Plays one episode. ``actor.system_prompt`` is the policy's system message, and should say what actions there are."""
+    """Plays one episode. ``actor.system_prompt`` is the policy's system message and should name the actions."""
     field, parse, show = problem["action_field"], problem["parse_action"], problem["show"]
     episode = OpenEnvSession(
         address_of(cfg, problem["environment"], replica=problem["seed"]),

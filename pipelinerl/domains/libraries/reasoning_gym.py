@@ -51,7 +51,9 @@ def load_problems(
     problems = []
     for name in dataset_names:
         if name not in ("train", "test"):
-            raise DomainError(f"reasoning-gym has no dataset {name!r}: use `train` or `test`, and name tasks in `tasks`")
+            raise DomainError(
+                f"reasoning-gym has no dataset {name!r}: use `train` or `test`, and name tasks in `tasks`"
+            )
         wanted = num_test_problems if name == "test" else num_train_problems
         for place, (task, settings) in enumerate(tasks.items()):
             share = wanted // len(tasks) + (place < wanted % len(tasks))

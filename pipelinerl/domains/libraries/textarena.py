@@ -73,9 +73,7 @@ class TextArenaGame:
         opponent: plays the other seats.
     """
 
-    def __init__(
-        self, name: str, settings: dict[str, Any], *, num_players: int = 1, opponent: Player | None = None
-    ):
+    def __init__(self, name: str, settings: dict[str, Any], *, num_players: int = 1, opponent: Player | None = None):
         self._name, self._settings = name, settings
         self._num_players, self._opponent = num_players, opponent
         self._game: Any = None

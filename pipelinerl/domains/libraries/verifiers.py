@@ -1,4 +1,4 @@
-"""Environments of ``verifiers`` (its packages ``verifiers.v1``): its tasks, its programs, its tool servers, its rewards.
+"""Environments of ``verifiers`` (``verifiers.v1``): its tasks, programs, tool servers and rewards.
 
 A rollout is an episode of the library against an endpoint that records the policy. The reward is what the library's
 rewards and judges add up to. An error that the library puts on a trace ends the rollout with an error of ours: code of
@@ -136,7 +136,7 @@ async def shared_tools(block: str) -> Any:
     return await asyncio.shield(servers[block])
 
 
-class ChatHarness(vf.Harness[vf.HarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[name-defined]
     """The library's chat loop with tools, in this process: the model is asked until it calls no tool."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -156,7 +156,11 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
     ) -> Any:
         system, prompt = self.resolve_prompt(data)
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(wire.message_to_wire, prompt or [])
+        asked = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else map(wire.message_to_wire, prompt or [])
+        )
         messages = [*([{"role": "system", "content": system}] if system else []), *asked]
         servers = {name: {"url": url} for name, url in mcp_urls.items()}
         http_client = openai.DefaultAsyncHttpxClient(verify=False)  # on loopback
@@ -227,14 +231,17 @@ def trained_trace(episode: Any, policy_url: str) -> Any:
     if errors:
         late = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
         raise as_error(errors[-1].type, errors[-1].message, errors[-1].status_code, late)
-    trained, others = [], []
+    trained: list[Any] = []
+    others: list[Any] = []
     for trace in episode.traces:
         (trained if trace.agent is None or trace.agent.trainable else others).append(trace)
     if len(trained) != 1:
         raise DomainError(f"the episode has {len(trained)} trained agents: a rollout has one reward, so it needs one")
     for trace in others:
         if trace.agent.config.client.base_url == policy_url:
-            raise DomainError(f"the seat {trace.agent.name!r} would be played by the policy: give it `client` and `model`")
+            raise DomainError(
+                f"the seat {trace.agent.name!r} would be played by the policy: give it `client` and `model`"
+            )
     return trained[0]
 
 

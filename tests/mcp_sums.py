@@ -1,0 +1,31 @@
+"""An MCP server for tests: ``python -m tests.mcp_sums`` speaks over standard input and output."""
+
+import asyncio
+import os
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+def end() -> int:
+    """Ends the server."""
+    os._exit(3)
+
+
+@server.tool()
+async def hang() -> int:
+    """Never answers."""
+    await asyncio.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    server.run()
