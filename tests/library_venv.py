@@ -11,8 +11,6 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-from filelock import FileLock
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-libraries"
 EXTRAS = ("gymnasium", "mcp", "openenv", "reasoning-gym", "textarena", "verifiers")
@@ -25,13 +23,12 @@ def library_python() -> Path:
     python, made = FOLDER / "bin" / "python", FOLDER / "extras.txt"
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = "\n".join(requirement for extra in EXTRAS for requirement in optional[extra])
-    with FileLock(FOLDER.with_suffix(".lock")):
-        if not made.exists() or made.read_text() != wanted:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(FOLDER)], check=True)
-            own = next(FOLDER.glob("lib/python*/site-packages"))
-            (own / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted.splitlines()], check=True)
-            made.write_text(wanted)
+    if not made.exists() or made.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(FOLDER)], check=True)
+        own = next(FOLDER.glob("lib/python*/site-packages"))
+        (own / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted.splitlines()], check=True)
+        made.write_text(wanted)
     return python
 
 
