@@ -65,7 +65,8 @@ async def test_environment_that_speaks_as_the_user_has_several_turns(taskset: An
 
 
 async def test_mistake_in_the_tasks_code_is_the_domains(taskset: Any):
-    block = taskset("mistaken", ("return float(", "raise RuntimeError('the judge has a mistake')\n        return float("))
+    fails = "raise RuntimeError('the judge has a mistake')\n        return float("
+    block = taskset("mistaken", ("return float(", fails))
     with pytest.raises(DomainError, match=says("the judge has a mistake")):
         await run_rollout(generate_rollout, first_of(block), ["1"])
 
