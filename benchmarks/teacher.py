@@ -10,7 +10,7 @@ quickstart with evaluations of its own, at its learning rate and with its 64 rol
 
 The result is the trained tokens until the first evaluation that reaches `--target`.
 
-    python -m benchmarks.teacher --seeds 0 1 2 --out benchmarks/teacher.json
+    python -m benchmarks.teacher --seeds 0 1 2 --ways grpo teacher --json benchmarks/teacher.json
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=float, default=0.95, help="held-out success of the teacher")
     parser.add_argument("--steps", type=int, nargs=3, default=[160, 160, 70], help="longest run, by way")
     parser.add_argument("--folder", type=Path, help="keep the models and runs here")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:
         root = (args.folder or Path(scratch)).absolute()
@@ -142,7 +142,7 @@ def main() -> None:
             for way in args.ways:
                 results.append(run(way, seed, student, teacher, limits[way], args.target, root / f"{way}_{seed}"))
                 found = {"target": args.target, "teacher_success": share, "runs": results}
-                args.out.write_text(json.dumps(found, indent=1) + "\n")
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
                 print(way, seed, results[-1]["tokens_to_target"], flush=True)
 
 

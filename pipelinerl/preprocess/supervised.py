@@ -93,7 +93,7 @@ class SupervisedData:
         renderer: ChatRenderer,
         *,
         per_step: int,
-        seed: int,
+        seed: int | None,
         seq_length: int,
         prompt_weight: float = 0.0,
         template: Mapping[str, Any] | None = None,
@@ -104,7 +104,7 @@ class SupervisedData:
             conversations: at least one.
             renderer: of the policy's tokenizer.
             per_step: conversations of an optimizer step.
-            seed: of the permutations.
+            seed: of the permutations. None: they keep their order.
             seq_length: tokens after which a text is cut.
             prompt_weight: weight of the tokens that the assistant does not say.
             template: further variables of the chat template.
@@ -122,6 +122,8 @@ class SupervisedData:
         return tuple(filter(None, (self._sample(place, step) for place in range(first, first + self._per_step))))
 
     def _permutation(self, epoch: int) -> np.ndarray:
+        if self._seed is None:
+            return np.arange(len(self._conversations))
         return np.random.default_rng((self._seed, epoch)).permutation(len(self._conversations))
 
     def _sample(self, place: int, step: int) -> Sample | None:

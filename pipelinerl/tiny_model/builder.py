@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 TOKENIZER_SAMPLE = 200
 """Conversations the tokenizer learns its merges from."""
 HEAD_SIZE = 32
+SOURCES = ("tiny_model", "chat", "preprocess", "finetune")
+"""Folders of the package whose code makes and trains a model."""
 
 
 def build(
@@ -72,7 +74,8 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
     """Names what a build of this recipe gives: its conversations, its settings, and the code that trains on them."""
     settings = {name: value for name, value in vars(recipe).items() if name != "conversation"}
     versions = [version(package) for package in ("torch", "transformers", "tokenizers")]
-    sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    package = Path(__file__).parent.parent
+    sources = [file.read_text() for folder in SOURCES for file in sorted((package / folder).rglob("*.py"))]
     told = [settings | {"shape": asdict(recipe.shape)}, sample_texts(recipe, Random(seed)), seed, versions, sources]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
 

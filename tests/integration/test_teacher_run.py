@@ -16,8 +16,8 @@ from pipelinerl.streams import SingleStreamSpec, open_reader
 from pipelinerl.tiny_model import build
 from tests.waiting import wait_until
 
-TIMEOUT_S = 600
-STEPS = 40
+TIMEOUT_S = 900
+STEPS, TOP = 30, 4
 
 
 def server_pid(run_dir: Path) -> int | None:
@@ -44,7 +44,8 @@ def test_teacher_that_is_killed_in_mid_run_is_restarted_and_scores_on(tmp_path: 
             "tiny_model=null",
             f"teachers=[{{model_path: {tmp_path / 'teacher'}}}]",
         ),
-        *("finetune.rl.teacher_coef=1", "finetune.rl.reward_coef=0", f"finetune.max_train_steps={STEPS}"),
+        *("finetune.rl.teacher_coef=1", f"finetune.rl.teacher_top_k={TOP}", "finetune.rl.reward_coef=0"),
+        *(f"finetune.max_train_steps={STEPS}", "attempts=2"),
         *("world.cpu_slots=3", "world.preprocessor_fraction=1", "eval.at_start=false", "eval.at_end=false"),
     )
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-name=quickstart", f"output_dir={run_dir}", *own]
@@ -69,3 +70,7 @@ def test_teacher_that_is_killed_in_mid_run_is_restarted_and_scores_on(tmp_path: 
         for start, end, _ in batch.spans.tolist():
             assert np.isfinite(batch.teacher_logprobs[start:end]).all()
             assert (batch.teacher_logprobs[start:end] < 0).all()
+        assert batch.teacher_top_logprobs is not None
+        assert batch.teacher_top_logprobs.shape[1] == TOP
+        assert (np.diff(batch.teacher_top_logprobs, axis=1) <= 0).all()
+        assert (np.exp(batch.teacher_top_logprobs).sum(1) <= 1 + 1e-5).all()

@@ -1,16 +1,18 @@
 import hashlib
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.tiny_model import build
 from pipelinerl.tiny_model.__main__ import main
 from pipelinerl.tiny_model.builder import publish_model, recipe_digest
-from pipelinerl.tiny_model.recipes import make_recipe
-from pipelinerl.tiny_model.warmup import assistant_mask
+from pipelinerl.tiny_model.recipes import Recipe, make_recipe, reply, user
+from pipelinerl.tiny_model.warmup import PROMPT_WEIGHT, warm_up_model
 
 QUICK = {"steps": 3}
 
@@ -31,8 +33,6 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(model, tmp_path)
 
 
 def test_model_has_a_tenth_of_a_million_parameters_and_tied_head(model):
-    from transformers import AutoModelForCausalLM
-
     loaded = AutoModelForCausalLM.from_pretrained(model)
     assert 90_000 < sum(parameter.numel() for parameter in loaded.parameters()) < 130_000
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -69,12 +69,26 @@ def test_chat_template_appends_turns_without_rewriting_earlier_ones(model):
     assert longer.startswith(prompt + "b<|im_end|>\n")
 
 
-def test_warm_up_trains_what_the_assistant_says_and_the_end_of_its_turn():
-    header, end = [7, 8], 9
-    #            user turn        header  says   end  newline
-    token_ids = [7, 1, 4, 4, 9, 3, 7, 8, 5, 6, 9, 3, 7, 1, 4, 9]
-    spoken = [i for i, inside in enumerate(assistant_mask(token_ids, header, end)) if inside]
-    assert spoken == [8, 9, 10]
+def test_warm_up_trains_what_the_assistant_says_and_the_end_of_its_turn(model):
+    """Its loss is the weighted mean over each conversation by itself, in the order in which the recipe draws them."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    drawn = iter([[user("1 or 2?"), reply(1)], [user("a"), reply(2), user("and then another?"), reply(3)]])
+    recipe = Recipe(tags=(), max_number=3, conversation=lambda rng: next(drawn), steps=1, batch_size=2)
+    total = weight = 0.0
+    for prompt, answers in (("1 or 2?", [1]), ("a", [2, 3])):
+        asked = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        again = "\n<|im_start|>user\nand then another?<|im_end|>\n<|im_start|>assistant\n"
+        texts = [text for n in answers for text in (asked if n < 3 else again, f"<answer>{n}</answer><|im_end|>")]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        weights = [1.0 if index % 2 else PROMPT_WEIGHT for index, part in enumerate(ids) for _ in part][1:]
+        ids_T = torch.tensor([token for part in ids for token in part])
+        with torch.no_grad():
+            logprobs_TV = lm(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        chosen_T = logprobs_TV.gather(1, ids_T[1:, None])[:, 0]
+        total -= (torch.tensor(weights) * chosen_T).sum().item()
+        weight += sum(weights)
+    assert warm_up_model(lm, tokenizer, recipe, Random(0)) == pytest.approx(total / weight, rel=1e-5)
 
 
 def test_existing_folder_is_refused_and_untouched(tmp_path):
