@@ -58,6 +58,7 @@ READ = (
     TrainerMetric.CLIP_FRACTION,
     TrainerMetric.ENTROPY,
     TrainerMetric.ESS,
+    TrainerMetric.LAG_MIN,
     TrainerMetric.LIVE_VERSION,
     TrainerMetric.LOGRATIO_ABS_MAX_LAG0,
     TrainerMetric.LOGRATIO_ABS_MEAN,
@@ -398,11 +399,12 @@ def mismatch(history: History) -> Iterable[Alarm]:
     now = statistics.fmean(point[TrainerMetric.LOGRATIO_ABS_MEAN] for point in points[-WINDOW:])
     if now <= LARGE_GAP:
         return
-    fresh = statistics.fmean(point.get(TrainerMetric.LOGRATIO_ABS_MAX_LAG0) or 0.0 for point in points[-WINDOW:])
+    fresh_ones = [point for point in points if point.get(TrainerMetric.LAG_MIN) == 0][-WINDOW:]
+    fresh = [float(point.get(TrainerMetric.LOGRATIO_ABS_MAX_LAG0) or 0.0) for point in fresh_ones]
     first = next(point[STEP] for point in points if point[TrainerMetric.LOGRATIO_ABS_MEAN] > LARGE_GAP)
     cause, cure = (
-        ("age of the tokens: fresh ones differ less", "You could " + younger(history.settings))
-        if fresh < now
+        ("age of the tokens" + (": fresh ones differ less" if fresh else ""), "You could " + younger(history.settings))
+        if not fresh or statistics.fmean(fresh) < now
         else ("numerics: fresh tokens differ as well", "Compare dtype and fp32_lm_head of both ends")
     )
     yield Alarm(

@@ -16,7 +16,7 @@ from enum import IntEnum
 from itertools import pairwise
 
 from pipelinerl.inspect.alarms import FEWEST_POINTS, SIGNAL, SOLVED, Alarm, History, alarms, given, success_shift
-from pipelinerl.inspect.curves import CERTAIN, ends_of, shift_of, wilson
+from pipelinerl.inspect.curves import CERTAIN, ends_of, noise_of, shift_of, wilson
 from pipelinerl.observability.catalogue import STEP, ActorMetric, TrainerMetric
 from pipelinerl.observability.metrics import Point, Points
 
@@ -27,8 +27,10 @@ SAME_FORM = 0.5
 """Largest change of length and of certainty, relative, between answers that count as the same."""
 TOO_FAR = 0.5
 """Mean size of the log-ratio of a token per step of its lag, in nats. A step has then changed e^0.5 of every choice."""
-TOO_MUCH = 0.05
-"""Change of the entropy by one step, relative to the first entropy: twenty such steps and the first policy is gone."""
+TOO_MUCH = 0.08
+"""Change of the entropy by one step, relative to the first entropy: a dozen such steps and the first policy is gone."""
+UNCHANGED = 0.1
+"""Change of a server's log-probabilities over many versions, relative to the trainer's distance from the server."""
 UNMOVED = 1e-4
 """The same in a run whose weights do not change what the policy says."""
 
@@ -119,6 +121,19 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drift:
+    """How far servers moved from one weight version to another, by equal tokens in equal contexts."""
+
+    first: int
+    last: int
+    contexts: int
+    change: float
+    """Mean change of the servers' log-probability in nats."""
+    apart: float
+    """Mean distance of the trainer from the sampler between the versions, on tokens of the same places in answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """All that is known of a run."""
 
@@ -129,6 +144,8 @@ class Evidence:
     """Reason → groups that the actor gave up."""
     groups: int = 0
     """Groups that the actor published."""
+    drifts: Sequence[Drift] = ()
+    """Between the evaluated versions, in order."""
 
 
 def causes(evidence: Evidence) -> list[Cause]:
@@ -158,12 +175,16 @@ def learns(history: History) -> bool:
 
 def failures_pay(attempts: Sequence[Attempt]) -> bool:
     """Whether failures came to earn what successes earn. True where no attempts say otherwise."""
-    wins = [attempt.reward for attempt in attempts if attempt.success]
-    if len(attempts) < FEWEST_ATTEMPTS or not wins:
+    if len(attempts) < FEWEST_ATTEMPTS:
         return True
+    wins = [attempt.reward for attempt in attempts if attempt.success]
+    lost = [attempt.reward for attempt in attempts if not attempt.success]
+    if len(lost) < FEWEST_ATTEMPTS:
+        return False
+    if not wins:  # what a success would earn is not known: the usual failure is to earn more than it did
+        return statistics.median(lost[-(len(lost) // 4) :]) > statistics.median(lost[: len(lost) // 4])
     enough = statistics.median(wins)
-    paid = [float(attempt.reward >= enough) for attempt in attempts if not attempt.success]
-    return len(paid) >= FEWEST_ATTEMPTS and ends_of_many(paid)[1] > SIGNAL
+    return ends_of_many([float(reward >= enough) for reward in lost])[1] > SIGNAL
 
 
 def unjudged(evidence: Evidence) -> Iterable[Cause]:
@@ -220,6 +241,29 @@ def is_sudden(before: Sequence[Attempt], after: Sequence[Attempt]) -> bool:
         for value in (lambda attempt: attempt.tokens, lambda attempt: -attempt.certainty)
     ]
     return all(abs(new - old) <= SAME_FORM * max(abs(old), 1e-3) for old, new in forms)
+
+
+def unchanged_servers(evidence: Evidence) -> Iterable[Cause]:
+    """Servers say the same under versions in which the trainer has gone away from them.
+
+    The weights of two versions are further apart than the trainer and a sampler a few steps behind it. A server that
+    moved much less between them does not use what it was sent.
+    """
+    for drift in evidence.drifts:
+        if drift.contexts < FEWEST_ATTEMPTS or drift.apart <= UNMOVED or drift.change >= UNCHANGED * drift.apart:
+            continue
+        yield Cause(
+            name="stale server",
+            step=drift.first,
+            text=f"between versions {drift.first} and {drift.last} the servers' log-probabilities of {drift.contexts} "
+            f"equal tokens after equal prompts changed by {drift.change:.1g} nats in the mean, while the trainer "
+            f"differs from them by {drift.apart:.2g} on such tokens: they do not use the weights that they are sent",
+            cure="Restart the servers"
+            + ("" if evidence.history.settings.has_probe else ", with weights.probe=true, which expels such a server"),
+            level=Level.DELIVERY,
+            command="pipelinerl status {run}",
+        )
+        return
 
 
 def truncated_prompts(evidence: Evidence) -> Iterable[Cause]:
@@ -337,7 +381,10 @@ def paid_by_length(evidence: Evidence) -> Iterable[Cause]:
 
 
 def wrong_difficulty(evidence: Evidence) -> Iterable[Cause]:
-    """From the beginning on most groups are solved by all of their attempts, or by none, and rewards say no more."""
+    """From the beginning on most groups are solved by all of their attempts, or by none, and rewards say no more.
+
+    Too hard is what the first weights do not solve: later ones may be worse for another reason.
+    """
     groups = by_group(evidence.attempts)
     if len(groups) < FEWEST_POINTS or learns(evidence.history):
         return
@@ -358,7 +405,7 @@ def wrong_difficulty(evidence: Evidence) -> Iterable[Cause]:
             level=Level.TASK,
             command="pipelinerl rollouts {run} --last 8",
         )
-    elif wins < 1 - MOST:
+    elif wins < 1 - MOST and (1 - most_first_success(evidence)) ** max(map(len, groups)) > MOST:
         yield Cause(
             name="too hard",
             step=None,
@@ -367,6 +414,17 @@ def wrong_difficulty(evidence: Evidence) -> Iterable[Cause]:
             level=Level.TASK,
             command="pipelinerl rollouts {run} --best 8",
         )
+
+
+def most_first_success(evidence: Evidence) -> float:
+    """Upper end of the interval of the first weights' success rate, over training attempts and the first evaluation."""
+    version = min((attempt.version for attempt in evidence.attempts), default=0)
+    tried = [float(attempt.success or 0.0) for attempt in evidence.attempts if attempt.version == version]
+    wins, count = sum(tried), len(tried)
+    for done in evidence.history.evaluations:
+        if done.version == version and done.success is not None:
+            wins, count = wins + done.success * done.num_rollouts, count + done.num_rollouts
+    return wilson(wins / count, count)[1] if count else 1.0
 
 
 def step_too_long(evidence: Evidence) -> Iterable[Cause]:
@@ -424,6 +482,7 @@ def learned_by_heart(evidence: Evidence) -> Iterable[Cause]:
 
 CHECKS: tuple[Callable[[Evidence], Iterable[Cause]], ...] = (
     unjudged,
+    unchanged_servers,
     truncated_prompts,
     untrained_ends,
     wrong_sign,
@@ -471,12 +530,19 @@ def step_length(points: Points) -> float:
 
 
 def entropy_per_step(points: Points) -> tuple[float, int]:
-    """The largest change of the entropy for each step, relative to the first entropy, and the step before it."""
+    """The lasting change of the entropy for each step, relative to the first entropy, and the step before it.
+
+    It is the largest that happened twice from one window of steps to the next, beyond noise: one jump is no pace.
+    """
     known = [point for point in points if point.get(TrainerMetric.ENTROPY) is not None]
-    levels = [statistics.fmean(part) for part in windows([float(point[TrainerMetric.ENTROPY]) for point in known])]
-    changes = [abs(after - before) / 4 / max(levels[0], 1e-9) for before, after in pairwise(levels)]
-    largest = max(changes, default=0.0)
-    return largest, known[4 * changes.index(largest)][STEP] if changes else 0
+    values = [float(point[TrainerMetric.ENTROPY]) for point in known]
+    levels = [statistics.fmean(part) for part in windows(values)]
+    error = noise_of(values) * math.sqrt(2 / 4)
+    changes = [abs(after - before) for before, after in pairwise(levels)]
+    lasting = sorted(changes)[-2] if len(changes) > 1 else 0.0
+    if lasting <= CERTAIN * error:
+        return 0.0, 0
+    return lasting / 4 / max(levels[0], 1e-9), known[4 * changes.index(lasting)][STEP]
 
 
 def windows(values: Sequence[float]) -> Iterator[Sequence[float]]:

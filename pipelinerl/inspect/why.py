@@ -11,7 +11,8 @@ import json
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import numpy as np
 
 from pipelinerl.config.paths import EXPORTS
 from pipelinerl.errors import ConfigError, told_in_one_line
-from pipelinerl.inspect.causes import Attempt, Cause, Evidence, Level, causes
+from pipelinerl.inspect.causes import Attempt, Cause, Drift, Evidence, Level, causes
 from pipelinerl.inspect.decode import TokenText, load_token_text, problem_fields
 from pipelinerl.inspect.ending import ending_alarms, read_ending
 from pipelinerl.inspect.page.browser import Candidates
 from pipelinerl.inspect.page.build import history_of, measure_unreadable
 from pipelinerl.inspect.page.data import read_source
 from pipelinerl.inspect.reading import command_parser, look_into
-from pipelinerl.inspect.samples import SeenRollout, read_training
+from pipelinerl.inspect.samples import SeenRollout, read_tests, read_training
 from pipelinerl.observability.archive import chosen
 from pipelinerl.observability.catalogue import ActorMetric
 from pipelinerl.records import TrainingSequence
@@ -35,6 +36,8 @@ PER_STEP = 16
 """Attempts of an optimizer step that are looked at, with the attempts at one problem together."""
 LONG_TEXT = 16
 """Characters of a problem's text from which its absence from the prompt means something."""
+FIRST_TOKENS = 8
+"""Tokens of an answer that may stand in the same context under two versions."""
 PART = 0.2
 """Share of such a text that is no accident."""
 
@@ -89,6 +92,8 @@ def read_evidence(run_dir: Path) -> Evidence:
             candidates.add([seen])
             if seen.rollout.sequences:
                 by_step[seen.versions[0] if seen.versions else 0].append(seen)
+        trained = (seen for own in by_step.values() for seen in own)
+        drifts = drifts_of(read_tests(run_dir, replicas=source.cfg.world.replicas), trained)
     try:
         text: TokenText | None = load_token_text(run_dir)
     except ConfigError:
@@ -101,7 +106,51 @@ def read_evidence(run_dir: Path) -> Evidence:
         attempts=[attempt_of(seen, text, ends) for _, own in sorted(by_step.items()) for seen in _few(own)],
         dropped={reason: int(count) for reason, count in ActorMetric.GROUPS_DROPPED.found(newest).items()},
         groups=int(newest.get(ActorMetric.GROUPS) or 0),
+        drifts=drifts,
     )
+
+
+def drifts_of(evaluated: Iterable[SeenRollout], trained: Iterable[SeenRollout]) -> list[Drift]:
+    """How far the first tokens of equal problems moved between the evaluated versions, and how far the trainer is."""
+    known: dict[int, dict[bytes, tuple[int, float]]] = defaultdict(dict)
+    for seen in evaluated:
+        sequence = seen.rollout.sequences[0] if seen.rollout.sequences else None
+        if sequence is None or not len(sequence.spans) or len(seen.versions) != 1:
+            continue
+        begin, end = sequence.spans[0, :2].tolist()
+        for place in range(min(end - begin, FIRST_TOKENS)):
+            context = sequence.token_ids[: begin + place + 1].tobytes()
+            known[seen.versions[0]][context] = place, float(sequence.logprobs[place])
+    apart: dict[int, list[list[float]]] = defaultdict(lambda: [[] for _ in range(FIRST_TOKENS)])
+    for seen in trained:
+        if seen.step is not None and seen.lag and (changes := changes_of(seen)) is not None:
+            for place, distance in enumerate(np.abs(changes[:FIRST_TOKENS]).tolist()):
+                apart[seen.step][place].append(distance)
+    return [
+        drift
+        for before, after in pairwise(sorted(known))
+        if (drift := _drift(known, before, after, [own for step, own in apart.items() if before < step <= after]))
+    ]
+
+
+def _drift(
+    known: Mapping[int, Mapping[bytes, tuple[int, float]]],
+    before: int,
+    after: int,
+    apart: Sequence[Sequence[Sequence[float]]],
+) -> Drift | None:
+    """``apart``: of each step, by place in the answer, the distances of the trainer from the sampler."""
+    at_place = [[distance for step in apart for distance in step[place]] for place in range(FIRST_TOKENS)]
+    shared = known[before].keys() & known[after].keys()
+    pairs = [
+        (abs(known[after][context][1] - known[before][context][1]), float(np.mean(others)))
+        for context in shared
+        if (others := at_place[known[after][context][0]])
+    ]
+    if not pairs:
+        return None
+    change, distance = np.mean(pairs, axis=0).tolist()
+    return Drift(first=before, last=after, contexts=len(pairs), change=change, apart=distance)
 
 
 def _few(rollouts: Sequence[SeenRollout]) -> Iterator[SeenRollout]:
@@ -188,12 +237,18 @@ def goes_on(sequence: TrainingSequence, ends: Iterable[int]) -> bool:
 
 def moved(seen: SeenRollout) -> float | None:
     """Mean change of the tokens' log-probability from the sampler to the trainer."""
+    changes = changes_of(seen)
+    return None if changes is None else float(changes.mean())
+
+
+def changes_of(seen: SeenRollout) -> np.ndarray | None:
+    """float32 [K]: trainer's less sampler's log-probability of every sampled token. None: not on record."""
     changes = [
         score.logprobs - sequence.logprobs
         for score, sequence in zip(seen.scores, seen.rollout.sequences, strict=False)
         if score is not None and len(score.logprobs) == len(sequence.logprobs)
     ]
-    return float(np.concatenate(changes).mean()) if changes else None
+    return np.concatenate(changes) if changes else None
 
 
 if __name__ == "__main__":

@@ -107,11 +107,11 @@ def test_forked_conversations_names_its_step_and_the_share_of_calls() -> None:
 
 def test_mismatch_names_the_age_of_the_tokens_or_the_numerics() -> None:
     gap = [0.05] * 20 + [0.4] * 20
-    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.02] * N))
+    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.02] * N, lag_min=[0.0] * N))
     assert (alarm.name, alarm.step) == ("mismatch", 20)
     assert "age" in alarm.text
     assert "max_lag_steps" in alarm.cure
-    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.9] * N))
+    (alarm,) = found(finetune=points(logratio_abs_mean=gap, logratio_abs_max_lag0=[0.9] * N, lag_min=[0.0] * N))
     assert "numerics" in alarm.text
     assert "fp32_lm_head" in alarm.cure
     assert found(finetune=points(logratio_abs_mean=[0.15] * N)) == []

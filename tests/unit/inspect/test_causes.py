@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipelinerl.inspect.causes import causes
+from pipelinerl.inspect.alarms import History
+from pipelinerl.inspect.causes import Attempt, Drift, Evidence, causes
 from tests.planted_runs import FAULTS, Fault, play
 
 
@@ -15,3 +16,31 @@ def test_planted_failure_is_the_first_cause(expected: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_healthy_run_has_no_cause(seed: int) -> None:
     assert [cause.line() for cause in causes(play(Fault(), seed))] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "apart", "found"),
+    [
+        (2.1e-10, 0.41, ["stale server"]),  # a real server that kept its weights of version 20
+        (0.043, 0.017, []),  # a healthy one
+        (0.0011, 8.3e-05, []),  # tokens that are nearly certain
+        (0.0, 0.0, []),  # nothing is trained: nobody moves
+    ],
+)
+def test_server_that_says_the_same_while_the_trainer_moves_is_stale(
+    change: float, apart: float, found: list[str]
+) -> None:
+    drift = Drift(first=50, last=100, contexts=1156, change=change, apart=apart)
+    assert [cause.name for cause in causes(Evidence(history=History(), drifts=[drift]))] == found
+
+
+def test_a_policy_that_broke_is_not_too_hard_a_task() -> None:
+    """Before training, a quarter of the attempts succeed: of eight, none does in (1 − .26)^8 = 9 % of the groups."""
+    attempts = [
+        Attempt(group=f"{n // 8}", version=n // 64, reward=float(wins), success=float(wins))
+        for n in range(1024)
+        for wins in [n < 64 and n % 4 == 0]
+    ]
+    assert "too hard" not in [cause.name for cause in causes(Evidence(history=History(), attempts=attempts))]
+    hopeless = [Attempt(group=f"{n // 8}", version=n // 64, reward=0.0, success=0.0) for n in range(1024)]
+    assert "too hard" in [cause.name for cause in causes(Evidence(history=History(), attempts=hopeless))]
